@@ -1,0 +1,140 @@
+"""The schema of a run: every section and key, its type, default and meaning.
+
+The classes here hold values and what can be said of one section alone; rules that span sections
+(does the batch divide, does the world fit) are in `rules.py`, files and overrides in `load.py`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+WeightedPrefix = tuple[Positive, str]
+
+
+class Section(BaseModel):
+    """A section refuses unknown keys and does not coerce types (`"20"` is not 20)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Model(Section):
+    num_layers: PositiveInt = 12
+    hidden_size: PositiveInt = 768
+    num_heads: PositiveInt = 12
+    num_kv_heads: PositiveInt | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
+    ffn_size: PositiveInt | None = Field(
+        None, description="null: 4 × hidden_size for gelu; 8/3 × hidden_size, rounded up to a multiple of 64, for swiglu"
+    )
+    vocab_size: PositiveInt = 50304
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    position: Literal["learned", "rope"] = "learned"
+    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    norm_eps: Positive = Field(1e-5, description="added to the variance inside the square root of every norm")
+    bias: bool = Field(True, description="biases in the linear layers and layernorms")
+    tie_embeddings: bool = True
+    dropout: Fraction = Field(
+        0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
+    )
+    attention: Literal["sdpa", "fused", "eager"] = "sdpa"
+    init_std: Positive = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
+
+    @property
+    def head_size(self) -> int:
+        """Features of one attention head."""
+        return self.hidden_size // self.num_heads
+
+
+class Parallel(Section):
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline)")
+    sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
+    chunks: PositiveInt = Field(1, description="model chunks a stage (interleaved schedules)")
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    timeout_seconds: Positive = Field(600.0, description="for every collective of every group")
+
+
+class Train(Section):
+    steps: PositiveInt = 1000
+    seq_len: PositiveInt = 1024
+    micro_batch_size: PositiveInt = 1
+    global_batch_size: PositiveInt = 8
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    recompute: Literal["none", "selective", "full"] = "none"
+    seed: NonNegativeInt = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = Field(False, description="torch.compile for every block")
+    eval_every: NonNegativeInt = Field(0, description="steps between validations; 0: only after the last step")
+    eval_batches: NonNegativeInt = Field(20, description="global batches a validation reads; 0: the whole validation set")
+
+
+class Optim(Section):
+    lr: NonNegative = 3e-4
+    min_lr: NonNegative = 0.0
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: PositiveInt | None = Field(
+        None, description="cosine, linear: step at which min_lr is reached (null: train.steps); wsd: length of the final decay (null: a tenth)"
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
+    grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
+
+
+class Data(Section):
+    train: str | list[WeightedPrefix] | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
+    valid: str | list[WeightedPrefix] | None = None
+    tokenizer: str | None = Field(None, description="bytes, or a sentencepiece .model; needed only where text is shown")
+
+
+class Checkpoint(Section):
+    model_config = ConfigDict(populate_by_name=True)
+
+    every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last step; 0: save nothing")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    async_: bool = Field(False, alias="async")
+    resume: str = Field("auto", description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")
+
+
+class Engine(Section):
+    kind: Literal["native", "deepspeed", "fsdp"] = "native"
+    config: str | dict[str, Any] | None = Field(None, description="deepspeed: a ds_config as an object or a file's path")
+    bucket_mib: Positive = Field(25.0, description="size of a gradient bucket, reduced as a whole, in MiB of fp32")
+
+
+class Log(Section):
+    dir: str | None = Field(None, description="null: runs/<the config file's name>")
+    every: PositiveInt = Field(10, description="steps between log lines; the only steps that wait for the device")
+    tensorboard: bool = True
+    prometheus_port: PositiveInt | None = None
+
+
+class Config(Section):
+    """A whole run. Build it with `megacore.config.load`, which also resolves and checks it."""
+
+    model: Model = Field(default_factory=Model)
+    parallel: Parallel = Field(default_factory=Parallel)
+    train: Train = Field(default_factory=Train)
+    optim: Optim = Field(default_factory=Optim)
+    data: Data = Field(default_factory=Data)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    engine: Engine = Field(default_factory=Engine)
+    log: Log = Field(default_factory=Log)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that each data-parallel rank runs in a step."""
+        assert isinstance(self.parallel.data, int), "num_microbatches of a config that was not resolved"
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.data)
+
+    @property
+    def kv_heads(self) -> int:
+        assert self.model.num_kv_heads is not None, "config was not resolved"
+        return self.model.num_kv_heads

@@ -1,0 +1,36 @@
+"""Errors that a user can cause: one line each, and exit status 2.
+
+Programmer errors are `assert`s and ordinary exceptions; they keep their traceback.
+"""
+
+
+class UserError(ValueError):
+    """What the user got wrong, where, and what would be right.
+
+    ``str(error)`` is the one line a user sees:
+    ``<kind> error: <where>: <what is wrong> (<what would be right>)``.
+    """
+
+    kind = "user"
+
+    def __init__(self, where: str, wrong: str, right: str) -> None:
+        super().__init__(f"{self.kind} error: {where}: {wrong} ({right})")
+        self.where, self.wrong, self.right = where, wrong, right
+
+
+class ConfigError(UserError):
+    """A config value, an override or a command-line argument is wrong; `where` is its key."""
+
+    kind = "config"
+
+
+class DataError(UserError):
+    """A token file, a text or a tokenizer is wrong; `where` is its path."""
+
+    kind = "data"
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or of another model; `where` is its path."""
+
+    kind = "checkpoint"
