@@ -1,0 +1,6 @@
+"""The schema of a run, its validation and its overrides."""
+
+from megacore.config.load import Resolved, load
+from megacore.config.schema import Config
+
+__all__ = ["Config", "Resolved", "load"]

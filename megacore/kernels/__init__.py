@@ -1,7 +1,7 @@
-"""The import name of the repository's `kernels/` folder: import its leaf modules from here.
+"""The import name of the repository's `kernels/` folder: `from megacore.kernels.softmax import causal_softmax`.
 
-`kernels/` itself is no package, because a package of that name on PyPI would be shadowed by it.
-Installed, the modules lie beside this file; in a checkout they are found in `kernels/` two levels up.
+`kernels/` itself is no package, because it would shadow the package of that name on PyPI. A wheel puts its modules
+in place of this file (setup.py); in a checkout, also one installed in editable mode, this file finds them.
 """
 
 from pathlib import Path

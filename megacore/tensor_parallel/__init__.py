@@ -1,0 +1,1 @@
+"""Tensor-parallel layers, written by hand: each takes the group that it needs."""

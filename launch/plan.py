@@ -1,0 +1,137 @@
+"""Predicts what a run needs and where its pipeline waits, on any machine, without a device."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
+
+from megacore.config import Config, load
+from megacore.config.load import parse_override, place, read, validate
+from megacore.errors import ConfigError, UserError
+from megacore.pipeline.partition import stage_costs, stage_layers
+from megacore.pipeline.schedule import build
+from megacore.pipeline.simulate import Timeline, simulate
+from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, parameters, peak_flops
+from megacore.plan.memory import stage_memory, stage_parameters
+
+DESCRIPTION = """example:
+  python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png
+
+Predicts memory, FLOPs, batches and pipeline bubble of a run, without a device."""
+EPILOG = """FLOPs count products, attention by what its implementation executes; memory is that of the fullest rank, without
+what CUDA, NCCL and the allocator keep (leave a tenth of the device). The bubble is simulated with each stage's FLOPs as its time."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument like any other error: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("arguments", message, "see -h")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
+    parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
+    parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(DEVICE_PEAKS)}")
+    parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
+    return parser.parse_intermixed_args(argv)
+
+
+def smallest_world(path: str, overrides: list[str]) -> int:
+    """Ranks that the config asks for, one data-parallel replica if it leaves their number open."""
+    raw = read(path)
+    for override in overrides:
+        place(raw, *parse_override(override))
+    parallel = validate(raw).parallel
+    return parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
+
+
+def simulated(config: Config) -> Timeline:
+    """The run's schedule, each action timed by its FLOPs on a rank, for one microbatch."""
+    tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
+    costs = [cost * tokens for cost in stage_costs(config)]
+    plan = build(config.parallel.schedule, config.parallel.pipeline, config.num_microbatches, tied=config.model.tie_embeddings)
+    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
+
+
+def report(config: Config, timeline: Timeline, device: str | None) -> None:
+    """Prints the plan."""
+    from rich.console import Console
+    from rich.table import Table
+
+    train, parallel = config.train, config.parallel
+    step_tokens = train.global_batch_size * train.seq_len
+    table = Table(title="each rank of a stage", title_justify="left")
+    for name in ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "GiB", "live", "TFLOP/microbatch"):
+        table.add_column(name, justify="right")
+    rows = zip(stage_layers(config), stage_parameters(config), stage_memory(config), timeline.peak_live, stage_costs(config), strict=True)
+    for stage, (layers, count, memory, live, cost) in enumerate(rows):
+        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        work = cost.total * train.micro_batch_size * train.seq_len / parallel.tensor
+        held = f"{layers.start}–{layers.stop - 1}"
+        table.add_row(str(stage), held, f"{count:,}", *(f"{n / 2**30:.2f}" for n in parts), str(live), f"{work / 1e12:.4g}")
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{parameters(config):,} parameters, on {parallel.tensor * parallel.pipeline * parallel.data} ranks", end=" = ")
+    console.print(f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {parallel.data}")
+    console.print(
+        f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
+        f" × microbatches {config.num_microbatches} × data {parallel.data}; {step_tokens:,} tokens a step"
+    )
+    full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
+    console.print(f"model FLOPs a step: {full:.4g} with full attention, {causal:.4g} counted causally; recomputation not counted")
+    console.print(f"{parallel.schedule}: bubble {timeline.bubble_rate:.1%}; peak live activations are in the column live")
+    console.print(table)
+    if device:
+        peak = peak_flops(device, train.precision)
+        assert peak is not None
+        console.print(
+            f"a step takes at least {timeline.makespan / peak:.4g} s on {device}: every product at its dense peak of {peak / 1e12:g} "
+            f"TFLOP/s in {train.precision}, the bubble included, memory traffic and communication left out"
+        )
+
+
+def run(argv: list[str]) -> None:
+    """Everything that the script does; raises `UserError`."""
+    args = parse(argv)
+    if args.world is not None and args.world < 1:
+        raise ConfigError("--world", f"{args.world} ranks cannot run anything", "a positive number")
+    world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
+    config = load(args.config, args.overrides, world).config
+    if args.device and peak_flops(args.device, config.train.precision) is None:
+        known = [name for name, peaks in DEVICE_PEAKS.items() if config.train.precision in peaks]
+        raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
+    timeline = simulated(config)
+    report(config, timeline, args.device)
+    if args.plot:
+        plot(config, timeline, args.plot)
+
+
+def plot(config: Config, timeline: Timeline, path: str) -> None:
+    """Draws the schedule."""
+    from megacore.pipeline.plot import draw
+
+    try:
+        draw(timeline, config.parallel.schedule, path, unit="FLOPs a rank")
+    except (OSError, ValueError) as error:
+        raise ConfigError("--plot", f"cannot write {path}: {error}", "a writable path ending in .png, .svg or .pdf") from error
+    print(f"schedule drawn in {path}")
+
+
+def main() -> int:
+    """Exit status 0, or 2 with one line on stderr."""
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Trains a GPT: the script that a launcher starts once for every rank."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.config import Resolved, load  # noqa: E402
+from megacore.errors import UserError  # noqa: E402
+from megacore.place import Place, place_from_environment  # noqa: E402
+
+EXAMPLE = """\
+example:
+  deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json train.steps=1000
+
+The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
+Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed.
+"""
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=EXAMPLE + "\n" + (__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", required=True, help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument("--print-config", action="store_true", help="print every value and where it came from, and stop")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's; read from its environment
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    """One rank's run; returns its exit status."""
+    args = arguments()
+    rank = 0
+    try:
+        place = place_from_environment()
+        rank = place.rank
+        # What can be wrong is found here, before torch is imported and before any rank waits for another.
+        resolved = load(args.config, args.overrides, place.world_size)
+        if args.print_config:
+            if rank == 0:
+                print(resolved.table())
+            return 0
+        return train(resolved, place)
+    except UserError as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+
+
+def train(resolved: Resolved, place: Place) -> int:
+    """Joins the mesh and trains."""
+    config = resolved.config
+    import torch
+
+    from megacore.mesh import Mesh, pick_device
+    from megacore.train.failure import fail
+    from megacore.train.inputs import Inputs
+    from megacore.train.trainer import Trainer
+
+    device = pick_device(config, place)
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        # Ranks that share a machine share its cores; PyTorch alone would give each of them all.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+    inputs = Inputs(config, place.rank)
+    mesh = Mesh(config, place, device)
+    try:
+        status = Trainer(config, mesh, inputs).run()
+    except BaseException as error:
+        fail(error, mesh)
+        raise
+    mesh.close()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Collectives over a `Group`, plain and with gradients. Over a group of one each is the identity.
+
+Tensors are ``[tokens, …]``: with the token dim first a rank's tokens are contiguous, so gathering and scattering
+them is one collective and no copy.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.mesh import Group
+
+# torch 2.13 renamed these two; 2.11 has the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Done:
+    """The handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+Work = Done | dist.Work
+
+
+def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduces `x` in place over the group."""
+    if group.process_group is not None:
+        dist.all_reduce(x, op, group=group.process_group)
+    return x
+
+
+def all_reduce_start(x: Tensor, group: Group) -> Work:
+    """Begins to sum `x` in place over the group; `x` must not be touched before `wait()`."""
+    if group.process_group is None:
+        return Done()
+    return dist.all_reduce(x, group=group.process_group, async_op=True)
+
+
+def all_gather_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Begins to gather `[n, …]` of every rank into `[size · n, …]`."""
+    if group.process_group is None:
+        return x, Done()
+    out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    return out, _all_gather(out, x.contiguous(), group=group.process_group, async_op=True)
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Gathers `[n, …]` of every rank into `[size · n, …]`."""
+    out, work = all_gather_start(x, group)
+    work.wait()
+    return out
+
+
+def reduce_scatter_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Begins to sum `[size · n, …]` over the group, of which each rank keeps its `[n, …]`."""
+    if group.process_group is None:
+        return x, Done()
+    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    return out, _reduce_scatter(out, x.contiguous(), group=group.process_group, async_op=True)
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sums `[size · n, …]` over the group, of which each rank keeps its `[n, …]`."""
+    out, work = reduce_scatter_start(x, group)
+    work.wait()
+    return out
+
+
+def own_part(x: Tensor, group: Group) -> Tensor:
+    """This rank's `[n, …]` of a replicated `[size · n, …]` (a view)."""
+    return x if group.size == 1 else x.chunk(group.size)[group.rank]
+
+
+class _Reduce(torch.autograd.Function):
+    """Forward: sum of x, in x's memory. Backward: gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Forward: reduce-scatter of tokens. Backward: all-gather of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group), None
+
+
+def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
+    """Sums the ranks' partial results: ``[tokens, …]`` → the same on every rank, or with `sequence` this rank's tokens.
+
+    Leaves the region in which each rank works on all tokens with its own part of the weights. The way into it, and
+    this function's conjugate, is inside `tensor_parallel.linear.column_linear`, where it overlaps a product.
+    Takes `x` over: it must be a fresh result that nothing else reads.
+    """
+    if group.size == 1:
+        return x
+    return (_ReduceScatter if sequence else _Reduce).apply(x, group)
+
+
+def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4096) -> str:
+    """The first rank's `text` on every rank, without pickle; at most `limit` bytes of UTF-8."""
+    if group.process_group is None:
+        return text
+    encoded = text.encode()
+    assert len(encoded) <= limit
+    buffer = torch.zeros(limit, dtype=torch.uint8, device=device)
+    if group.rank == 0:
+        buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else buffer[:0]
+    dist.broadcast(buffer, src=group.ranks[0], group=group.process_group)
+    return bytes(buffer.tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,145 @@
+"""From a file and overrides to a checked config that knows where each of its values came from."""
+
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from megacore.config.rules import check, derive
+from megacore.config.schema import Config
+from megacore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked config, and for each dotted key its origin: default, file, override or derived."""
+
+    config: Config
+    origins: dict[str, str]
+
+    def table(self) -> str:
+        """The text of `--print-config`: one line a value, with its origin."""
+        values = flatten(self.config.model_dump(by_alias=True))
+        rows = [(key, json.dumps(value), self.origins[key]) for key, value in values.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}" for key, value, origin in rows)
+
+
+def load(path: str, overrides: list[str] | None = None, world_size: int = 1) -> Resolved:
+    """Reads a config file, applies `section.key=value` overrides, derives what is open, and checks all of it.
+
+    Raises `ConfigError` for the first thing that is wrong. `world_size` is the number of ranks that started.
+    """
+    raw = read(path)
+    origins = dict.fromkeys(flatten(Config().model_dump(by_alias=True)), "default")
+    origins.update(dict.fromkeys((key for key in flatten(raw) if key in origins), "file"))
+    for override in overrides or []:
+        key, value = parse_override(override)
+        place(raw, key, value)
+        origins[key] = "override"
+    config = validate(raw)
+    derived = derive(config, Path(path).stem, world_size)
+    for key, value in derived.items():
+        place(raw, key, value)
+        origins[key] = "derived"
+    config = validate(raw)
+    check(config, world_size)
+    return Resolved(config, origins)
+
+
+def read(path: str) -> dict[str, Any]:
+    """The config file's JSON object."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--config", f"cannot read {path}: {error.strerror}", "the path of a JSON file, such as configs/gpt_tiny.json") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("--config", f"{path} is not UTF-8 text", "a JSON file") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError("--config", f"{path}, line {error.lineno}: {error.msg}", "a JSON object") from error
+    if not isinstance(raw, dict) or not all(isinstance(section, dict) for section in raw.values()):
+        raise ConfigError("--config", f"{path} does not hold sections", 'an object of objects: {"model": {…}, "train": {…}}')
+    return raw
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`section.key=value` to its key and JSON value; a value that is no JSON is taken as a string."""
+    key, equals, value = text.partition("=")
+    if not equals or key.count(".") != 1 or key.startswith("-"):
+        raise ConfigError(text, "is no override", "section.key=value, such as train.steps=20")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def place(raw: dict[str, Any], key: str, value: Any) -> None:
+    section, name = key.split(".")
+    raw.setdefault(section, {})[name] = value
+
+
+def flatten(sections: dict[str, Any]) -> dict[str, Any]:
+    """{"model": {"num_layers": 2}} to {"model.num_layers": 2}."""
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+def validate(raw: dict[str, Any]) -> Config:
+    """The schema's judgement of `raw`, its first complaint as one line."""
+    try:
+        # Through JSON, so that strictness follows JSON's types: a list is a fine tuple, "20" is no number.
+        return Config.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+    key = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "extra_forbidden":
+        raise ConfigError(key, "unknown key", nearest(key)) from None
+    raise ConfigError(key, f"{json.dumps(first['input'])} is not valid: {first['msg'].lower()}", describe(key)) from None
+
+
+def nearest(key: str) -> str:
+    """The known keys most like an unknown one."""
+    known = list(flatten(Config().model_dump(by_alias=True)))
+    if "." not in key:
+        sections = list(Config.model_fields)
+        return "did you mean " + (difflib.get_close_matches(key, sections, 1) or [" ".join(sections)])[0] + "?"
+    name = key.split(".")[1]
+    same_name = [k for k in known if k.split(".")[1] == name]
+    close = same_name or difflib.get_close_matches(key, known, 1, 0.0)
+    return f"did you mean {close[0]}?"
+
+
+def describe(key: str) -> str:
+    """What a key accepts, from its annotation."""
+    section, _, name = key.partition(".")
+    model = Config.model_fields[section].annotation
+    assert isinstance(model, type) and issubclass(model, BaseModel)
+    field = next((f for n, f in model.model_fields.items() if name in (n, f.alias)), None)
+    if field is None:
+        return "an object"
+    accepted = " or ".join(type_names(field.annotation))
+    bounds = [f"{word} {bound}" for m in field.metadata for word, bound in limits(m)]
+    return ", ".join([accepted, *bounds])
+
+
+def limits(metadata: Any) -> list[tuple[str, Any]]:
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    return [(word, getattr(metadata, name)) for name, word in words.items() if getattr(metadata, name, None) is not None]
+
+
+def type_names(annotation: Any) -> list[str]:
+    """Names that a user knows for a type of the schema."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [str(value) for value in typing.get_args(annotation)]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [name for part in typing.get_args(annotation) for name in type_names(part)]
+    if typing.get_origin(annotation) is typing.Annotated:
+        base, *metadata = typing.get_args(annotation)
+        bounds = " and ".join(f"{word} {bound}" for m in metadata for word, bound in limits(m))
+        return [f"{type_names(base)[0]}{' ' + bounds if bounds else ''}"]
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null", dict: "an object"}
+    return [names.get(typing.get_origin(annotation) or annotation, "a list of [weight, prefix]")]

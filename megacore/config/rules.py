@@ -1,0 +1,122 @@
+"""What sections must agree on: values derived from others, and every rule that can be checked before a process group exists.
+
+Each refusal names one key, what is wrong with it and what would be right.
+"""
+
+from typing import Any
+
+from megacore.config.schema import Config
+from megacore.errors import ConfigError
+
+
+def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
+    """Values that follow from others, by dotted key. `name` is the config file's name without its ending."""
+    model, parallel, derived = config.model, config.parallel, {}
+    if model.num_kv_heads is None:
+        derived["model.num_kv_heads"] = model.num_heads
+    if model.ffn_size is None:
+        gated = -(-8 * model.hidden_size // 3)
+        derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
+    if parallel.data == "auto":
+        derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline))
+    if config.optim.decay_steps is None:
+        steps = config.train.steps
+        derived["optim.decay_steps"] = max(1, steps // 10) if config.optim.schedule == "wsd" else steps
+    if config.log.dir is None:
+        derived["log.dir"] = f"runs/{name}"
+    return derived
+
+
+def divides(key: str, size: int, by_key: str, by: int) -> None:
+    """`size` at `key` must be a multiple of `by`."""
+    if size % by:
+        raise ConfigError(key, f"{size} is not a multiple of {by_key} {by}", f"{size - size % by or by} or {size - size % by + by} would be")
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raises `ConfigError` for the first rule that the resolved config breaks on `world_size` ranks."""
+    check_available(config)
+    check_model(config)
+    check_world(config, world_size)
+    check_batch(config)
+    check_optim(config)
+
+
+def check_available(config: Config) -> None:
+    """Refuses values that the schema names but this version does not run."""
+    if config.parallel.schedule in ("interleaved", "zb_h1"):
+        raise ConfigError("parallel.schedule", f"{config.parallel.schedule} is not available in this version", "1f1b or gpipe")
+    if config.parallel.chunks != 1:
+        raise ConfigError("parallel.chunks", f"{config.parallel.schedule} has one chunk a stage, not {config.parallel.chunks}", "1")
+    if config.engine.kind != "native":
+        raise ConfigError("engine.kind", f"{config.engine.kind} is not available in this version", "native")
+    if config.engine.config is not None:
+        raise ConfigError("engine.config", "only the deepspeed engine reads a ds_config", "leave it out with engine.kind=native")
+    if config.checkpoint.async_:
+        raise ConfigError("checkpoint.async", "saving in the background is not available in this version", "false")
+    if config.log.prometheus_port is not None:
+        raise ConfigError("log.prometheus_port", "Prometheus export is not available in this version", "null; log.tensorboard=true has the figures")
+
+
+def check_model(config: Config) -> None:
+    """Sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
+    model, parallel, train = config.model, config.parallel, config.train
+    assert model.ffn_size is not None
+    divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
+    divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)
+    divides("model.num_heads", model.num_heads, "parallel.tensor", parallel.tensor)
+    divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
+    divides("model.ffn_size", model.ffn_size, "parallel.tensor", parallel.tensor)
+    if model.position == "rope" and model.head_size % 2:
+        wrong = f"rotary positions turn pairs of features, and hidden_size / num_heads = {model.head_size} is odd"
+        raise ConfigError("model.position", wrong, "an even head size, or learned")
+    # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
+    if (parallel.tensor - 1) * -(-model.vocab_size // parallel.tensor) >= model.vocab_size:
+        wrong = f"{model.vocab_size} leaves a tensor rank of {parallel.tensor} without a row"
+        raise ConfigError("model.vocab_size", wrong, "a larger vocabulary or a smaller parallel.tensor")
+    if model.num_layers < parallel.pipeline:
+        wrong = f"{parallel.pipeline} stages cannot each have one of {model.num_layers} layers"
+        raise ConfigError("parallel.pipeline", wrong, f"at most model.num_layers {model.num_layers}")
+    if parallel.sequence:
+        tokens = train.micro_batch_size * train.seq_len
+        divides("train.seq_len", train.seq_len, "parallel.tensor", parallel.tensor) if tokens % parallel.tensor else None
+    if model.attention == "fused" and train.precision == "fp64":
+        raise ConfigError("model.attention", "the fused softmax keeps its statistics in fp32, below fp64's precision", "sdpa or eager")
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """The mesh must have as many places as there are ranks."""
+    p = config.parallel
+    assert isinstance(p.data, int)
+    if p.tensor * p.pipeline * p.data != world_size:
+        model_parallel = p.tensor * p.pipeline
+        wrong = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data} = {model_parallel * p.data} ranks, but {world_size} started"
+        if world_size % model_parallel:
+            raise ConfigError("parallel", wrong, f"start a multiple of tensor × pipeline = {model_parallel} ranks")
+        raise ConfigError("parallel.data", wrong, f"{world_size // model_parallel} or auto")
+
+
+def check_batch(config: Config) -> None:
+    """global_batch_size = micro_batch_size × microbatches × data, with at least one microbatch."""
+    train, data = config.train, config.parallel.data
+    assert isinstance(data, int)
+    per_round = train.micro_batch_size * data
+    if train.global_batch_size % per_round:
+        wrong = f"{train.global_batch_size} = micro_batch_size {train.micro_batch_size} × microbatches × data {data} has no whole solution"
+        down = train.global_batch_size - train.global_batch_size % per_round
+        right = f"a multiple of {per_round}: {f'{down} or ' if down else ''}{down + per_round}"
+        raise ConfigError("train.global_batch_size", wrong, right)
+
+
+def check_optim(config: Config) -> None:
+    """The learning rate's phases must fit, and rise before they fall."""
+    optim, steps = config.optim, config.train.steps
+    if optim.min_lr > optim.lr:
+        raise ConfigError("optim.min_lr", f"{optim.min_lr} is above optim.lr {optim.lr}", f"at most {optim.lr}")
+    assert optim.decay_steps is not None
+    if optim.schedule in ("cosine", "linear") and optim.warmup_steps > optim.decay_steps:
+        wrong = f"{optim.warmup_steps} steps of warmup end after the decay, at {optim.decay_steps}"
+        raise ConfigError("optim.warmup_steps", wrong, f"at most {optim.decay_steps}")
+    if optim.schedule == "wsd" and optim.warmup_steps + optim.decay_steps > steps:
+        wrong = f"warmup {optim.warmup_steps} and decay {optim.decay_steps} do not fit in {steps} steps"
+        raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")

@@ -1,0 +1,228 @@
+"""Token files on disk: Megatron's indexed format (`MMIDIDX` version 1), so that existing corpora work as they are.
+
+``PREFIX.bin`` holds all tokens, one after another. ``PREFIX.idx``, little-endian, says where they are cut::
+
+    magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document boundaries u64
+    sizes i32[sequences], in tokens | pointers i64[sequences], in bytes | boundaries i64[documents + 1], in sequences
+
+A document is one or more sequences. (Multimodal files end with one more byte a sequence, which is not read here.)
+
+``PREFIX.json`` is megacore's own and optional: what `launch/prepare.py` knew about the text (`Sidecar`).
+"""
+
+import json
+import os
+import struct
+from array import array
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from megacore.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+SCAN_BYTES = 256 << 20  # what a scan for ids beyond the vocabulary reads at most
+SCAN_BLOCK = 1 << 20
+PREPARE_AGAIN = "prepare or copy it again"
+
+
+class IndexedTokens:
+    """The tokens of ``PREFIX.bin``, memory-mapped and read as one stream; opening it costs the same at any size.
+
+    Attributes:
+        prefix: the path without `.bin` and `.idx`.
+        num_tokens: length of the stream.
+        num_documents: documents in it.
+        dtype: of a token on disk.
+
+    Raises:
+        DataError: a file is missing, truncated or not of this format, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        bin_path, idx_path = f"{prefix}.bin", f"{prefix}.idx"
+        bin_size, idx_size = _size_of(bin_path), _size_of(idx_path)
+        with open(idx_path, "rb") as file:
+            header = file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise DataError(idx_path, f"truncated: {idx_size} bytes", f"at least {HEADER.size} bytes; {PREPARE_AGAIN}")
+        magic, version, code, sequences, boundaries = HEADER.unpack(header)
+        if magic != MAGIC:
+            raise DataError(idx_path, f"starts with {magic!r}", f"{MAGIC!r}: an index in Megatron's format")
+        if version != 1:
+            raise DataError(idx_path, f"is of version {version}", "version 1")
+        if code not in DTYPES or not np.issubdtype(DTYPES[code], np.integer):
+            raise DataError(idx_path, f"dtype code {code}", "an integer type: 1, 2, 3, 4, 5 or 8")
+        whole = HEADER.size + 12 * sequences + 8 * boundaries
+        if idx_size not in (whole, whole + sequences):
+            wrong = f"has {idx_size} bytes, but its header announces {sequences} sequences and {boundaries} boundaries"
+            raise DataError(idx_path, wrong, f"{whole} bytes; {PREPARE_AGAIN}")
+        if sequences == 0 or boundaries < 2 or bin_size == 0:
+            raise DataError(f"{prefix}.bin", "holds no tokens", "at least one document")
+
+        self.dtype = np.dtype(DTYPES[code])
+        self.num_tokens = bin_size // self.dtype.itemsize
+        self.num_documents = boundaries - 1
+        self._pointers = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
+        self._boundaries = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(boundaries,))
+        last_size = np.memmap(idx_path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))[-1]
+        # The end of the last sequence vouches for all before it: checking each would read an index of many GB.
+        end = int(self._pointers[-1]) + int(last_size) * self.dtype.itemsize
+        if end != bin_size:
+            raise DataError(bin_path, f"has {bin_size} bytes, but its .idx ends at byte {end}", f"{end} bytes; {PREPARE_AGAIN}")
+        self._tokens = np.memmap(bin_path, dtype=self.dtype.newbyteorder("<"), mode="r")
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens `start` to `start + length` of the stream, read-only and not copied: [length], of `dtype`."""
+        assert 0 <= start and start + length <= self.num_tokens, f"[{start}, {start + length}) of {self.num_tokens} tokens"
+        return self._tokens[start : start + length]
+
+    def document_at(self, position: int) -> int:
+        """The document, counted from 0, that the token at `position` of the stream belongs to."""
+        sequence = np.searchsorted(self._pointers, position * self.dtype.itemsize, side="right") - 1
+        return int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
+
+
+class IndexedWriter:
+    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream; they appear, whole, when it is closed.
+
+    Until then the data is in temporary files beside them, which a failure removes. Use it in a `with` statement.
+    Memory: 4 bytes a sequence and 8 a document.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+        self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self.num_tokens = 0
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._sizes = array("i")
+        self._boundaries = array("q", [0])
+        self._temporary = {suffix: f"{prefix}{suffix}.{os.getpid()}.tmp" for suffix in (".bin", ".idx")}
+        self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 (closed by `close` or `abort`)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents ended so far."""
+        return len(self._boundaries) - 1
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Appends one sequence [length] to the open document; an empty one is left out."""
+        if tokens.size:
+            self._bin.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+            self._sizes.append(tokens.size)
+            self.num_tokens += tokens.size
+
+    def end_document(self) -> None:
+        """Closes the open document, unless nothing was written to it."""
+        if len(self._sizes) > self._boundaries[-1]:
+            self._boundaries.append(len(self._sizes))
+
+    def close(self) -> None:
+        """Flushes both files to the device and gives them their names."""
+        self.end_document()
+        _flush(self._bin)
+        with open(self._temporary[".idx"], "wb") as idx:
+            sizes = np.array(self._sizes, dtype="<i4")
+            ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            idx.write(HEADER.pack(MAGIC, 1, self._code, len(sizes), len(self._boundaries)))
+            for part in (sizes, ends - sizes.astype(np.int64) * self.dtype.itemsize, np.array(self._boundaries)):
+                idx.write(part.astype(part.dtype.newbyteorder("<"), copy=False).tobytes())
+            _flush(idx)
+        # .bin first: a reader that finds the new .idx also finds what it describes.
+        for suffix, temporary in self._temporary.items():
+            os.replace(temporary, self.prefix + suffix)
+
+    def abort(self) -> None:
+        """Removes what was written; files of that name from before stay as they were."""
+        self._bin.close()
+        for temporary in self._temporary.values():
+            Path(temporary).unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.abort()  # nothing is left to remove after a `close` that worked
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What ``PREFIX.json`` says about a prepared corpus.
+
+    `unigram_entropy`, in nats a token, is the loss of a model that knows only how often each token occurs, the
+    first thing that training must beat. For a training split it is the entropy of the split's own frequencies.
+    For a validation split it is the cross entropy of that split under the *training* split's frequencies with
+    add-one smoothing, so that it may be held against a validation loss.
+    """
+
+    tokens: int
+    documents: int
+    max_token: int
+    tokenizer: str  # `bytes`, or the path of a sentencepiece model
+    vocab_size: int
+    unigram_entropy: float
+    text_bytes: int  # of the UTF-8 text before tokenization
+
+    def save(self, prefix: str) -> None:
+        """Writes ``PREFIX.json``, aside and then renamed."""
+        temporary = f"{prefix}.json.{os.getpid()}.tmp"
+        Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, f"{prefix}.json")
+
+    @classmethod
+    def load(cls, prefix: str) -> "Sidecar | None":
+        """The sidecar of a corpus; None where there is none, or one older than ``PREFIX.bin`` and so of other tokens."""
+        path = Path(f"{prefix}.json")
+        if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
+            return None
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataError(str(path), f"cannot be understood: {error}", "delete it, or prepare the corpus again") from None
+
+
+def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
+    """Refuses a corpus with token ids that a model of `vocab_size` does not have.
+
+    The sidecar answers where there is one; else the dtype, if it can hold no larger id; else the tokens are read,
+    up to 256 MiB of them, and beyond that as many in evenly spread blocks.
+
+    Raises:
+        DataError: with the largest id found.
+    """
+    sidecar = Sidecar.load(tokens.prefix)
+    if sidecar is not None:
+        largest = sidecar.max_token
+    elif np.iinfo(tokens.dtype).max < vocab_size:
+        return
+    else:
+        blocks = -(-tokens.num_tokens * tokens.dtype.itemsize // SCAN_BLOCK)
+        length = SCAN_BLOCK // tokens.dtype.itemsize
+        chosen = np.linspace(0, blocks - 1, num=min(blocks, SCAN_BYTES // SCAN_BLOCK), dtype=np.int64)
+        starts = [int(block) * length for block in chosen]
+        largest = max(int(tokens.read(start, min(length, tokens.num_tokens - start)).max()) for start in starts)
+    if largest >= vocab_size:
+        right = f"model.vocab_size at least {largest + 1}, or the corpus prepared with a smaller vocabulary"
+        raise DataError(f"{tokens.prefix}.bin", f"holds token id {largest}, beyond a vocabulary of {vocab_size}", right)
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        right = "a prefix of .bin and .idx files, as launch/prepare.py writes them"
+        raise DataError(path, "missing" if isinstance(error, FileNotFoundError) else str(error.strerror), right) from None
+
+
+def _flush(file) -> None:  # type: ignore[no-untyped-def]
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

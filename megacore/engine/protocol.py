@@ -1,0 +1,45 @@
+"""The seam between who computes gradients (the pipeline runtime) and who reduces them and steps (an engine)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from megacore.tensor_parallel.shard import Shard
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What a step did, on the device: reading it is the caller's choice, and the only synchronisation."""
+
+    grad_norm: Tensor  # global, before clipping
+    skipped: Tensor  # steps skipped so far because a gradient was not finite
+
+
+class Engine(Protocol):
+    """Holds optimizer state, reduces gradients and steps. One engine a rank, for all of its stage's parameters."""
+
+    def loss_gradient(self, scale: float) -> Tensor:
+        """The gradient that the loss's backward starts with: `scale`, times the loss scale under fp16."""
+
+    def backward(self, output: GradientEdge | Tensor, gradient: Tensor, *, last: bool) -> None:
+        """Runs backward from a stage's output; `last` says that every gradient is complete behind it."""
+
+    def reduce_gradients(self) -> None:
+        """Sums gradients over the ranks that hold the same parameters: data ranks, and tensor ranks where partial."""
+
+    def reduce_tied(self) -> None:
+        """Sums the gradients of the embeddings that the first and the last stage share."""
+
+    def step(self, lr: float) -> StepStatistics:
+        """Clips by the global norm, updates the parameters, and clears the gradients."""
+
+    def tensors(self) -> dict[str, tuple[Tensor, Shard]]:
+        """Everything a checkpoint holds, by logical name; the tensors are live: copying into them restores."""
+
+    def state(self) -> dict[str, float]:
+        """The numbers beside the tensors."""
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Restores `state()`, after the tensors were restored."""

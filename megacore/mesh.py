@@ -1,0 +1,133 @@
+"""Named axes over the ranks: pipeline × data × tensor, and the process groups along them.
+
+Rank ``(pp · dp_size + dp) · tp_size + tp``: tensor ranks are neighbours (on one node, where the links are
+fastest and every layer communicates), data next, pipeline outermost (least traffic). A `Mesh` is built
+once, after the config is checked, and handed down; a layer takes the `Group` that it needs.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megacore.config import Config
+from megacore.errors import ConfigError
+from megacore.place import Place
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along some axes that share the other coordinates.
+
+    `process_group` is None for a group of one, over which every collective is the identity.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # this process's position in `ranks`
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+SOLO = Group("solo", (0,), 0)
+
+
+class Mesh:
+    """The process groups of one rank, and its coordinates.
+
+    Groups: `tp`, `dp`, `pp` along one axis; `model` over tp × pp (one whole copy of the model, over which norms
+    add up); `tied` with the first and the last stage (None elsewhere); `world`.
+    """
+
+    def __init__(self, config: Config, place: Place, device: torch.device) -> None:
+        """Joins the ranks; collective. Raises nothing of its own: `config` is already checked against the world size."""
+        p = config.parallel
+        assert isinstance(p.data, int)
+        self.place, self.device = place, device
+        self.shape = (p.pipeline, p.data, p.tensor)
+        self.timeout = timedelta(seconds=p.timeout_seconds)
+        self.backend = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
+        if place.world_size > 1:
+            os.environ.setdefault("MASTER_ADDR", place.master_address)
+            os.environ.setdefault("MASTER_PORT", str(place.master_port))
+            dist.init_process_group(
+                self.backend,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=self.timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        self.pp_rank, self.dp_rank, self.tp_rank = coordinates(place.rank, self.shape)
+        # Same order on every rank: with local synchronisation only a group's members meet to create it,
+        # so a rank creates its handful of groups, not the whole cluster's.
+        self.world = Group("world", tuple(range(place.world_size)), place.rank, dist.group.WORLD if place.world_size > 1 else None)
+        self.tp = self._group("tp", "tp")
+        self.dp = self._group("dp", "dp")
+        self.pp = self._group("pp", "pp")
+        self.model = self._group("model", "pp", "tp")
+        self.tied: Group | None = None
+        if self.pp.size > 1 and self.pp_rank in (0, self.pp.size - 1):
+            self.tied = self._create("tied", (self.pp.ranks[0], self.pp.ranks[-1]))
+
+    def _group(self, name: str, *axes: str) -> Group:
+        return self._create(name, ranks_along(axes, self.place.rank, self.shape))
+
+    def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == 1:
+            return Group(name, ranks, 0)
+        group = dist.new_group(ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name)
+        return Group(name, ranks, ranks.index(self.place.rank), group)
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        if self.world.process_group is not None:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Leaves the groups."""
+        if self.world.process_group is not None:
+            dist.destroy_process_group()
+
+    def describe(self) -> str:
+        """One line: the axes and their sizes."""
+        pp, dp, tp = self.shape
+        return f"pipeline {pp} × data {dp} × tensor {tp} = {self.place.world_size} ranks, {self.backend if self.place.world_size > 1 else 'alone'}"
+
+
+AXES = ("pp", "dp", "tp")
+
+
+def coordinates(rank: int, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """(pp, dp, tp) of a rank."""
+    _, dp, tp = shape
+    return rank // (dp * tp), rank // tp % dp, rank % tp
+
+
+def ranks_along(axes: tuple[str, ...], rank: int, shape: tuple[int, int, int]) -> tuple[int, ...]:
+    """The ranks, ascending, that agree with `rank` on every axis but `axes`."""
+    fixed = [i for i, axis in enumerate(AXES) if axis not in axes]
+    here = coordinates(rank, shape)
+    world = range(shape[0] * shape[1] * shape[2])
+    return tuple(r for r in world if all(coordinates(r, shape)[i] == here[i] for i in fixed))
+
+
+def pick_device(config: Config, place: Place) -> torch.device:
+    """The device that this rank computes on; raises `ConfigError` where `train.device` cannot be had."""
+    wanted = config.train.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if config.parallel.backend == "nccl":
+            raise ConfigError("parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("train.device", "cuda was asked for and PyTorch sees no GPU", "auto or cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        wrong = f"local rank {place.local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}"
+        raise ConfigError("train.device", wrong, "at most one rank a GPU, or cpu")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device

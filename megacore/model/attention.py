@@ -1,0 +1,91 @@
+"""Causal self-attention, its heads split over the tensor ranks; grouped queries and rotary positions."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacore.config import Config
+from megacore.kernels.softmax import causal_softmax
+from megacore.mesh import Group
+from megacore.model.context import Context
+from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one column-parallel layer, the result through a row-parallel one.
+
+    The logical qkv weight is ``[kv_heads, group + 2, head, hidden]``: for each key/value head its `group` query heads,
+    then its key, then its value; cut along kv_heads, so that a tensor rank holds whole groups
+    (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
+    """
+
+    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
+        super().__init__()
+        model, sequence = config.model, config.parallel.sequence
+        self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
+        self.head_size = model.head_size
+        self.implementation = model.attention
+        # sdpa keeps no scores, so there is nothing for selective recomputation to drop.
+        self.recompute = config.train.recompute == "selective" and model.attention != "sdpa"
+        self.qkv = ColumnLinear(
+            model.hidden_size,
+            (config.kv_heads, self.queries + 2, model.head_size),
+            bias=model.bias,
+            init_std=model.init_std,
+            group=group,
+            sequence=sequence,
+            dtype=dtype,
+            device=device,
+        )
+        self.output = RowLinear(
+            model.num_heads * model.head_size,
+            model.hidden_size,
+            bias=model.bias,
+            init_std=output_std,
+            group=group,
+            sequence=sequence,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        # [batch, seq, kv heads, queries + 2, head]
+        qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
+        q, k, v = qkv.split([self.queries, 1, 1], dim=3)
+        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head]
+        if context.rope is not None:
+            q, k = rotate(q, *context.rope), rotate(k, *context.rope)
+        if self.recompute:
+            y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = self.attend(q, k, v)
+        return self.output(y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``softmax(q kᵀ / √head + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
+        if self.implementation == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.queries > 1)
+        if self.queries > 1:
+            k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
+        scores = q @ k.transpose(-2, -1)
+        implementation = "auto" if self.implementation == "fused" else "eager"
+        return causal_softmax(scores, self.head_size**-0.5, implementation) @ v
+
+
+def rope_tables(seq_len: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[seq, head]`` of rotary positions (Su et al. 2021); feature i is paired with i + head/2.
+
+    Computed in fp64: at long contexts fp32 angles are off by more than bf16 resolves.
+    """
+    frequencies = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies).repeat(1, 2)
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the feature pairs of ``[batch, heads, seq, head]`` by their position's angles, in fp32 at least."""
+    first, second = x.to(cos.dtype).chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x * cos + turned * sin).to(x.dtype)

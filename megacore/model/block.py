@@ -1,0 +1,87 @@
+"""A GPT block: attention and a feed-forward layer, each behind a norm and added to the residual.
+
+Written parallel once; one device is the layout tp = 1. A new kind of block needs what `Block` has: a constructor from
+the config and the tensor group, ``forward(x, context)`` from ``[tokens, hidden]`` to the same, and parameters made by
+the tensor-parallel layers, so that each carries its `Shard`.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.config import Config
+from megacore.mesh import Group
+from megacore.model.attention import Attention
+from megacore.model.context import Context
+from megacore.model.norm import Norm
+from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
+
+gelu = partial(F.gelu, approximate="tanh")  # as in GPT-2
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """``[tokens, 2 · ffn]``, gate then up → silu(gate) · up (Shazeer 2020)."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around `model.activation`: column-parallel, then row-parallel.
+
+    For swiglu the first weight is ``[2, ffn, hidden]``, cut along ffn: a rank holds gate and up of the same features.
+    """
+
+    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
+        super().__init__()
+        model, sequence = config.model, config.parallel.sequence
+        assert model.ffn_size is not None
+        gated = model.activation == "swiglu"
+        self.up = ColumnLinear(
+            model.hidden_size,
+            (2, model.ffn_size) if gated else (model.ffn_size,),
+            split=1 if gated else 0,
+            bias=model.bias,
+            init_std=model.init_std,
+            group=group,
+            sequence=sequence,
+            dtype=dtype,
+            device=device,
+        )
+        self.down = RowLinear(
+            model.ffn_size,
+            model.hidden_size,
+            bias=model.bias,
+            init_std=output_std,
+            group=group,
+            sequence=sequence,
+            dtype=dtype,
+            device=device,
+            activation=swiglu if gated else gelu,
+            recompute=config.train.recompute == "selective",
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        return self.down(self.up(x))
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(self, index: int, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        model = config.model
+        self.index = index
+        # Each block adds twice to the residual: scaled so that its variance does not grow with depth (GPT-2).
+        output_std = model.init_std / (2 * model.num_layers) ** 0.5
+        self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
+        self.attention = Attention(config, group, dtype, device, output_std)
+        self.norm2 = Norm(model, group, config.parallel.sequence, dtype, device)
+        self.feed_forward = FeedForward(config, group, dtype, device, output_std)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        x = x + context.drop(self.attention(self.norm1(x), context), self.index, "attention")
+        return x + context.drop(self.feed_forward(self.norm2(x)), self.index, "feed_forward")

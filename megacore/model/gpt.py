@@ -1,0 +1,131 @@
+"""A GPT, or the part of it that one pipeline stage holds."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacore.comm import own_part
+from megacore.config import Config
+from megacore.mesh import SOLO, Group
+from megacore.model.attention import rope_tables
+from megacore.model.block import Block
+from megacore.model.context import Context
+from megacore.model.norm import Norm
+from megacore.rng import normal_slice
+from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.tensor_parallel.embedding import VocabParallelEmbedding
+from megacore.tensor_parallel.linear import column_linear, replicated
+from megacore.tensor_parallel.shard import new_parameter, shard_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Stage(nn.Module):
+    """Blocks ``layers`` of a GPT, with the embeddings before the first block and the head behind the last.
+
+    A parameter's name is the same in every layout (blocks keep their global index), which is what initialisation,
+    checkpoints and comparisons go by. Tied embeddings over several stages exist twice, under the same name; the first
+    stage's copy is the owner, and the engine sums the two gradients.
+    """
+
+    def __init__(self, config: Config, layers: range, group: Group, device: torch.device | str) -> None:
+        super().__init__()
+        model, train = config.model, config.train
+        device, dtype = torch.device(device), DTYPES[train.precision]
+        self.config, self.group = config, group
+        self.first, self.last = layers.start == 0, layers.stop == model.num_layers
+        self.sequence = config.parallel.sequence and group.size > 1
+        self.rope: tuple[Tensor, Tensor] | None = None
+        if self.first or (self.last and model.tie_embeddings):
+            self.embedding = self._vocabulary(dtype, device, owner=self.first)
+        if self.first and model.position == "learned":
+            table = replicated((train.seq_len, model.hidden_size), group, self.sequence, decay=True, init_std=model.init_std)
+            self.position = new_parameter(table, dtype, device)
+        if model.position == "rope":
+            at_least_fp32 = torch.float64 if dtype == torch.float64 else torch.float32
+            self.rope = rope_tables(train.seq_len, model.head_size, model.rope_theta, at_least_fp32, device)
+        self.blocks = nn.ModuleDict({str(i): Block(i, config, group, dtype, device) for i in layers})
+        if self.last:
+            self.norm = Norm(model, group, self.sequence, dtype, device)
+            if not model.tie_embeddings:
+                self.head = self._vocabulary(dtype, device, owner=True)
+        initialise(self, train.seed)
+        if train.compile:
+            for block in self.blocks.values():
+                block.compile()
+
+    def _vocabulary(self, dtype: torch.dtype, device: torch.device, *, owner: bool) -> VocabParallelEmbedding:
+        model = self.config.model
+        return VocabParallelEmbedding(
+            model.vocab_size,
+            model.hidden_size,
+            init_std=model.init_std,
+            group=self.group,
+            sequence=self.sequence,
+            dtype=dtype,
+            device=device,
+            owner=owner,
+        )
+
+    def forward(self, x: Tensor, key: int = 0) -> Tensor:
+        """Tokens ``[batch, seq]`` on the first stage, hidden states on others → hidden states.
+
+        Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. `key` names the
+        microbatch for dropout. The last stage's hidden states go to `loss` or `logits`.
+        """
+        train = self.config.train
+        batch, seq = x.shape if self.first else (train.micro_batch_size, train.seq_len)
+        rope = None if self.rope is None else (self.rope[0][:seq], self.rope[1][:seq])
+        dropout = self.config.model.dropout if self.training else 0.0
+        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key)
+        if self.first:
+            x = self.embed(x, context)
+        for block in self.blocks.values():
+            if train.recompute == "full" and self.training:
+                x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, context)
+        return x
+
+    def embed(self, tokens: Tensor, context: Context) -> Tensor:
+        """Tokens ``[batch, seq]`` → ``[batch · seq, hidden]``, with learned positions added."""
+        x = self.embedding(tokens.flatten())
+        if self.config.model.position == "learned":
+            positions = self.position[: context.seq_len].repeat(context.batch_size, 1)
+            x = x + (own_part(positions, self.group) if self.sequence else positions)
+        return context.drop(x, "embedding")
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The last stage's hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``."""
+        head = self.embedding if self.config.model.tie_embeddings else self.head
+        return column_linear(self.norm(x), head.weight, None, self.group, self.sequence)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least."""
+        head = self.embedding if self.config.model.tie_embeddings else self.head
+        first_row = shard_of(head.weight).start
+        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row).sum()
+
+
+def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:
+    """The GPT on one device: the one stage of the layout 1 × 1 × 1."""
+    return Stage(config, range(config.model.num_layers), SOLO, device)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, seed: int) -> None:
+    """Fills every parameter by its name and `Shard`: the same logical tensors in every layout and on every device.
+
+    It runs once the module is complete, because only then does a parameter know its full name.
+    """
+    for name, parameter in module.named_parameters():
+        shard = shard_of(parameter)
+        if shard.init_std is None:
+            parameter.fill_(shard.fill)
+            continue
+        dim = shard.dim or 0
+        start = shard.offset[dim]
+        values = normal_slice((seed, name), shard.global_shape, shard.init_std, dim, start, start + shard.local_shape[dim])
+        parameter.copy_(values)
+
+

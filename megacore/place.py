@@ -1,0 +1,64 @@
+"""Where a process stands among all that a launcher started. Standard library only: read before torch is imported."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megacore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the launcher told this process about where it runs."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_address: str = "127.0.0.1"
+    master_port: int = 29500
+
+
+# (rank, world size, local rank, ranks on this machine) as each launcher names them; the first that is there counts.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
+    """Reads the launcher's variables; one plain process has none of them.
+
+    Raises `ConfigError` when they are unreadable, or when several machines are used and nothing names the first.
+    """
+    for launcher, names in LAUNCHERS.items():
+        if names[0] not in env or names[1] not in env or (launcher == "torchrun" and names[3] not in env):
+            continue
+        try:
+            rank, world_size, local_rank = (int(env.get(name, "0")) for name in names[:3])
+            local_world_size = int(env.get(names[3], "1").split("(")[0].split(",")[0])  # Slurm writes 4(x2),3
+            port = int(env.get("MASTER_PORT", 29500 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
+        except ValueError:
+            wrong = ", ".join(f"{name}={env.get(name)}" for name in (*names, "MASTER_PORT")) + " are not all numbers"
+            raise ConfigError("environment", wrong, f"start the ranks with {launcher}") from None
+        if not 0 <= rank < world_size:
+            raise ConfigError("environment", f"rank {rank} of {world_size} ({launcher})", "ranks from 0 to the world size - 1")
+        address = env.get("MASTER_ADDR") or (first_host(env) if launcher == "srun" else None)
+        if address is None and launcher == "mpirun" and local_world_size < world_size:
+            wrong = "mpirun started ranks on several machines, and MASTER_ADDR is not set"
+            raise ConfigError("environment", wrong, "mpirun -x MASTER_ADDR=<the first host> …")
+        return Place(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
+    return Place()
+
+
+def first_host(env: Mapping[str, str]) -> str | None:
+    """The first host of Slurm's step: ``node[003-007,9]`` begins with ``node003``."""
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
+    if env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1" or not hosts:
+        return None
+    match = re.match(r"([^,\[]+)(?:\[([^\]\-,]+))?", hosts)
+    assert match is not None
+    return match.group(1) + (match.group(2) or "")

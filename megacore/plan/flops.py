@@ -1,0 +1,183 @@
+"""Parameters and floating-point operations of a model, counted from its config, and the peaks of known devices.
+
+Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, k = key/value heads × head size.
+A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
+"""
+
+import re
+from dataclasses import dataclass
+
+from megacore.config.schema import Config
+
+# Elementwise work that a stage's ends do besides products, in operations: it matters only to where the layers are cut.
+EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
+LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
+
+
+def block_parameters(config: Config, tensor: int = 1) -> int:
+    """Parameters of one transformer block on one of `tensor` ranks: attention, feed-forward and two norms."""
+    model = config.model
+    h, f, k, b = model.hidden_size, _ffn_size(config), config.kv_heads * model.head_size, int(model.bias)
+    up = (2 if model.activation == "swiglu" else 1) * f
+    # Split over the tensor ranks: query, key, value and up by columns (with their biases), output and down by rows.
+    split = (h + b) * (h + 2 * k) + h * h + (h + b) * up + f * h
+    # On every tensor rank: norms, and the biases of the row-split layers, which are added after the sum over ranks.
+    return split // tensor + 2 * norm_parameters(config) + 2 * b * h
+
+
+def norm_parameters(config: Config) -> int:
+    """Parameters of one norm: a weight, and a bias where layernorms have one."""
+    has_bias = config.model.norm == "layernorm" and config.model.bias
+    return config.model.hidden_size * (2 if has_bias else 1)
+
+
+def vocabulary_parameters(config: Config, tensor: int = 1) -> int:
+    """Parameters of the token embedding, or of the LM head, on the fullest of `tensor` ranks: V·h, cut by rows."""
+    return -(-config.model.vocab_size // tensor) * config.model.hidden_size
+
+
+def position_parameters(config: Config) -> int:
+    """Parameters of the position embedding: s·h if learned; rotary positions have none."""
+    return config.train.seq_len * config.model.hidden_size if config.model.position == "learned" else 0
+
+
+def parameters(config: Config) -> int:
+    """Logical parameters of the whole model, each counted once: a tied LM head is the embedding. The head has no bias."""
+    vocabularies = 1 if config.model.tie_embeddings else 2
+    ends = vocabularies * vocabulary_parameters(config) + position_parameters(config) + norm_parameters(config)
+    return config.model.num_layers * block_parameters(config) + ends
+
+
+def attention_flops(config: Config, causal: bool) -> float:
+    """Forward operations of scores and weighted values: 2·s·h each; half of both if only the causal triangle is counted.
+
+    Grouping key/value heads changes neither: every query head still meets s keys.
+    """
+    return 4 * config.train.seq_len * config.model.hidden_size * (0.5 if causal else 1.0)
+
+
+def block_flops(config: Config, causal: bool) -> float:
+    """Forward operations of one transformer block.
+
+    2·h·(h + 2k) for query, key and value, 2·h·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
+    feed-forward products, and `attention_flops`. Norms, activations and residuals are not products and not counted.
+    """
+    h, f, k = config.model.hidden_size, _ffn_size(config), config.kv_heads * config.model.head_size
+    ffn_products = 3 if config.model.activation == "swiglu" else 2
+    return 2 * h * (h + 2 * k) + 2 * h * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+
+
+def head_flops(config: Config) -> float:
+    """Forward operations of the LM head: 2·h·V, tied or not. (The embedding is a lookup: none.)"""
+    return 2 * config.model.hidden_size * config.model.vocab_size
+
+
+def flops_per_token(config: Config, causal: bool) -> float:
+    """Model FLOPs of training on one token: 3 × (L blocks + LM head).
+
+    Three, because the backward of a product is two products of the same size: one for the input's gradient, one for the
+    weight's. Attention counts the whole s × s square, or with `causal` the half that a causal model needs. Recomputation
+    is not counted (this is the numerator of MFU, not of HFU), nor is what the optimizer does. With full recomputation
+    and `causal=False` the blocks are done 4 times instead of 3, and a batch of B sequences costs the published
+    96·B·s·L·h²·(1 + s/6h + V/16Lh) (Narayanan et al. 2021).
+    """
+    return 3 * (config.model.num_layers * block_flops(config, causal) + head_flops(config))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations a token, forward and backward (recomputation is part of the backward)."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, count: float) -> "Cost":
+        return Cost(self.forward * count, self.backward * count)
+
+
+def layer_cost(config: Config) -> Cost:
+    """What one block really executes, recomputation included.
+
+    SDPA skips the masked half of attention and keeps no scores, so selective recomputation repeats no product for it.
+    """
+    sdpa = config.model.attention == "sdpa"
+    forward = block_flops(config, causal=sdpa)
+    selective = 0.0 if sdpa else attention_flops(config, causal=False)
+    recomputed = {"none": 0.0, "selective": selective, "full": forward}[config.train.recompute]
+    return Cost(forward, 2 * forward + recomputed)
+
+
+def embedding_cost(config: Config) -> Cost:
+    """What the embedding adds to the first stage: elementwise work, next to nothing."""
+    work = float(EMBEDDING_OPS_PER_FEATURE * config.model.hidden_size)
+    return Cost(work, work)
+
+
+def head_cost(config: Config) -> Cost:
+    """What LM head and loss add to the last stage. They are never recomputed."""
+    product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
+    return Cost(product + loss, 2 * product + loss)
+
+
+def _ffn_size(config: Config) -> int:
+    assert config.model.ffn_size is not None, "config was not resolved"
+    return config.model.ffn_size
+
+
+# Peak operations a second of one device, dense (datasheets often print twice that, for 2:4 sparsity), fp16 and bf16 with
+# fp32 accumulation, fp32 without TF32, fp64 on tensor cores where they have it. A precision that is not listed is unknown.
+DEVICE_PEAKS: dict[str, dict[str, float]] = {
+    # NVIDIA Tesla V100 datasheet (SXM2); no bf16
+    "v100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
+    # NVIDIA T4 datasheet
+    "t4": {"fp16": 65e12, "fp32": 8.1e12},
+    # NVIDIA A100 datasheet, the same for 40 and 80 GB, SXM and PCIe
+    "a100": {"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12},
+    # NVIDIA A40 datasheet
+    "a40": {"fp16": 149.7e12, "bf16": 149.7e12, "fp32": 37.4e12},
+    # NVIDIA L4 datasheet (242 sparse)
+    "l4": {"fp16": 121e12, "bf16": 121e12, "fp32": 30.3e12},
+    # NVIDIA L40 and L40S datasheets
+    "l40": {"fp16": 181.05e12, "bf16": 181.05e12, "fp32": 90.5e12},
+    "l40s": {"fp16": 362.05e12, "bf16": 362.05e12, "fp32": 91.6e12},
+    # NVIDIA Ampere GA102 and Ada architecture whitepapers (GeForce halves the rate with fp32 accumulation)
+    "rtx 3090": {"fp16": 71e12, "bf16": 71e12, "fp32": 35.6e12},
+    "rtx 4090": {"fp16": 165.2e12, "bf16": 165.2e12, "fp32": 82.6e12},
+    # NVIDIA H100 datasheet (SXM: 1979 sparse; PCIe: 1513 sparse; NVL: 1671 sparse), H200 and GH200 likewise
+    "h100": {"fp16": 989.5e12, "bf16": 989.5e12, "fp32": 67e12, "fp64": 67e12},
+    "h100 pcie": {"fp16": 756.5e12, "bf16": 756.5e12, "fp32": 51e12, "fp64": 51e12},
+    "h100 nvl": {"fp16": 835.5e12, "bf16": 835.5e12, "fp32": 60e12, "fp64": 60e12},
+    "h200": {"fp16": 989.5e12, "bf16": 989.5e12, "fp32": 67e12, "fp64": 67e12},
+    "h200 nvl": {"fp16": 835.5e12, "bf16": 835.5e12, "fp32": 60e12, "fp64": 60e12},
+    "gh200": {"fp16": 989.5e12, "bf16": 989.5e12, "fp32": 67e12, "fp64": 67e12},
+    # NVIDIA HGX B200 datasheet, an eighth of the board (36 PFLOP/s sparse)
+    "b200": {"fp16": 2250e12, "bf16": 2250e12, "fp32": 75e12, "fp64": 37e12},
+    # AMD Instinct MI300X datasheet, matrix operations
+    "mi300x": {"fp16": 1307.4e12, "bf16": 1307.4e12, "fp32": 163.4e12, "fp64": 163.4e12},
+}
+
+# What `torch.cuda.get_device_name()` calls them. Names must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice
+# "A100-SXM4-80GB MIG 1g.10gb" is another device, with another peak.
+DEVICE_NAMES: dict[str, str] = {
+    r"tesla v100-sxm2-(16|32)gb": "v100",
+    r"(tesla )?t4": "t4",
+    r"a100-(sxm4|pcie)-(40|80)gb|a100 80gb pcie": "a100",
+    r"h100 80gb hbm3": "h100",
+    r"gh200 480gb": "gh200",
+    r"amd instinct mi300x( oam)?": "mi300x",
+}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak, in operations a second, of a device named as torch or as `DEVICE_PEAKS` names it; None if unknown: never a guess."""
+    name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
+    known = next((key for pattern, key in DEVICE_NAMES.items() if re.fullmatch(pattern, name)), name)
+    return DEVICE_PEAKS.get(known, {}).get(precision)

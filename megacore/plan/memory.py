@@ -1,0 +1,123 @@
+"""Predicted memory of every pipeline stage, on its fullest rank, for the native engine.
+
+Counted are parameters, gradients, optimizer state and the activations that wait for their backward. Not counted are
+what CUDA, NCCL and the allocator keep for themselves and short-lived buffers: leave a tenth of the device or more.
+
+Bytes a parameter (nothing is split over the data-parallel ranks):
+
+| precision   | parameter | gradient | master weight | two moments | together |
+|-------------|-----------|----------|---------------|-------------|----------|
+| bf16, fp16  | 2         | 4        | 4             | 8           | 18       |
+| fp32        | 4         | 4        |               | 8           | 16       |
+| fp64        | 8         | 8        |               | 16          | 32       |
+
+Bytes of activations: `block_activations`, after Korthikanti et al. 2022.
+"""
+
+from dataclasses import dataclass
+
+from megacore.config.schema import Config
+from megacore.pipeline.partition import stage_layers
+from megacore.pipeline.schedule import build
+from megacore.pipeline.simulate import peak_live
+from megacore.plan.flops import block_parameters, norm_parameters, position_parameters, vocabulary_parameters
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
+OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8, "fp64": 16}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one rank of a stage, the fullest of its tensor ranks."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def stage_parameters(config: Config) -> list[int]:
+    """Parameters that a rank of each stage holds, its copy of a tied embedding included."""
+    tensor, last = config.parallel.tensor, config.parallel.pipeline - 1
+    counts = [0] * config.parallel.pipeline
+    for virtual, layers in enumerate(stage_layers(config)):
+        counts[virtual % len(counts)] += len(layers) * block_parameters(config, tensor)
+    counts[0] += vocabulary_parameters(config, tensor) + position_parameters(config)
+    counts[last] += norm_parameters(config)
+    if not config.model.tie_embeddings or last > 0:
+        counts[last] += vocabulary_parameters(config, tensor)
+    return counts
+
+
+def block_activations(config: Config, recompute: str) -> int:
+    """Bytes that a rank keeps of one block and microbatch until its backward, with a mode of `train.recompute`.
+
+    A token costs, with e bytes an element, in what the tensor ranks share (or, with sequence parallelism, split):
+    4·e·h for the inputs of both norms, of query-key-value and of up; 2·h for the masks of two dropouts; and in what they
+    split: e·(h + 2k) for query, key and value, e·(h + k) more for rotated ones, e·h for attention's output, then for gelu
+    e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu, the product). SDPA adds an fp32 logarithm a
+    head; other attention a·s scores (in low precision unfused, also their softmax in fp32).
+
+    For a gelu model with learned positions, f = 4h, bf16 and dropout, this is the published 34·s·b·h/t. `selective` leaves
+    out the scores and what follows up; `full` keeps only the block's input, e·h.
+    """
+    model, train = config.model, config.train
+    assert model.ffn_size is not None, "config was not resolved"
+    h, k, f, e = model.hidden_size, config.kv_heads * model.head_size, model.ffn_size, ELEMENT_BYTES[train.precision]
+    tokens = _tokens(config)
+    if recompute == "full":
+        return _shared(config, e * h * tokens)
+    shared = 4 * e * h + (2 * h if model.dropout else 0)
+    split = e * (2 * h + 2 * k) + (e * (h + k) if model.position == "rope" else 0)
+    split += e * f * (2 if model.activation == "swiglu" else 1)
+    if recompute == "none":
+        split += e * f * (2 if model.activation == "swiglu" else 1)
+    if model.attention == "sdpa":
+        split += 4 * model.num_heads
+    elif recompute == "none":
+        split += model.num_heads * train.seq_len * (e + 4 if model.attention == "eager" and e < 4 else e)
+    return _shared(config, shared * tokens) + split * tokens // config.parallel.tensor
+
+
+def stage_activations(config: Config) -> list[int]:
+    """Bytes of activations on a rank of each stage at its peak: what every live microbatch keeps, and what the one at work adds."""
+    model, recompute = config.model, config.train.recompute
+    tokens, element = _tokens(config), ELEMENT_BYTES[config.train.precision]
+    layers = [0] * config.parallel.pipeline
+    for virtual, held in enumerate(stage_layers(config)):
+        layers[virtual % len(layers)] += len(held)
+    kept = [n * block_activations(config, recompute) // config.parallel.chunks for n in layers]
+    working = [block_activations(config, "none") - block_activations(config, recompute)] * len(kept)
+    # The ends: the embedding's dropout mask; the inputs of final norm and head, the loss's softmax in fp32 (or fp64) until
+    # its backward, and logits or their gradient while it is at work.
+    logits = tokens * -(-model.vocab_size // config.parallel.tensor)
+    kept[0] += _shared(config, tokens * model.hidden_size) if model.dropout else 0
+    kept[-1] += _shared(config, 2 * element * tokens * model.hidden_size) + max(4, element) * logits
+    working[-1] += element * logits
+    plan = build(config.parallel.schedule, config.parallel.pipeline, config.num_microbatches, config.parallel.chunks)
+    return [live * k + w for live, k, w in zip(peak_live(plan), kept, working, strict=True)]
+
+
+def stage_memory(config: Config) -> list[StageMemory]:
+    """The memory of every stage of a resolved config."""
+    precision = config.train.precision
+    return [
+        StageMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * OPTIMIZER_BYTES[precision], activations)
+        for n, activations in zip(stage_parameters(config), stage_activations(config), strict=True)
+    ]
+
+
+def _tokens(config: Config) -> int:
+    """Tokens of a microbatch."""
+    return config.train.micro_batch_size * config.train.seq_len
+
+
+def _shared(config: Config, size: int) -> int:
+    """What a rank holds of something outside the tensor-parallel regions: all of it, or its own tokens."""
+    return -(-size // config.parallel.tensor) if config.parallel.sequence else size

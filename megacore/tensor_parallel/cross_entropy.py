@@ -1,0 +1,56 @@
+"""Cross entropy over logits whose vocabulary is split over the tensor ranks. Full logits never exist on one rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.comm import all_gather
+from megacore.mesh import Group
+
+IGNORED = -100  # a target that is not counted: its loss and its gradient are zero
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """T tokens, V vocabulary rows of this rank, t ranks. Statistics in fp32 (fp64 for fp64 logits).
+
+    forward      p [T, V]     = softmax over this rank's rows;  its log-sum-exp [T] = max − log p(max)
+                 loss [T]     = log-sum-exp over all ranks − logit of the target     one all-gather of [2, T] in all
+    grad logits  [T, V]       = dloss [T] · (p · exp(own − global log-sum-exp) − 1 at the target)      in p's memory
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first_row: int) -> Tensor:
+        statistics = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        counted = targets != IGNORED
+        local = targets - first_row
+        here = (local >= 0) & (local < logits.shape[1]) & counted
+        local = local.masked_fill(~here, 0)[:, None]
+
+        top, where = logits.max(-1, keepdim=True)
+        p = torch.softmax(logits, -1, dtype=statistics)
+        own_lse = top.to(statistics) - p.gather(1, where).log()
+        target_logit = logits.gather(1, local).to(statistics).masked_fill(~here[:, None], 0.0)
+        both = all_gather(torch.cat((own_lse, target_logit), 1)[None], group)  # [t, T, 2]
+        lse = torch.logsumexp(both[..., 0], 0)
+
+        ctx.save_for_backward(p, local, here, counted, (own_lse[:, 0] - lse).exp())
+        ctx.dtype = logits.dtype
+        return (lse - both[..., 1].sum(0)).masked_fill(~counted, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        p, local, here, counted, share = ctx.saved_tensors
+        grad = grad * counted
+        p.mul_((grad * share)[:, None])
+        p.scatter_add_(1, local, (-grad * here)[:, None])
+        return p.to(ctx.dtype), None, None, None
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group, first_row: int) -> Tensor:
+    """The loss of every token, ``[tokens]``, in nats, in fp32 (fp64 for fp64).
+
+    `logits` ``[tokens, rows of this rank]``, `targets` ``[tokens]`` int64 over the whole vocabulary or `IGNORED`;
+    `first_row` is this rank's first vocabulary row. Backward may run once only: it works in the saved memory.
+    """
+    return _VocabParallelCrossEntropy.apply(logits, targets, group, first_row)

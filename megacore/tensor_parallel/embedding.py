@@ -1,0 +1,43 @@
+"""The vocabulary-parallel embedding: each tensor rank holds the rows of some tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.comm import leave_tensor_parallel
+from megacore.mesh import Group
+from megacore.tensor_parallel.shard import Shard, new_parameter, shard_of
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token vectors, ``[vocab, hidden]`` cut along the vocabulary, in pieces of ``ceil(vocab / ranks)``.
+
+    The last rank's piece may be shorter: nothing is padded, since no collective ever moves vocabulary rows.
+    The same weight serves as the LM head when embeddings are tied; `owner` is False for the last stage's copy.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        init_std: float,
+        group: Group,
+        sequence: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        owner: bool = True,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence = group, sequence
+        shard = Shard((vocab_size, hidden_size), 0, group.rank, group.size, decay=True, owner=owner, init_std=init_std)
+        self.weight = new_parameter(shard, dtype, device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`tokens` ``[tokens]`` int64 → ``[tokens, hidden]`` (with sequence parallelism this rank's tokens)."""
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - shard_of(self.weight).start
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0.0)
+        return leave_tensor_parallel(part, self.group, self.sequence)

@@ -1,0 +1,165 @@
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019), with sequence parallelism (Korthikanti et al. 2022).
+
+A column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; a pair of them needs one
+sum over the tensor ranks forward and one backward. With `sequence`, what lies between such pairs is split along
+the tokens, and each sum becomes a reduce-scatter and an all-gather of the same traffic.
+Activations are ``[tokens, features]`` throughout.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.comm import Done, Work, all_gather, all_gather_start, all_reduce_start, leave_tensor_parallel, reduce_scatter_start
+from megacore.mesh import Group
+from megacore.tensor_parallel.shard import Shard, new_parameter
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """Tensor ranks share x and each compute their own outputs. T tokens, t ranks, I inputs, O outputs of this rank.
+
+    forward      y [T, O]  = x [T, I] · wᵀ [I, O] + b [O]     with sequence, x is gathered from [T/t, I]
+    grad of x      [T, I]  = sum over ranks of dy [T, O] · w [O, I]   with sequence, reduce-scattered to [T/t, I]
+    grad of w      [O, I]  = dyᵀ [O, T] · x [T, I]      while the sum above is under way
+    grad of b      [O]     = sum of dy over tokens
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)  # with sequence only this rank's tokens: gathered again in backward
+        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
+        return F.linear(all_gather(x, group) if sequence else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        gathering: Work = Done()
+        if ctx.sequence:
+            x, gathering = all_gather_start(x, ctx.group)
+        grad_x = grad @ weight
+        if ctx.sequence:
+            grad_part, summing = reduce_scatter_start(grad_x, ctx.group)
+        else:
+            grad_part, summing = grad_x, all_reduce_start(grad_x, ctx.group)
+        gathering.wait()
+        grad_weight = grad.t() @ x
+        grad_bias = grad.sum(0) if ctx.has_bias else None
+        summing.wait()
+        return grad_part, grad_weight, grad_bias, None, None
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
+    """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``."""
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence)
+
+
+class _ActivationLinear(torch.autograd.Function):
+    """``linear(activation(h), w)`` that keeps h alone and computes the activation again in backward.
+
+    forward      y [T, O] = activation(h) [T, I] · wᵀ
+    grad of h             = gradient through activation of dy [T, O] · w [O, I]
+    grad of w    [O, I]   = dyᵀ [O, T] · activation(h) [T, I]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        ctx.activation = activation
+        return F.linear(activation(h), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        h, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            x = ctx.activation(h)
+        (grad_h,) = torch.autograd.grad(x, h, grad @ weight)
+        return grad_h, grad.t() @ x.detach(), None
+
+
+class ColumnLinear(nn.Module):
+    """``y = x · Wᵀ + b`` with the outputs split over the tensor ranks; returns this rank's outputs.
+
+    `out_shape` names the outputs by one or more dims, of which `split` is cut: ``(2, ffn)`` cut along 1 holds a gate and
+    an up projection of the same features. The logical weight is ``[*out_shape, in_size]``.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_shape: tuple[int, ...],
+        *,
+        split: int = 0,
+        bias: bool,
+        init_std: float,
+        group: Group,
+        sequence: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence = group, sequence
+        weight = Shard((*out_shape, in_size), split, group.rank, group.size, decay=True, init_std=init_std)
+        self.weight = new_parameter(weight, dtype, device)
+        self.bias = new_parameter(Shard(out_shape, split, group.rank, group.size), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all tokens, flattened local outputs]``."""
+        bias = None if self.bias is None else self.bias.flatten()
+        return column_linear(x, self.weight.flatten(0, -2), bias, self.group, self.sequence)
+
+
+class RowLinear(nn.Module):
+    """``y = activation(x) · Wᵀ + b`` with the inputs split over the tensor ranks, which sum their parts.
+
+    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added once, after
+    the sum; with sequence parallelism each rank adds it to its own tokens, so its gradient is partial.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        init_std: float,
+        group: Group,
+        sequence: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence = group, sequence
+        self.activation, self.recompute = activation, recompute
+        self.weight = new_parameter(Shard((out_size, in_size), 1, group.rank, group.size, decay=True, init_std=init_std), dtype, device)
+        self.bias = new_parameter(replicated((out_size,), group, sequence), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens)."""
+        if self.activation is not None and self.recompute:
+            part = _ActivationLinear.apply(x, self.weight, self.activation)
+        else:
+            part = F.linear(x if self.activation is None else self.activation(x), self.weight)
+        y = leave_tensor_parallel(part, self.group, self.sequence)
+        return y if self.bias is None else y + self.bias
+
+
+def replicated(
+    shape: tuple[int, ...],
+    group: Group,
+    sequence: bool,
+    *,
+    decay: bool = False,
+    fill: float = 0.0,
+    init_std: float | None = None,
+) -> Shard:
+    """The record of a parameter that every tensor rank holds whole and applies, with `sequence`, to its own tokens only."""
+    partial = sequence and group.size > 1
+    return Shard(shape, None, group.rank, group.size, decay=decay, partial=partial, fill=fill, init_std=init_std)

@@ -1,0 +1,34 @@
+"""What a run reads, opened and checked before any rank waits for another."""
+
+from pathlib import Path
+
+from megacore import checkpoint
+from megacore.config import Config
+from megacore.data.samples import EvalSamples, SampleStream
+from megacore.errors import CheckpointError, ConfigError
+
+
+class Inputs:
+    """The corpora, and on rank 0 the checkpoint to start from. Raises `UserError` for whatever is wrong with them."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        if config.data.train is None:
+            raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
+        train, vocab_size = config.train, config.model.vocab_size
+        self.stream = SampleStream(config.data.train, train.seq_len, train.seed, vocab_size)
+        self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
+        self.checkpoint = self._checkpoint(config, rank)
+
+    def _checkpoint(self, config: Config, rank: int) -> Path | None:
+        resume = config.checkpoint.resume
+        assert config.log.dir is not None
+        if resume == "never" or rank != 0:
+            return None
+        path = checkpoint.find_latest(Path(config.log.dir)) if resume == "auto" else checkpoint.locate(Path(resume))
+        if path is None:
+            return None
+        reader = checkpoint.Reader(path)
+        reader.check_model(config.model.model_dump())
+        if reader.step > config.train.steps:
+            raise CheckpointError(str(path), f"is {reader.step} steps old, and train.steps is {config.train.steps}", "more steps, or checkpoint.resume=never")
+        return path

@@ -1,0 +1,106 @@
+"""A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, and the console."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megacore.config import Config
+
+CONSOLE_SECONDS = 5.0  # between lines where there is no terminal to redraw
+
+
+class Logs:
+    """Writes what rank 0 knows; on other ranks every method does nothing."""
+
+    def __init__(self, config: Config, is_writer: bool, first_step: int) -> None:
+        self.writing = is_writer
+        if not is_writer:
+            return
+        assert config.log.dir is not None
+        self.directory = Path(config.log.dir)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.json").write_text(config.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+        self.metrics = open_metrics(self.directory / "metrics.jsonl", first_step)
+        self.board = None
+        if config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is wanted
+
+            self.board = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step)
+        self.console = Console(file=sys.stdout, highlight=False)
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
+        self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step
+        self.last_line = 0.0
+        self.progress.start()
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self.writing:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, figures: dict[str, Any]) -> None:
+        """A logged step: see the contract of metrics.jsonl in the README."""
+        if not self.writing:
+            return
+        self._record(figures)
+        text = f"loss {figures['loss']:.4f}  {figures['tokens_per_second']:,.0f} tokens/s"
+        self.progress.update(self.task, completed=figures["step"], description=text)
+        now = time.monotonic()
+        if not self.console.is_terminal and (now - self.last_line > CONSOLE_SECONDS or figures["step"] in (self.first_step, self.steps)):
+            self.last_line = now
+            left = (now - self.started) / (figures["step"] - self.first_step + 1) * (self.steps - figures["step"])
+            self.say(f"step {figures['step']}/{self.steps}  {text}  {left:.0f} s left")
+
+    def validation(self, step: int, loss: float) -> None:
+        """A validation's result."""
+        if self.writing:
+            self._record({"step": step, "valid_loss": loss})
+
+    def _record(self, figures: dict[str, Any]) -> None:
+        self.metrics.write(json.dumps(figures) + "\n")
+        self.metrics.flush()
+        if self.board is not None:
+            for name, value in figures.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(name, value, figures["step"])
+
+    def close(self) -> None:
+        """Ends the live line and closes the files."""
+        if not self.writing:
+            return
+        self.progress.stop()
+        self.metrics.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def open_metrics(path: Path, first_step: int) -> Any:
+    """metrics.jsonl, opened to append; lines of steps that will be run again are dropped first."""
+    if path.exists():
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if is_before(line, first_step)]
+        aside = path.with_suffix(".partial")
+        aside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        aside.replace(path)
+    return path.open("a", encoding="utf-8")
+
+
+def is_before(line: str, step: int) -> bool:
+    """Whether a metrics line is whole and of an earlier step."""
+    try:
+        return json.loads(line)["step"] < step
+    except (json.JSONDecodeError, KeyError):
+        return False

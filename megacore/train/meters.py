@@ -1,0 +1,62 @@
+"""What a step is measured by: time without waiting for the device, memory, model FLOPs utilisation."""
+
+import platform
+import resource
+import time
+
+import torch
+
+from megacore.config import Config
+from megacore.plan.flops import flops_per_token, peak_flops
+
+
+class StepTimer:
+    """Seconds a step takes, averaged over the steps since the last reading; validation and saving are left out."""
+
+    def __init__(self) -> None:
+        self.steps, self.started, self.excluded = 0, time.perf_counter(), 0.0
+
+    def step(self) -> None:
+        """Counts a step."""
+        self.steps += 1
+
+    def exclude(self, seconds: float) -> None:
+        """Leaves out time that was no training step."""
+        self.excluded += seconds
+
+    def read(self) -> float:
+        """Mean seconds a step, and starts anew. Call it when the device has been waited for."""
+        now = time.perf_counter()
+        mean = (now - self.started - self.excluded) / max(1, self.steps)
+        self.steps, self.started, self.excluded = 0, now, 0.0
+        return mean
+
+
+class Utilisation:
+    """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
+
+    None where the device's peak is not known. `full` counts attention over all pairs of positions, as is usual;
+    `causal` the half that a causal model needs.
+    """
+
+    def __init__(self, config: Config, device: torch.device, world_size: int) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        peak = peak_flops(name, config.train.precision)
+        self.available = None if peak is None else peak * world_size
+        self.full_flops = flops_per_token(config, causal=False)
+        self.causal_flops = flops_per_token(config, causal=True)
+
+    def full(self, tokens_per_second: float) -> float | None:
+        """The usual MFU, as a fraction."""
+        return None if self.available is None else self.full_flops * tokens_per_second / self.available
+
+    def causal(self, tokens_per_second: float) -> float | None:
+        """MFU with causal attention counted as half."""
+        return None if self.available is None else self.causal_flops * tokens_per_second / self.available
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held at once: by PyTorch's allocator on a GPU, by the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)

@@ -1,0 +1,190 @@
+"""The training loop, from a checked config and a mesh to a trained model."""
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megacore import checkpoint
+from megacore.comm import all_reduce, broadcast_text
+from megacore.config import Config
+from megacore.engine.native import NativeEngine
+from megacore.engine.optimizer import learning_rate
+from megacore.engine.protocol import StepStatistics
+from megacore.mesh import Mesh
+from megacore.model.gpt import Stage
+from megacore.pipeline import schedule
+from megacore.pipeline.partition import stage_layers
+from megacore.pipeline.runtime import Runtime
+from megacore.train.inputs import Inputs
+from megacore.train.loader import Loader, place_microbatch, validation_batches
+from megacore.train.logs import Logs
+from megacore.train.meters import StepTimer, Utilisation, peak_memory
+from megacore.train.stopping import StopRequest
+
+FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
+
+
+class Trainer:
+    """One rank's part in a run. Construction and every method are collective over all ranks."""
+
+    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs) -> None:
+        self.config, self.mesh, self.inputs = config, mesh, inputs
+        self.is_writer = mesh.place.rank == 0
+        assert config.log.dir is not None
+        self.checkpoints = Path(config.log.dir) / "checkpoints"
+
+        layers = stage_layers(config)[mesh.pp_rank]
+        self.stage = Stage(config, layers, mesh.tp, mesh.device)
+        self.engine = NativeEngine(config, self.stage, mesh)
+        self.runtime = Runtime(self.stage, self.engine, mesh.pp)
+        self.plan = schedule.build(
+            config.parallel.schedule, mesh.pp.size, config.num_microbatches, config.parallel.chunks, tied=config.model.tie_embeddings
+        )
+        self.validation_plan = schedule.forward_only(mesh.pp.size, config.num_microbatches)
+        self.loader = Loader(config, mesh, inputs.stream)
+        self.step = self.resume()
+        self.logs = Logs(config, self.is_writer, self.step + 1)
+        self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
+
+    def run(self) -> int:
+        """Trains from the step after the last checkpoint's to `train.steps`; returns the exit status."""
+        config, train = self.config, self.config.train
+        target_weight = 1.0 / (train.global_batch_size * train.seq_len)
+        self.greet()
+        timer = StepTimer()
+        with StopRequest() as stop:
+            while self.step < train.steps:
+                self.step += 1
+                lr = learning_rate(config.optim, self.step, train.steps)
+                loss = self.runtime.run(self.plan, self.loader.step(self.step), target_weight)
+                statistics = self.engine.step(lr)
+                timer.step()
+
+                # Everything below the next line waits for the device, so it happens on few steps.
+                done = self.step == train.steps
+                stopping = False
+                if self.step % config.log.every == 0 or done:
+                    stopping = self.report(loss * target_weight, statistics, lr, timer, stop.requested) and not done
+                aside = time.perf_counter()
+                if train.eval_every and self.step % train.eval_every == 0 and not done and not stopping:
+                    self.validate()
+                every = config.checkpoint.every
+                if (every and (self.step % every == 0 or done)) or stopping:
+                    self.save()
+                timer.exclude(time.perf_counter() - aside)
+                if stopping:
+                    self.logs.say(f"stopped on request after step {self.step}; the same command goes on from there")
+                    self.logs.close()
+                    return STOPPED
+        self.conclude()
+        return FINISHED
+
+    def greet(self) -> None:
+        """What is about to run, in a few lines."""
+        config, train = self.config, self.config.train
+        data = self.mesh.dp.size
+        parameters = sum(p.numel() for p in self.stage.parameters())
+        self.logs.say(f"mesh: {self.mesh.describe()}")
+        self.logs.say(
+            f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
+            f" × microbatches {config.num_microbatches} × data {data}"
+        )
+        self.logs.say(f"rank 0 holds layers {stage_layers(config)[0]} with {parameters:,} parameters, in {train.precision}")
+        if self.step:
+            self.logs.say(f"resumed after step {self.step} of {train.steps}")
+
+    def report(self, loss: torch.Tensor, statistics: StepStatistics, lr: float, timer: StepTimer, stop_requested: bool) -> bool:
+        """Logs a step, and agrees on whether to stop. `loss` is this rank's share of the global mean."""
+        own_loss = loss.double() if self.mesh.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
+        # Sums, then maxima; the norm and the skips are already the same on every rank.
+        shares = all_reduce(torch.stack([own_loss, torch.full_like(own_loss, float(stop_requested))]), self.mesh.world)
+        # Synchronises: from here the device has done the step, and the clock can be read.
+        loss_value, stops, grad_norm, skipped = torch.cat([shares, torch.stack([statistics.grad_norm, statistics.skipped])]).tolist()
+        seconds = timer.read()
+        own = torch.tensor([seconds, peak_memory(self.mesh.device)], dtype=torch.float64, device=self.mesh.device)
+        seconds, memory = all_reduce(own, self.mesh.world, dist.ReduceOp.MAX).tolist()
+        tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
+        speed = tokens_a_step / seconds
+        self.logs.step(
+            {
+                "step": self.step,
+                "loss": loss_value,
+                "grad_norm": grad_norm,
+                "lr": lr,
+                "tokens": self.step * tokens_a_step,
+                "tokens_per_second": speed,
+                "step_seconds": seconds,
+                "mfu": self.utilisation.full(speed),
+                "mfu_causal": self.utilisation.causal(speed),
+                "memory_bytes": int(memory),
+                "skipped": int(skipped),
+            }
+        )
+        return stops > 0
+
+    @torch.no_grad()
+    def validate(self) -> float | None:
+        """The mean loss over the validation set (or `eval_batches` of it), in nats a token; None without one."""
+        if self.inputs.validation is None:
+            return None
+        self.stage.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for batch in validation_batches(self.config, self.mesh, self.inputs.validation):
+            arrays = [self.inputs.validation.samples(indices) for indices in batch]
+            total += self.runtime.run(self.validation_plan, [place_microbatch(x, y, self.mesh.device) for x, y in arrays])
+        self.stage.train()
+        total = total if self.mesh.tp_rank == 0 else torch.zeros_like(total)
+        count = self.inputs.validation_targets(self.config)
+        loss = all_reduce(total, self.mesh.world).item() / count
+        self.logs.validation(self.step, loss)
+        self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
+        return loss
+
+    def conclude(self) -> None:
+        """The last validation, and what a person wants to know at the end."""
+        loss = self.validate()
+        if loss is not None:
+            entropy = self.inputs.unigram_entropy()
+            beside = "" if entropy is None else f"; {entropy:.4f} for a model that knows only how frequent each token is"
+            self.logs.say(f"final validation loss {loss:.4f} nats a token{beside}")
+        if self.config.checkpoint.every:
+            self.logs.say(f"checkpoint: {checkpoint.locate(self.checkpoints)}" if self.is_writer else "")
+        self.logs.say(f"records: {self.config.log.dir}/metrics.jsonl, and tensorboard --logdir {self.config.log.dir}")
+        self.logs.close()
+
+    def save(self) -> None:
+        """Writes a checkpoint of the step just done; the run goes on when it is whole."""
+        config = self.config
+        state = {
+            "samples": self.step * config.train.global_batch_size,
+            "seed": config.train.seed,
+            "engine": self.engine.state(),
+            "model": config.model.model_dump(),
+            "config": config.model_dump(by_alias=True),
+        }
+        path = checkpoint.save(
+            self.checkpoints,
+            self.step,
+            self.engine.tensors(),
+            state,
+            rank=self.mesh.place.rank,
+            world=self.mesh.place.world_size,
+            writes=self.mesh.dp_rank == 0,
+            barrier=self.mesh.barrier,
+            keep=config.checkpoint.keep,
+        )
+        self.logs.say(f"saved {path}")
+
+    def resume(self) -> int:
+        """Restores what `checkpoint.resume` names; returns the step that it was saved after, 0 for a fresh start."""
+        # Rank 0 looked: others might see a shared file system in another state.
+        path = broadcast_text(str(self.inputs.checkpoint or ""), self.mesh.world, self.mesh.device)
+        if not path:
+            return 0
+        reader = checkpoint.Reader(Path(path))
+        for name, (tensor, shard) in self.engine.tensors().items():
+            reader.read_into(name, shard, tensor)
+        self.engine.load_state(reader.state["engine"])
+        return reader.step

@@ -1,0 +1,38 @@
+"""Packaging: `pip install -c requirements.txt -e .` installs the tested versions, `pip install .` any in these ranges."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+setup(
+    name="megacore",
+    version="0.1.0",
+    description="3D-parallel GPT pretraining, written to be read, changed and proved",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").is_file() else "",
+    long_description_content_type="text/markdown",
+    author="megacore contributors",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megacore", "megacore.*"]),
+    # kernels/ is imported as megacore.kernels, and has no __init__.py: a package on PyPI is called `kernels`.
+    package_dir={"megacore.kernels": "kernels"},
+    install_requires=[
+        "torch>=2.11",
+        "deepspeed>=0.19",
+        "matplotlib>=3.8",
+        "numpy>=1.26",
+        "pydantic>=2.7",
+        "rich>=13.7",
+        "safetensors>=0.4.3",
+        "sentencepiece>=0.2",
+        "tensorboard>=2.16",
+    ],
+    extras_require={
+        # GPU builds of torch bring the Triton they were made for; alone it serves the kernels' tests on a CPU.
+        "triton": ["triton>=3.4; platform_system == 'Linux'"],
+        "test": ["mypy>=1.15", "pytest>=8", "ruff>=0.11", "triton>=3.4; platform_system == 'Linux'"],
+        "benchmark": ["transformers>=4.51"],
+    },
+)

@@ -1,0 +1,22 @@
+"""Fixtures shared by all tests."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes that live as long as the test session."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
+    """`run_ranks(world, function, *args, timeout=120)`: the results of a module-level function on that many ranks."""
+    return pool.run

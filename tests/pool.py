@@ -1,0 +1,184 @@
+"""Persistent worker processes for distributed tests: `import torch` is paid once a worker, not once a test.
+
+`Pool.run(world, function, *args)` calls a module-level function on `world` workers, each with the environment that
+torchrun would have given that rank. What goes wrong in a rank is raised in the test with that rank's own traceback.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_WORLD = 8
+
+
+class RankError(RuntimeError):
+    """A rank raised or died; the message carries its whole traceback."""
+
+    def __init__(self, rank: int, report: str) -> None:
+        super().__init__(f"rank {rank} failed:\n{report}")
+        self.rank = rank
+
+
+class RankTimeout(TimeoutError):
+    """Some ranks did not return in time."""
+
+    def __init__(self, ranks: list[int], world: int, timeout: float) -> None:
+        super().__init__(f"ranks {ranks} of {world} did not return within {timeout:g} s (their stacks are on stderr)")
+        self.ranks = ranks
+
+
+def free_port() -> int:
+    """A port nobody listens on, below the range the kernel hands out to clients, so that none of them takes it first."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class Pool:
+    """Up to eight workers, started when first needed and replaced after any failure, so that no test sees another's wreck."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """Calls `function(*args)` on ranks 0 .. world-1 and returns their results by rank.
+
+        Raises `RankError` with the first failing rank's traceback, or `RankTimeout` naming the ranks that did not
+        return in `timeout` seconds (workers' start-up not counted).
+        """
+        assert 1 <= world <= MAX_WORLD, f"the pool has at most {MAX_WORLD} workers"
+        try:
+            self._grow(world)
+            # Plain pickle, not Connection.send: torch replaces the latter's treatment of tensors by shared memory,
+            # which dies with the worker that owns it.
+            task = pickle.dumps((function, args))
+            port = free_port()
+            for rank in range(world):
+                self._workers[rank][1].send_bytes(pickle.dumps((rank_environment(rank, world, port), task)))
+            return self._collect(world, timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kills all workers; the next `run` starts new ones."""
+        for process, connection in self._workers:
+            process.kill()
+            connection.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+    def _grow(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        fresh = range(len(self._workers), world)
+        for rank in fresh:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()  # or a dead worker would never read as end of file
+            self._workers.append((process, ours))
+        for rank in fresh:
+            self._receive(rank)  # ready: imports done, not to be charged to the first test's timeout
+
+    def _collect(self, world: int, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        while len(results) < world:
+            waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in results}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                self._dump_stacks(late)
+                raise RankTimeout(late, world, timeout)
+            failures = []
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                finished, failure, results[rank] = self._receive(rank)
+                if failure:
+                    failures.append((finished, rank, failure))
+            if failures:  # the earliest is the cause; the others may only have lost their peer
+                raise RankError(*min(failures)[1:])
+        return [results[rank] for rank in range(world)]
+
+    def _receive(self, rank: int) -> tuple[float, str, Any]:
+        process, connection = self._workers[rank]
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            process.join()
+            return time.monotonic(), f"the process ended with exit code {process.exitcode}", None
+
+    def _dump_stacks(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            pid = self._workers[rank][0].pid
+            if pid is not None and hasattr(signal, "SIGUSR1"):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.2)  # for the stacks to be written before the workers are killed
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets on one node."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}
+
+
+def _serve(connection: Connection) -> None:
+    """A worker's life: tasks in, (time finished, traceback or "", result) out, until the parent is gone."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+    import torch
+
+    torch.set_num_threads(1)
+    home, environment = os.getcwd(), dict(os.environ)
+    connection.send_bytes(pickle.dumps((time.monotonic(), "", None)))
+    while True:
+        try:
+            variables, task = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        os.environ.update(variables)
+        try:
+            function, args = pickle.loads(task)
+            reply = pickle.dumps((time.monotonic(), "", function(*args)))
+        except BaseException:
+            reply = pickle.dumps((time.monotonic(), traceback.format_exc(), None))
+        connection.send_bytes(reply)  # before the group goes, or the peers' complaints would come before the cause
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
+        os.chdir(home)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # not sys.exit: the main thread may hang in a collective

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lint, types and tests, in an environment of their own. Further arguments go to pytest.
+set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    printf '%s\n' "example: bash tests/run.sh -k 'pipeline and not fp16' -x" \
+        "Installs what is missing, then runs ruff, mypy and pytest [arguments]; MEGACORE_VENV and PYTHON as in launch/environment.sh."
+    exit
+fi
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+export OMP_NUM_THREADS=1 # many ranks share the cores: more threads each would only wait for one another
+
+ruff check .
+mypy megacore kernels launch
+python -m pytest "$@"
