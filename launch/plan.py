@@ -3,7 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
@@ -15,6 +15,9 @@ from megacore.pipeline.schedule import build
 from megacore.pipeline.simulate import Timeline, simulate
 from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, parameters, peak_flops
 from megacore.plan.memory import stage_memory, stage_parameters
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 DESCRIPTION = """example:
   python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png
@@ -62,38 +65,58 @@ def simulated(config: Config) -> Timeline:
 def report(config: Config, timeline: Timeline, device: str | None) -> None:
     """Prints the plan."""
     from rich.console import Console
-    from rich.table import Table
 
     train, parallel = config.train, config.parallel
-    step_tokens = train.global_batch_size * train.seq_len
-    table = Table(title="each rank of a stage", title_justify="left")
-    for name in ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "GiB", "live", "TFLOP/microbatch"):
-        table.add_column(name, justify="right")
-    rows = zip(stage_layers(config), stage_parameters(config), stage_memory(config), timeline.peak_live, stage_costs(config), strict=True)
-    for stage, (layers, count, memory, live, cost) in enumerate(rows):
-        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
-        work = cost.total * train.micro_batch_size * train.seq_len / parallel.tensor
-        held = f"{layers.start}–{layers.stop - 1}"
-        table.add_row(str(stage), held, f"{count:,}", *(f"{n / 2**30:.2f}" for n in parts), str(live), f"{work / 1e12:.4g}")
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{parameters(config):,} parameters, on {parallel.tensor * parallel.pipeline * parallel.data} ranks", end=" = ")
-    console.print(f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {parallel.data}")
-    console.print(
-        f"global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
-        f" × microbatches {config.num_microbatches} × data {parallel.data}; {step_tokens:,} tokens a step"
-    )
+    assert isinstance(parallel.data, int)
+    world, step_tokens = parallel.tensor * parallel.pipeline * parallel.data, train.global_batch_size * train.seq_len
     full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
-    console.print(f"model FLOPs a step: {full:.4g} with full attention, {causal:.4g} counted causally; recomputation not counted")
-    console.print(f"{parallel.schedule}: bubble {timeline.bubble_rate:.1%}; peak live activations are in the column live")
-    console.print(table)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"parameters    {parameters(config):,}")
+    console.print(f"ranks         {world} = tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {parallel.data}")
+    console.print(
+        f"batch         global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
+        f" × microbatches {config.num_microbatches} × data {parallel.data}"
+    )
+    console.print(f"a step        {step_tokens:,} tokens, {full:.4g} model FLOPs ({causal:.4g} with attention counted causally)")
+    console.print(f"bubble        {timeline.bubble_rate:.1%} under {parallel.schedule}")
     if device:
         peak = peak_flops(device, train.precision)
         assert peak is not None
         console.print(
-            f"a step takes at least {timeline.makespan / peak:.4g} s on {device}: every product at its dense peak of {peak / 1e12:g} "
-            f"TFLOP/s in {train.precision}, the bubble included, memory traffic and communication left out"
+            f"step time     at least {timeline.makespan / peak:.4g} s on {device}: the bubble, and every product at the dense peak of "
+            f"{peak / 1e12:g} TFLOP/s in {train.precision}; without memory traffic and communication"
         )
+    console.print()
+    console.print(stage_table(config, timeline))
+
+
+def stage_table(config: Config, timeline: Timeline) -> "Table":
+    """What each rank of every stage holds and does."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    memories = stage_memory(config)
+    tokens = config.train.micro_batch_size * config.train.seq_len
+    work = [cost.total * tokens / config.parallel.tensor for cost in stage_costs(config)]
+    unit, size = ("GiB", 2**30) if max(m.total for m in memories) >= 2**30 else ("MiB", 2**20)
+    flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
+    caption = f"Each rank of a stage. Memory in {unit}; live: microbatches held at the peak;\n{flop}: forward and backward of a microbatch."
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("stage", "layers", "parameters", "weights", "grads", "optim.", "activ.", "total", "live", flop):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = zip(stage_layers(config), stage_parameters(config), memories, timeline.peak_live, work, strict=True)
+    for stage, (layers, count, memory, live, done) in enumerate(rows):
+        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
+        held = f"{layers.start}–{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
+        table.add_row(
+            str(stage),
+            held,
+            f"{count:,}" if count < 1e7 else f"{count / 1e6:,.1f} M",
+            *(f"{n / size:.2f}" for n in parts),
+            str(live),
+            f"{done / scale:.2f}",
+        )
+    return table
 
 
 def run(argv: list[str]) -> None:
@@ -117,9 +140,10 @@ def plot(config: Config, timeline: Timeline, path: str) -> None:
     from megacore.pipeline.plot import draw
 
     try:
-        draw(timeline, config.parallel.schedule, path, unit="FLOPs a rank")
-    except (OSError, ValueError) as error:
-        raise ConfigError("--plot", f"cannot write {path}: {error}", "a writable path ending in .png, .svg or .pdf") from error
+        draw(timeline, config.parallel.schedule, path, unit="FLOP")
+    except (OSError, ValueError) as error:  # a ValueError lists the formats that matplotlib writes
+        reason = error.strerror if isinstance(error, OSError) else "its ending names no image format"
+        raise ConfigError("--plot", f"cannot write {path}: {reason}", "a writable path ending in .png, .svg or .pdf") from error
     print(f"schedule drawn in {path}")
 
 

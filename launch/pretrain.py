@@ -1,15 +1,14 @@
 """Trains a GPT: the script that a launcher starts once for every rank."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.config import Resolved, load  # noqa: E402
-from megacore.errors import UserError  # noqa: E402
-from megacore.place import Place, place_from_environment  # noqa: E402
+from megacore.errors import ConfigError, UserError  # noqa: E402
+from megacore.place import Place, missing_hostfile, place_from_environment  # noqa: E402
 
 EXAMPLE = """\
 example:
@@ -39,6 +38,8 @@ def main() -> int:
     try:
         place = place_from_environment()
         rank = place.rank
+        if hostfile := missing_hostfile():
+            raise ConfigError("--hostfile", f"{hostfile} does not exist", "a file with a line such as `localhost slots=4`, or no --hostfile")
         # What can be wrong is found here, before torch is imported and before any rank waits for another.
         resolved = load(args.config, args.overrides, place.world_size)
         if args.print_config:
@@ -55,17 +56,16 @@ def main() -> int:
 def train(resolved: Resolved, place: Place) -> int:
     """Joins the mesh and trains."""
     config = resolved.config
-    import torch
-
     from megacore.mesh import Mesh, pick_device
+    from megacore.train.cpu import multiply_with_onednn, share_cores
     from megacore.train.failure import fail
     from megacore.train.inputs import Inputs
     from megacore.train.trainer import Trainer
 
     device = pick_device(config, place)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        # Ranks that share a machine share its cores; PyTorch alone would give each of them all.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
+    if device.type == "cpu":
+        share_cores(place.local_world_size)
+        multiply_with_onednn()
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, device)
     try:

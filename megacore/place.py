@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megacore.errors import ConfigError
 
@@ -62,3 +63,33 @@ def first_host(env: Mapping[str, str]) -> str | None:
     match = re.match(r"([^,\[]+)(?:\[([^\]\-,]+))?", hosts)
     assert match is not None
     return match.group(1) + (match.group(2) or "")
+
+
+def missing_hostfile() -> str | None:
+    """The hostfile that this process's deepspeed launcher was given and did not find, if so (Linux).
+
+    The launcher itself only warns, and trains on this machine alone.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            # The second field, a name in parentheses, may hold anything; the parent is the second after it.
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            folder = Path(f"/proc/{pid}/cwd").resolve()
+        except OSError:
+            return None  # not Linux, or not ours to read
+        if any(Path(argument).name in ("deepspeed", "runner.py") for argument in arguments[:2]):
+            return hostfile_of(arguments, folder)
+        pid = parent
+    return None
+
+
+def hostfile_of(arguments: list[str], folder: Path) -> str | None:
+    """The value of a launcher's --hostfile (-H) if no such file exists."""
+    for name, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, equals, value = name.partition("=")
+        if option in ("--hostfile", "-H"):
+            value = value if equals else following
+            return value if value and not (folder / value).is_file() else None
+    return None

@@ -4,6 +4,8 @@ The embedding stands on the first stage, the final norm, LM head and loss on the
 much as several layers, so an even split would leave every stage waiting for the last one.
 """
 
+from itertools import pairwise
+
 from megacore.config.schema import Config
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
 
@@ -37,7 +39,7 @@ def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: fl
     fitting = [(f, last) for f, last in ends if (num_layers - f - last >= middle if middle else f + last == num_layers)]
     best = min((sizes(f, last) for f, last in fitting), key=badness)
     bounds = [sum(best[:i]) for i in range(stages + 1)]
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 def stage_layers(config: Config) -> list[range]:

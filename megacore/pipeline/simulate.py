@@ -129,7 +129,7 @@ def _check_matched(plan: Plan) -> None:
         # Completeness was checked: both lists hold the same messages, and only their order is open.
         for send, receive in zip(sent[sender, receiver], awaited[sender, receiver], strict=True):
             if message(send, sender, len(plan)) != message(receive, receiver, len(plan)):
-                raise ValueError(f"stage {receiver}, {describe(receive)}: but stage {sender} does {describe(send)} at this place in the order")
+                raise ValueError(f"stage {receiver}, {describe(receive)}: stage {sender} does {describe(send)} at its place in the order")
 
 
 def _check_progress(plan: Plan) -> None:
@@ -165,8 +165,9 @@ def _check_progress(plan: Plan) -> None:
 def _batches(actions: Sequence[Action]) -> list[list[Action]]:
     """The actions of a stage, each maximal run of adjacent transfers as one batch, anything else alone."""
     out: list[list[Action]] = []
-    for transfers, run in groupby(actions, key=lambda a: a.op in TRANSFERS):
-        out += [list(run)] if transfers else [[action] for action in run]
+    for transfers, group in groupby(actions, key=lambda a: a.op in TRANSFERS):
+        run = list(group)
+        out += [run] if transfers else [[action] for action in run]
     return out
 
 

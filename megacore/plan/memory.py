@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from megacore.config.schema import Config
 from megacore.pipeline.partition import stage_layers
-from megacore.pipeline.schedule import build
+from megacore.pipeline.schedule import GENERATORS
 from megacore.pipeline.simulate import peak_live
 from megacore.plan.flops import block_parameters, norm_parameters, position_parameters, vocabulary_parameters
 
@@ -100,7 +100,7 @@ def stage_activations(config: Config) -> list[int]:
     kept[0] += _shared(config, tokens * model.hidden_size) if model.dropout else 0
     kept[-1] += _shared(config, 2 * element * tokens * model.hidden_size) + max(4, element) * logits
     working[-1] += element * logits
-    plan = build(config.parallel.schedule, config.parallel.pipeline, config.num_microbatches, config.parallel.chunks)
+    plan = GENERATORS[config.parallel.schedule](config.parallel.pipeline, config.num_microbatches, config.parallel.chunks)
     return [live * k + w for live, k, w in zip(peak_live(plan), kept, working, strict=True)]
 
 

@@ -117,7 +117,7 @@ def test_eager_equals_fp64(shape, dtype):
 
 def test_eager_keeps_fp64():
     """precision=fp64 is for proofs: statistics in fp32 would show as an error of about 1e-7."""
-    assert error_against_fp64("eager", "cpu", (2, 2, 5, 7), torch.float64) < 1e-14
+    assert error_against_fp64("auto", "cpu", (2, 2, 5, 7), torch.float64) < 1e-14
 
 
 def mask_off_by_one(scores: torch.Tensor, scale: float, implementation: str) -> torch.Tensor:

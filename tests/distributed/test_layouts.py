@@ -1,0 +1,175 @@
+"""Every layout trains as one process does: 20 losses and gradient norms within 1e-5, and planted faults do not."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.engine import native
+from megacore.tensor_parallel import linear
+from tests import training
+
+# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and 20 steps let differences grow about tenfold.
+TOLERANCE = 1e-5
+
+LAYOUTS = {
+    "tp2": ["parallel.tensor=2"],
+    "tp4": ["parallel.tensor=4"],
+    "pp2": ["parallel.pipeline=2"],
+    "pp4": ["parallel.pipeline=4"],
+    "dp2": ["parallel.data=2"],
+    "dp4": ["parallel.data=4"],
+    "tp2pp2": ["parallel.tensor=2", "parallel.pipeline=2"],
+    "tp2dp2": ["parallel.tensor=2", "parallel.data=2"],
+    "pp2dp2": ["parallel.pipeline=2", "parallel.data=2"],
+    "tp2pp2dp2": ["parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2"],
+}
+WITH_SEQUENCE = {f"{name}sp": [*layout, "parallel.sequence=true"] for name, layout in LAYOUTS.items() if name.startswith("tp")}
+
+MODELS = {
+    "gpt2": [],  # learned positions, layernorm, gelu, biases, tied embeddings
+    "llama": [
+        "model.position=rope",
+        "model.norm=rmsnorm",
+        "model.activation=swiglu",
+        "model.bias=false",
+        "model.tie_embeddings=false",
+    ],
+}
+
+
+def world(layout: list[str]) -> int:
+    """Ranks of a layout: the product of its sizes."""
+    product = 1
+    for override in layout:
+        value = override.split("=")[1]
+        product *= int(value) if value.isdigit() else 1
+    return product
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    training.write_config(folder, training.write_corpus(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(pool: Any, corpus: Path) -> Iterator[Callable[..., list[tuple[float, float]]]]:
+    """`train(overrides, world)`: (loss, gradient norm) of every step. A run of one process is kept and reused."""
+    runs: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+
+    def run(overrides: list[str], world: int = 1, function: Callable[..., int] = training.run_rank) -> list[tuple[float, float]]:
+        key = tuple(overrides)
+        if world > 1 or key not in runs:
+            log_dir = str(corpus / f"run{len(list(corpus.iterdir()))}")
+            assert pool.run(world, function, str(corpus / "config.json"), overrides, log_dir) == [0] * world
+            result = [(m["loss"], m["grad_norm"]) for m in training.metrics(log_dir)]
+            assert len(result) == 20
+            if world > 1:
+                return result
+            runs[key] = result
+        return runs[key]
+
+    yield run
+
+
+def difference(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
+    """The largest relative difference of any loss or norm."""
+    return max(abs(x - y) / abs(y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS | WITH_SEQUENCE)
+def test_layout_equals_one_process(train: Callable[..., Any], layout: str, model: str) -> None:
+    overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
+    alone = train(MODELS[model])
+    assert alone[-1][0] < 0.9 * alone[0][0], "the model learns nothing, so equal losses would prove nothing"
+    assert difference(train(MODELS[model] + overrides, world(overrides)), alone) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout"),
+    [
+        ("fewer microbatches than stages", ["train.global_batch_size=4"], "pp4"),
+        ("gpipe", ["parallel.schedule=gpipe"], "tp2pp2"),
+        ("grouped queries", ["model.num_kv_heads=2", "model.position=rope"], "tp2pp2"),
+        ("untied, learned positions", ["model.tie_embeddings=false"], "tp2pp2dp2sp"),
+        ("tied, rotary, swiglu with biases", ["model.position=rope", "model.activation=swiglu"], "tp2pp2sp"),
+        ("dropout: masks do not depend on the layout", ["model.dropout=0.2"], "tp2pp2dp2sp"),
+        ("full recomputation, with dropout", ["model.dropout=0.2", "train.recompute=full"], "tp2pp2sp"),
+        ("selective recomputation", ["train.recompute=selective", "model.attention=eager"], "tp2pp2"),
+        ("small buckets: many reductions in flight", ["engine.bucket_mib=0.001"], "tp2dp2sp"),
+    ],
+)
+def test_feature_equals_one_process(train: Callable[..., Any], name: str, model: list[str], layout: str) -> None:
+    overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
+    without = [o for o in model if not o.startswith(("parallel", "engine", "train.recompute", "model.attention"))]
+    assert difference(train(model + overrides, world(overrides)), train(without)) < TOLERANCE
+
+
+# Planted faults: each is a mistake that people make, and each must part from one process by much more than rounding.
+
+
+def backward_sum_missing(*args: Any) -> int:
+    """A column-parallel layer whose backward forgets to sum the gradient of its input."""
+    linear.all_reduce_start = lambda x, group: linear.Done()
+    return training.run_rank(*args)
+
+
+def norm_counts_replicas(*args: Any) -> int:
+    """A gradient norm in which every tensor rank counts the parameters that all of them hold."""
+    init = native.NativeEngine.__init__
+
+    def count_all(self: Any, *rest: Any) -> None:
+        init(self, *rest)
+        self.counted = [gradient for _, gradient in self.slots]
+
+    native.NativeEngine.__init__ = count_all
+    return training.run_rank(*args)
+
+
+def loss_scale_per_rank(*args: Any) -> int:
+    """A loss averaged over each rank's own tokens: gradients too large by the number of data ranks."""
+    scale = native.NativeEngine.loss_gradient
+    native.NativeEngine.loss_gradient = lambda self, weight: scale(self, weight * self.mesh.dp.size)
+    return training.run_rank(*args)
+
+
+def partial_gradients_unsummed(*args: Any) -> int:
+    """Norm gradients of sequence-parallel ranks left as each rank's own share."""
+    init = native.GradientReducer.__init__
+
+    def forget(self: Any, *rest: Any) -> None:
+        init(self, *rest)
+        for bucket in self.buckets:
+            bucket.partial = False
+
+    native.GradientReducer.__init__ = forget
+    return training.run_rank(*args)
+
+
+def tied_gradients_unsummed(*args: Any) -> int:
+    """The two copies of a tied embedding each stepping by their own gradient."""
+    native.NativeEngine.reduce_tied = lambda self: None
+    return training.run_rank(*args)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        (backward_sum_missing, "tp2"),
+        (norm_counts_replicas, "tp2"),
+        (loss_scale_per_rank, "dp2"),
+        (partial_gradients_unsummed, "tp2sp"),
+        (tied_gradients_unsummed, "pp2"),
+    ],
+)
+def test_planted_fault_is_caught(train: Callable[..., Any], pool: Any, fault: Callable[..., int], layout: str) -> None:
+    overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
+    try:
+        faulty = train(overrides, world(overrides), fault)
+    finally:
+        pool.close()  # the workers are patched: the next test gets new ones
+    assert difference(faulty, train([])) > 100 * TOLERANCE

@@ -1,0 +1,64 @@
+"""Whole training runs inside a test's workers: the real trainer on a small random corpus."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.config import load
+from megacore.data.indexed import IndexedWriter
+from megacore.mesh import Mesh, pick_device
+from megacore.place import place_from_environment
+from megacore.train.inputs import Inputs
+from megacore.train.trainer import Trainer
+
+VOCAB_SIZE = 65  # does not divide by 2 or 4
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 5, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE},
+    "train": {"steps": 20, "seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32", "device": "cpu"},
+    "optim": {"lr": 3e-3, "warmup_steps": 5, "grad_clip": 0.5},
+    "parallel": {"timeout_seconds": 60},
+    "log": {"every": 1, "tensorboard": False},
+}
+
+
+def write_corpus(folder: Path, name: str = "corpus", tokens: int = 4000, seed: int = 0) -> str:
+    """A learnable corpus (a noisy walk through the vocabulary); returns its prefix."""
+    rng = np.random.default_rng(seed)
+    values = np.cumsum(rng.integers(0, 3, tokens)) % VOCAB_SIZE
+    prefix = str(folder / name)
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for document in np.split(values, 8):
+            writer.write(document.astype(np.uint16))
+            writer.end_document()
+    return prefix
+
+
+def write_config(folder: Path, prefix: str, **sections: dict[str, Any]) -> str:
+    """`BASE` with some sections' keys replaced, as a file; returns its path."""
+    config = {name: dict(section) for name, section in BASE.items()}
+    config["data"] = {"train": prefix}
+    for name, section in sections.items():
+        config[name] = config.get(name, {}) | section
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
+    """One rank's whole run, as launch/pretrain.py does it; returns its exit status."""
+    place = place_from_environment()
+    config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
+    inputs = Inputs(config, place.rank)
+    mesh = Mesh(config, place, pick_device(config, place))
+    status = Trainer(config, mesh, inputs).run()
+    mesh.close()
+    return status
+
+
+def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
+    """The logged training steps of a run."""
+    lines = (Path(log_dir) / "metrics.jsonl").read_text().splitlines()
+    return [figures for figures in map(json.loads, lines) if "loss" in figures]

@@ -1,0 +1,69 @@
+"""Stage boundaries by cost."""
+
+from itertools import combinations
+
+import pytest
+
+from megacore.config import Config
+from megacore.pipeline.partition import split_layers, stage_costs, stage_layers
+from megacore.plan.flops import embedding_cost, head_cost, layer_cost
+
+
+def worst(sizes: list[int], layer: float, first: float, last: float) -> float:
+    """The most expensive stage."""
+    costs = [n * layer for n in sizes]
+    costs[0] += first
+    costs[-1] += last
+    return max(costs)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (0.5, 2.5), (3, 1), (0, 7), (2, 2)])
+def test_no_split_is_better(first: float, last: float) -> None:
+    """Against every way to cut: one with a cheaper worst stage, or as cheap and more even, would have been missed."""
+    for layers in range(1, 11):
+        for stages in range(1, layers + 1):
+            split = split_layers(layers, stages, 1.0, first, last)
+            assert [i for part in split for i in part] == list(range(layers))
+            sizes = [len(part) for part in split]
+            assert len(sizes) == stages and min(sizes) >= 1
+            every = [
+                [b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True)] for cuts in combinations(range(1, layers), stages - 1)
+            ]
+            keys = [(worst(s, 1.0, first, last), sum(n * n for n in s), s[0] + s[-1], s == sizes) for s in every]
+            assert next(key for key in keys if key[3])[:3] == min(key[:3] for key in keys)
+
+
+def test_the_head_is_counted() -> None:
+    """A last stage with as many layers as the others would make them all wait for its head."""
+    sizes = [len(part) for part in split_layers(14, 4, 1.0, 0.0, 2.0)]
+    assert sizes == [4, 4, 4, 2]
+    assert worst(sizes, 1.0, 0.0, 2.0) < worst([4, 3, 3, 4], 1.0, 0.0, 2.0)
+
+
+def test_more_stages_than_layers_is_refused() -> None:
+    """A stage without a layer has nothing to send."""
+    with pytest.raises(ValueError, match="4 stages cannot each have one of 3 layers"):
+        split_layers(3, 4, 1.0, 0.0, 0.0)
+
+
+def small(**parallel: object) -> Config:
+    model = {"num_layers": 5, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 1024}
+    return Config.model_validate({"model": model, "parallel": {"data": 1, **parallel}, "train": {"seq_len": 32}})
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4, 5])
+def test_stages_of_a_config_add_up(pipeline: int) -> None:
+    """A layer, the embedding or the head would be lost or counted twice."""
+    config = small(pipeline=pipeline)
+    parts, costs = stage_layers(config), stage_costs(config)
+    assert [i for part in parts for i in part] == list(range(5))
+    ends = embedding_cost(config).total + head_cost(config).total
+    assert sum(c.total for c in costs) == pytest.approx(5 * layer_cost(config).total + ends)
+    assert stage_layers(config) == parts
+
+
+def test_a_small_models_head_takes_layers_away() -> None:
+    """With 1024 words and 64 features, the head costs more than a layer: an even split is a mistake."""
+    assert head_cost(small()).total > layer_cost(small()).total
+    parts = stage_layers(small(pipeline=2))
+    assert len(parts[0]) > len(parts[1])

@@ -1,0 +1,250 @@
+"""Parameters, FLOPs and memory against the model itself and against published figures; every config on its hardware."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacore.config import Config, load
+from megacore.mesh import Group
+from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline.partition import stage_layers
+from megacore.plan.flops import (
+    DEVICE_NAMES,
+    DEVICE_PEAKS,
+    block_flops,
+    flops_per_token,
+    head_flops,
+    layer_cost,
+    parameters,
+    peak_flops,
+)
+from megacore.plan.memory import block_activations, stage_activations, stage_memory, stage_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"bias": False, "tie_embeddings": False},
+    {"norm": "rmsnorm"},
+    {"position": "rope", "num_kv_heads": 2},
+    {"activation": "swiglu", "ffn_size": 192},
+    {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "num_kv_heads": 2, "bias": False, "tie_embeddings": False},
+]
+
+
+def make(model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+    """A small resolved config."""
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 101}
+    steps = {"seq_len": 32, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"}
+    sections = {"model": sizes | (model or {}), "parallel": {"data": 1} | (parallel or {}), "train": steps | train}
+    return Config.model_validate(sections)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_are_the_models(variant: dict[str, Any]) -> None:
+    """A weight or bias that the model has would be missing from the count, or the other way round."""
+    config = make(variant)
+    assert parameters(config) == sum(p.numel() for p in whole_model(config).parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters_of_a_rank_are_the_stages(variant: dict[str, Any]) -> None:
+    """Memory would be predicted for another split than the one that is built: 2 tensor ranks × 2 stages, 101 words."""
+    config = make(variant, {"tensor": 2, "pipeline": 2})
+    ranks = Group("tp", (0, 1), 0)
+    built = [sum(p.numel() for p in Stage(config, layers, ranks, "cpu").parameters()) for layers in stage_layers(config)]
+    assert stage_parameters(config) == built
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gpt_124m", 124_439_808 + (50304 - 50257) * 768),  # GPT-2 small, its vocabulary padded
+        ("gpt_350m", 354_823_168 + (50304 - 50257) * 1024),  # GPT-2 medium, likewise
+        ("gpt_7b", 6_738_415_616),  # LLaMA 7B
+    ],
+)
+def test_parameters_of_published_models(name: str, published: int) -> None:
+    """The configs would not be the models that they are named after."""
+    assert parameters(resolved(name)) == published
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.get("num_kv_heads", 4) == 4])
+def test_flops_are_what_the_model_multiplies(variant: dict[str, Any]) -> None:
+    """PyTorch's own counter of products, forward and backward, would disagree with the formula behind MFU."""
+    config = make({"attention": "eager"} | variant)
+    model, tokens = whole_model(config), torch.zeros(2, 32, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(model(tokens), tokens).backward()
+    assert counter.get_total_flops() == flops_per_token(config, causal=False) * tokens.numel()
+    assert counter.get_total_flops() != flops_per_token(config, causal=True) * tokens.numel()
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (48, 8192, 64), (96, 12288, 96)])
+def test_flops_with_recomputation_are_the_published_formula(layers: int, hidden: int, heads: int) -> None:
+    """Narayanan et al. 2021: a batch of B costs 96·B·s·l·h²·(1 + s/6h + V/16lh) with every layer's forward done twice."""
+    s, v = 2048, 51200
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads, "ffn_size": 4 * hidden}
+    config = make({**sizes, "vocab_size": v, "attention": "eager"}, seq_len=s, recompute="full")
+    published = 96 * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (16 * layers * hidden))
+    assert s * (layers * layer_cost(config).total + 3 * head_flops(config)) == pytest.approx(published, rel=1e-12)
+    assert flops_per_token(config, causal=False) == layers * 3 * block_flops(config, causal=False) + 3 * head_flops(config)
+
+
+def saved_bytes(config: Config) -> int:
+    """Bytes that autograd keeps for the backward of one microbatch, parameters aside."""
+    model = whole_model(config)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}  # by storage; the tensor too, lest its memory be used again
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.loss(model(tokens), tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        ({}, {}),
+        ({}, {"precision": "bf16"}),
+        ({"dropout": 0.1}, {}),
+        ({"activation": "swiglu"}, {}),
+        ({"activation": "swiglu"}, {"recompute": "selective"}),
+        ({"position": "rope", "num_kv_heads": 2}, {}),
+        ({"attention": "eager"}, {"precision": "bf16"}),
+        ({"attention": "eager"}, {"recompute": "selective"}),
+        ({}, {"recompute": "full"}),
+    ],
+)
+def test_activations_are_what_autograd_keeps(model: dict[str, Any], train: dict[str, Any]) -> None:
+    """The formula would miss a tensor that a block keeps. The norms' statistics, two numbers a token, are left out of it."""
+    three, one = make(model, **train), make(model | {"num_layers": 1}, **train)
+    measured = (saved_bytes(three) - saved_bytes(one)) / 2
+    assert block_activations(three, three.train.recompute) == pytest.approx(measured, rel=0.01)
+
+
+def test_activations_are_the_published_formula() -> None:
+    """Korthikanti et al. 2022: 34·s·b·h/t a layer with sequence parallelism, and 10·s·b·h + 24·s·b·h/t without (22B model)."""
+    s, b, h, t = 2048, 4, 6144, 8
+    sizes = {"num_layers": 48, "hidden_size": h, "num_heads": 64, "num_kv_heads": 64, "ffn_size": 4 * h, "dropout": 0.1}
+    logarithms = 4 * 64 * s * b // t  # kept by SDPA, in place of the scores
+    for sequence, published in ((True, 34 * s * b * h // t), (False, 10 * s * b * h + 24 * s * b * h // t)):
+        config = make(sizes, {"tensor": t, "sequence": sequence}, seq_len=s, micro_batch_size=b, precision="bf16")
+        assert block_activations(config, "none") - logarithms == published
+
+
+def test_first_stages_hold_more_activations() -> None:
+    """Under 1F1B stage i of equal ones holds min(stages - i, microbatches) microbatches; under GPipe all hold all."""
+    config = make({"num_layers": 4}, {"pipeline": 4})
+    block = block_activations(config, "none")
+    assert [round(n / block) for n in stage_activations(config)[:3]] == [4, 3, 2]
+    gpipe = make({"num_layers": 4}, {"pipeline": 4, "schedule": "gpipe"}, global_batch_size=16)
+    assert [round(n / block) for n in stage_activations(gpipe)[:3]] == [8, 8, 8]
+
+
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 18), ("fp16", 18), ("fp32", 16), ("fp64", 32)])
+def test_bytes_a_parameter(precision: str, size: int) -> None:
+    """Parameter, gradient, master weight and moments of the native engine."""
+    memory = stage_memory(config := make(precision=precision))[0]
+    assert memory.total - memory.activations == size * parameters(config)
+
+
+def test_peaks_are_exact_or_unknown() -> None:
+    """A guessed peak would print a wrong MFU as if it were measured."""
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == peak_flops("h100", "bf16") == 989.5e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756.5e12
+    assert peak_flops("NVIDIA H200", "fp64") == 67e12
+    assert peak_flops("NVIDIA L4", "bf16") == 121e12
+    assert peak_flops("NVIDIA L40S", "bf16") == 362.05e12
+    assert peak_flops("NVIDIA GeForce RTX 4090", "bf16") == 165.2e12
+    for unknown in ("cpu", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA RTX 4000"):
+        assert peak_flops(unknown, "bf16") is None
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert set(DEVICE_NAMES.values()) <= DEVICE_PEAKS.keys()
+
+
+# What each config is made for: ranks, and GiB of memory of one device.
+HARDWARE = {
+    "gpt_tiny": (1, 2),
+    "gpt_124m": (1, 24),
+    "gpt_350m": (1, 24),
+    "gpt_1b": (1, 80),
+    "gpt_7b": (8, 80),
+    "gpt_175b": (96, 80),
+    "gpt_1t": (512, 80),
+}
+
+
+def resolved(name: str, world: int | None = None) -> Config:
+    return load(str(ROOT / "configs" / f"{name}.json"), [], world or HARDWARE[name][0]).config
+
+
+def test_every_config_has_its_hardware() -> None:
+    """A config would be shipped without being checked."""
+    assert {path.stem for path in (ROOT / "configs").glob("*.json")} == HARDWARE.keys()
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_configs_fit_their_hardware(name: str) -> None:
+    """Out of memory on the machines that the config is meant for; a tenth is left for CUDA, NCCL and the allocator."""
+    gib = HARDWARE[name][1]
+    assert max(memory.total for memory in stage_memory(resolved(name))) < 0.9 * gib * 2**30
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_configs_scale_out(name: str) -> None:
+    """Their batches would not divide over twice, four and eight times the ranks."""
+    for times in (2, 4, 8):
+        world = HARDWARE[name][0] * times
+        assert resolved(name, world).parallel.data == world // (HARDWARE[name][0] // int(resolved(name).parallel.data))
+
+
+@pytest.mark.parametrize("layout", [{}, {"parallel.tensor": 2, "parallel.pipeline": 2}, {"parallel.pipeline": 4}])
+def test_gpt_tiny_runs_in_every_small_layout(layout: dict[str, int]) -> None:
+    """The first thing that a newcomer types, with 1 or 4 processes, would be refused."""
+    path = str(ROOT / "configs" / "gpt_tiny.json")
+    load(path, [f"{key}={value}" for key, value in layout.items()], 4)
+    load(path, [], 1)
+
+
+def plan(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "launch" / "plan.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_plan_command(tmp_path: Path) -> None:
+    """`launch/plan.py` would not print its prediction, or not draw it."""
+    config = str(ROOT / "configs" / "gpt_7b.json")
+    done = plan("--config", config, "--world", "8", "--device", "h100", "--plot", "s.png", "train.global_batch_size=64", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in ("6,738,415,616", "64 = micro_batch_size 2 × microbatches 16 × data 2", "bubble", "at least", "16–31"):
+        assert text in done.stdout
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["model.layers=3"], "config error: model.layers: unknown key"),
+        (["--device", "abacus"], "config error: --device: the fp32 peak of abacus is not known"),
+        (["--plot", "s.gantt"], "config error: --plot: cannot write s.gantt"),
+    ],
+)
+def test_plan_command_refuses_in_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
+    """A traceback, another status than 2, or half a file in place of one clear line."""
+    done = plan("--config", str(ROOT / "configs" / "gpt_tiny.json"), *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
