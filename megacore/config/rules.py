@@ -20,8 +20,9 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if parallel.data == "auto":
         derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline))
     if config.optim.decay_steps is None:
-        steps = config.train.steps
-        derived["optim.decay_steps"] = max(1, steps // 10) if config.optim.schedule == "wsd" else steps
+        # A run cut short (train.steps=20) may end within its warmup.
+        steps, warmup = config.train.steps, config.optim.warmup_steps
+        derived["optim.decay_steps"] = max(1, min(steps // 10, steps - warmup)) if config.optim.schedule == "wsd" else max(steps, warmup)
     if config.log.dir is None:
         derived["log.dir"] = f"runs/{name}"
     return derived
@@ -117,6 +118,6 @@ def check_optim(config: Config) -> None:
     if optim.schedule in ("cosine", "linear") and optim.warmup_steps > optim.decay_steps:
         wrong = f"{optim.warmup_steps} steps of warmup end after the decay, at {optim.decay_steps}"
         raise ConfigError("optim.warmup_steps", wrong, f"at most {optim.decay_steps}")
-    if optim.schedule == "wsd" and optim.warmup_steps + optim.decay_steps > steps:
+    if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + optim.decay_steps:
         wrong = f"warmup {optim.warmup_steps} and decay {optim.decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from megacore.errors import DataError
 
@@ -184,9 +185,11 @@ class Sidecar:
         if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
             return None
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise DataError(str(path), f"cannot be understood: {error}", "delete it, or prepare the corpus again") from None
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            wrong = f"{'.'.join(map(str, first['loc'])) or 'whole file'}: {first['msg']}"
+            raise DataError(str(path), wrong, "delete it, or prepare the corpus again") from None
 
 
 def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:

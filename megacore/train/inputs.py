@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megacore import checkpoint
 from megacore.config import Config
+from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.errors import CheckpointError, ConfigError
 
@@ -32,3 +33,19 @@ class Inputs:
         if reader.step > config.train.steps:
             raise CheckpointError(str(path), f"is {reader.step} steps old, and train.steps is {config.train.steps}", "more steps, or checkpoint.resume=never")
         return path
+
+    def validation_targets(self, config: Config) -> int:
+        """How many targets a validation counts."""
+        assert self.validation is not None
+        limit = config.train.eval_batches * config.train.global_batch_size
+        return self.validation.targets_in(min(len(self.validation), limit) if limit else len(self.validation))
+
+    def unigram_entropy(self) -> float | None:
+        """What the validation set costs, in nats a token, a model that knows token frequencies alone; None if unknown."""
+        if self.validation is None:
+            return None
+        sidecars = [Sidecar.load(tokens.prefix) for tokens in self.validation.corpora]
+        known = [s for s in sidecars if s is not None]
+        if len(known) < len(sidecars):
+            return None
+        return sum(s.unigram_entropy * s.tokens for s in known) / sum(s.tokens for s in known)
