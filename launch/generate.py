@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.errors import CheckpointError, ConfigError, UserError  # noqa: E402
+from megacore.errors import CheckpointError, ConfigError, UserError
 
 EXAMPLE = """\
 example:

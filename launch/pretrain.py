@@ -6,9 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.config import Resolved, load  # noqa: E402
-from megacore.errors import ConfigError, UserError  # noqa: E402
-from megacore.place import Place, missing_hostfile, place_from_environment  # noqa: E402
+from megacore.config import Resolved, load
+from megacore.errors import ConfigError, UserError
+from megacore.place import Place, missing_hostfile, place_from_environment
 
 EXAMPLE = """\
 example:

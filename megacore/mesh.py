@@ -96,7 +96,8 @@ class Mesh:
     def describe(self) -> str:
         """One line: the axes and their sizes."""
         pp, dp, tp = self.shape
-        return f"pipeline {pp} × data {dp} × tensor {tp} = {self.place.world_size} ranks, {self.backend if self.place.world_size > 1 else 'alone'}"
+        world = self.place.world_size
+        return f"pipeline {pp} × data {dp} × tensor {tp} = " + (f"{world} ranks, {self.backend}" if world > 1 else "1 rank")
 
 
 AXES = ("pp", "dp", "tp")

@@ -30,7 +30,7 @@ def write_corpus(folder: Path, name: str = "corpus", tokens: int = 4000, seed: i
     values = np.cumsum(rng.integers(0, 3, tokens)) % VOCAB_SIZE
     prefix = str(folder / name)
     with IndexedWriter(prefix, np.uint16) as writer:
-        for document in np.split(values, 8):
+        for document in np.array_split(values, 8):
             writer.write(document.astype(np.uint16))
             writer.end_document()
     return prefix

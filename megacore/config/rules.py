@@ -11,7 +11,8 @@ from megacore.errors import ConfigError
 
 def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     """Values that follow from others, by dotted key. `name` is the config file's name without its ending."""
-    model, parallel, derived = config.model, config.parallel, {}
+    model, parallel = config.model, config.parallel
+    derived: dict[str, Any] = {}
     if model.num_kv_heads is None:
         derived["model.num_kv_heads"] = model.num_heads
     if model.ffn_size is None:
@@ -31,7 +32,8 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
 def divides(key: str, size: int, by_key: str, by: int) -> None:
     """`size` at `key` must be a multiple of `by`."""
     if size % by:
-        raise ConfigError(key, f"{size} is not a multiple of {by_key} {by}", f"{size - size % by or by} or {size - size % by + by} would be")
+        down = size - size % by
+        raise ConfigError(key, f"{size} is not a multiple of {by_key} {by}", f"{f'{down} or ' if down else ''}{down + by} would be")
 
 
 def check(config: Config, world_size: int) -> None:
@@ -56,7 +58,7 @@ def check_available(config: Config) -> None:
     if config.checkpoint.async_:
         raise ConfigError("checkpoint.async", "saving in the background is not available in this version", "false")
     if config.log.prometheus_port is not None:
-        raise ConfigError("log.prometheus_port", "Prometheus export is not available in this version", "null; log.tensorboard=true has the figures")
+        raise ConfigError("log.prometheus_port", "is not available in this version", "null; log.tensorboard=true has the figures")
 
 
 def check_model(config: Config) -> None:

@@ -78,7 +78,7 @@ class Optim(Section):
     min_lr: NonNegative = 0.0
     warmup_steps: NonNegativeInt = 0
     decay_steps: PositiveInt | None = Field(
-        None, description="cosine, linear: step at which min_lr is reached (null: train.steps); wsd: length of the final decay (null: a tenth)"
+        None, description="cosine, linear: the step that reaches min_lr (null: train.steps); wsd: length of the last decay (null: a tenth)"
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     beta1: Fraction = 0.9

@@ -17,6 +17,7 @@ from array import array
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -122,17 +123,22 @@ class IndexedWriter:
         if len(self._sizes) > self._boundaries[-1]:
             self._boundaries.append(len(self._sizes))
 
-    def close(self) -> None:
-        """Flushes both files to the device and gives them their names."""
+    def finish(self) -> None:
+        """Brings all data to the device, still under temporary names: only `close` is left, which needs no space."""
         self.end_document()
         _flush(self._bin)
         with open(self._temporary[".idx"], "wb") as idx:
             sizes = np.array(self._sizes, dtype="<i4")
-            ends = np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
+            ends = np.cumsum(sizes, dtype="<i8") * self.dtype.itemsize
             idx.write(HEADER.pack(MAGIC, 1, self._code, len(sizes), len(self._boundaries)))
-            for part in (sizes, ends - sizes.astype(np.int64) * self.dtype.itemsize, np.array(self._boundaries)):
-                idx.write(part.astype(part.dtype.newbyteorder("<"), copy=False).tobytes())
+            for part in (sizes, ends - sizes.astype("<i8") * self.dtype.itemsize, np.array(self._boundaries, dtype="<i8")):
+                idx.write(part.tobytes())
             _flush(idx)
+
+    def close(self) -> None:
+        """Finishes both files, unless that is done, and gives them their names."""
+        if not self._bin.closed:
+            self.finish()
         # .bin first: a reader that finds the new .idx also finds what it describes.
         for suffix, temporary in self._temporary.items():
             os.replace(temporary, self.prefix + suffix)
@@ -204,7 +210,7 @@ def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
     sidecar = Sidecar.load(tokens.prefix)
     if sidecar is not None:
         largest = sidecar.max_token
-    elif np.iinfo(tokens.dtype).max < vocab_size:
+    elif np.iinfo(tokens.dtype.name).max < vocab_size:
         return
     else:
         blocks = -(-tokens.num_tokens * tokens.dtype.itemsize // SCAN_BLOCK)
@@ -225,7 +231,7 @@ def _size_of(path: str) -> int:
         raise DataError(path, "missing" if isinstance(error, FileNotFoundError) else str(error.strerror), right) from None
 
 
-def _flush(file) -> None:  # type: ignore[no-untyped-def]
+def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -8,6 +8,8 @@ from megacore.errors import DataError
 
 IGNORED = -100  # a target that no loss counts: padding
 
+_ONE = 1 << 30  # the whole, in the fixed-point arithmetic of `blend`
+
 Spec = str | list[tuple[float, str]]  # a prefix, or weighted prefixes
 
 
@@ -25,8 +27,8 @@ class SampleStream:
     """The training samples of a run, by global index: the first epoch's, then the second's, and so on.
 
     A sample is ``seq_len + 1`` consecutive tokens, starting at a multiple of `seq_len` of a corpus's token stream; the
-    order of each epoch is a bijection of its own (`order.permute`). A blend gives each corpus its share of every
-    prefix of the run, to within one sample a corpus, and the k-th visit to a corpus takes sample k of its order.
+    order of each epoch is a bijection of its own (`order.permute`). In a blend each corpus has epochs of its
+    own, and its k-th sample of the run is the k-th of its order: none repeats before all were seen.
 
     Raises:
         DataError: a corpus is missing, damaged, of another vocabulary, or shorter than one sample.
@@ -34,57 +36,67 @@ class SampleStream:
 
     def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int) -> None:
         self.seq_len, self.seed, self.vocab_size = seq_len, seed, vocab_size
-        self.corpora = open_corpora(spec, vocab_size)
-        for _, tokens in self.corpora:
+        opened = open_corpora(spec, vocab_size)
+        self.shares = [share for share, _ in opened]
+        self.corpora = [tokens for _, tokens in opened]
+        for tokens in self.corpora:
             if tokens.num_tokens < seq_len + 1:
-                wrong = f"has {tokens.num_tokens} tokens, and a sample is train.seq_len {seq_len} + 1"
+                wrong = f"sequence longer than the corpus: {tokens.num_tokens} tokens, and a sample is train.seq_len {seq_len} + 1"
                 raise DataError(f"{tokens.prefix}.bin", wrong, f"a longer corpus, or train.seq_len at most {tokens.num_tokens - 1}")
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
         out = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
-        for row, (corpus, _, sample) in zip(out, self._locate(indices), strict=True):
-            tokens = self.corpora[corpus][1]
-            row[:] = tokens.read(sample * self.seq_len, self.seq_len + 1)
-            check_ids(row, tokens.prefix, sample * self.seq_len, self.vocab_size)
+        corpus, _, sample = self._locate(indices)
+        for row, c, start in zip(out, corpus.tolist(), (sample * self.seq_len).tolist(), strict=True):
+            row[:] = self.corpora[c].read(start, self.seq_len + 1)
+            check_ids(row, self.corpora[c], start, self.vocab_size)
         return out
 
     def where(self, index: int) -> tuple[str, int, int]:
         """(prefix, epoch, sample within the corpus) of a global sample index."""
-        ((corpus, epoch, sample),) = self._locate(np.array([index]))
-        return self.corpora[corpus][1].prefix, epoch, sample
+        corpus, epoch, sample = (int(part[0]) for part in self._locate(np.array([index])))
+        return self.corpora[corpus].prefix, epoch, sample
 
-    def _locate(self, indices: np.ndarray) -> list[tuple[int, int, int]]:
-        corpus, visit = blend([share for share, _ in self.corpora], np.asarray(indices, dtype=np.int64))
-        places = []
-        for c, v in zip(corpus.tolist(), visit.tolist(), strict=True):
-            n = (self.corpora[c][1].num_tokens - 1) // self.seq_len
-            epoch, position = divmod(v, n)
-            places.append((c, epoch, int(permute(np.array([position]), n, derive_key(self.seed, c, epoch))[0])))
-        return places
+    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Corpus, epoch and sample within the corpus of each global index, all ``[n]``."""
+        corpus, visit = blend(self.shares, np.asarray(indices, dtype=np.int64))
+        per_epoch = np.array([(tokens.num_tokens - 1) // self.seq_len for tokens in self.corpora])[corpus]
+        epoch, position = np.divmod(visit, per_epoch)
+        sample = np.empty_like(position)
+        for c, e in {*zip(corpus.tolist(), epoch.tolist(), strict=True)}:
+            here = (corpus == c) & (epoch == e)
+            sample[here] = permute(position[here], int(per_epoch[here][0]), derive_key(self.seed, c, e))
+        return corpus, epoch, sample
 
 
 def blend(shares: list[float], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each index of a blended stream, its corpus and which visit to that corpus it is.
+    """For each index ``[n]`` of a blended stream, its corpus ``[n]`` and how often that corpus came before ``[n]``.
 
-    The first corpus takes of the first j samples ``round(j · share)``; what is left is a stream of its own, which the
-    others divide in the same way. So counts have a closed form: no table, no loop over samples.
+    Of the first i samples the largest corpus takes ``round(i · share)``; the others' samples are a stream of their own,
+    which the next largest divides in the same way. So counts have a closed form, with neither a table nor a loop over
+    samples, and after any number of samples each of k corpora is within ``1 + ln(k) / 2`` samples of its share: a
+    rounding of 1/2 at each level reaches a later corpus in proportion to that corpus's part of what was left.
+
+    Shares are rounded to multiples of 2^-30 of what is left, and the arithmetic is exact: ``i · share`` in floating
+    point would skip or repeat a sample where it rounds across an integer.
     """
-    corpus = np.zeros_like(indices)
-    visit = np.zeros_like(indices)
-    left = np.arange(len(indices))  # positions not yet given to a corpus
-    rest = indices.copy()  # their index in the stream of the corpora that remain
-    remaining = 1.0
-    for c, share in enumerate(shares):
-        last = c == len(shares) - 1
-        fraction = 1.0 if last else min(1.0, share / remaining)
-        taken = rest if last else np.floor(rest * fraction + 0.5).astype(np.int64)
-        following = rest + 1 if last else np.floor((rest + 1) * fraction + 0.5).astype(np.int64)
-        ours = following > taken
-        corpus[left[ours]], visit[left[ours]] = c, taken[ours]
-        left, rest = left[~ours], (rest - taken)[~ours]
-        remaining -= share
+    corpus, visit = np.empty_like(indices), np.empty_like(indices)
+    left = np.arange(len(indices))  # positions not yet given to a corpus,
+    index = indices  # and their index in the stream of the corpora that remain
+    order = sorted(range(len(shares)), key=lambda c: -shares[c])
+    for level, c in enumerate(order):
+        fraction = round(shares[c] / sum(shares[d] for d in order[level:]) * _ONE)  # exactly _ONE for the last
+        before = _part(index, fraction)
+        ours = _part(index + 1, fraction) > before
+        corpus[left[ours]], visit[left[ours]] = c, before[ours]
+        left, index = left[~ours], (index - before)[~ours]
     return corpus, visit
+
+
+def _part(count: np.ndarray, fraction: int) -> np.ndarray:
+    """``round(count · fraction / _ONE)``, exactly, for counts up to 2^62: the product alone would overflow."""
+    return (count >> 30) * fraction + ((count & (_ONE - 1)) * fraction + _ONE // 2 >> 30)
 
 
 class EvalSamples:
@@ -115,7 +127,7 @@ class EvalSamples:
                 if index < count:
                     start = index * self.seq_len
                     read = tokens.read(start, min(self.seq_len + 1, tokens.num_tokens - start))
-                    check_ids(read, tokens.prefix, start, self.vocab_size)
+                    check_ids(read, tokens, start, self.vocab_size)
                     inputs[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
                     break
                 index -= count
@@ -130,9 +142,11 @@ class EvalSamples:
         return total
 
 
-def check_ids(tokens: np.ndarray, prefix: str, start: int, vocab_size: int) -> None:
-    """The last guard: where a corpus is too large to be scanned at the start, each read is."""
+def check_ids(tokens: np.ndarray, corpus: IndexedTokens, start: int, vocab_size: int) -> None:
+    """The last guard, on tokens read from position `start`: `check_vocabulary` reads only parts of a large corpus."""
     if tokens.max() >= vocab_size or tokens.min() < 0:
         bad = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
-        wrong = f"token {start + bad} is id {int(tokens[bad])}, beyond a vocabulary of {vocab_size}"
-        raise DataError(f"{prefix}.bin", wrong, "the vocabulary that the corpus was prepared with, or an intact file")
+        position = start + bad
+        place = f"token {position} (document {corpus.document_at(position)})"
+        wrong = f"{place} is id {int(tokens[bad])}, beyond a vocabulary of {vocab_size}"
+        raise DataError(f"{corpus.prefix}.bin", wrong, "the vocabulary that the corpus was prepared with, or an intact file")

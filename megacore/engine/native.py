@@ -38,7 +38,7 @@ class NativeEngine:
         """See `Engine`."""
         if last:
             self.reducer.arm()
-        torch.autograd.backward((output,), (gradient,))
+        torch.autograd.backward([output], [gradient])  # type: ignore[list-item]
 
     def reduce_gradients(self) -> None:
         """See `Engine`."""

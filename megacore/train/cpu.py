@@ -24,7 +24,7 @@ def multiply_with_onednn() -> bool:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 512, generator=generator) for _ in range(2))
     exact = a.double() @ b.double().t()
-    setting = torch.backends.mkldnn.matmul
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
     # Every form a linear layer uses: forward, gradient of the input, gradient of the weight.

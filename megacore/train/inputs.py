@@ -31,14 +31,9 @@ class Inputs:
         reader = checkpoint.Reader(path)
         reader.check_model(config.model.model_dump())
         if reader.step > config.train.steps:
-            raise CheckpointError(str(path), f"is {reader.step} steps old, and train.steps is {config.train.steps}", "more steps, or checkpoint.resume=never")
+            wrong = f"is of step {reader.step}, beyond train.steps {config.train.steps}"
+            raise CheckpointError(str(path), wrong, "more steps, or checkpoint.resume=never")
         return path
-
-    def validation_targets(self, config: Config) -> int:
-        """How many targets a validation counts."""
-        assert self.validation is not None
-        limit = config.train.eval_batches * config.train.global_batch_size
-        return self.validation.targets_in(min(len(self.validation), limit) if limit else len(self.validation))
 
     def unigram_entropy(self) -> float | None:
         """What the validation set costs, in nats a token, a model that knows token frequencies alone; None if unknown."""

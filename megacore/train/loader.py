@@ -1,5 +1,6 @@
 """Which samples each rank's microbatches hold, read one step ahead."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -43,31 +44,36 @@ class Loader:
             index = j * data_ranks + self.mesh.dp.rank
             first = (step - 1) * train.global_batch_size + index * train.micro_batch_size
             tokens = self.stream.samples(np.arange(first, first + train.micro_batch_size))
-            microbatches.append(self._place(tokens[:, :-1], tokens[:, 1:], key_of(train.seed, step, index)))
+            key = key_of(train.seed, step, index)
+            microbatches.append(place_microbatch(tokens[:, :-1], tokens[:, 1:], self.mesh.device, key))
         return microbatches
-
-    def _place(self, inputs: np.ndarray, targets: np.ndarray, key: int = 0) -> Microbatch:
-        return place_microbatch(inputs, targets, self.mesh.device, key)
 
 
 def place_microbatch(inputs: np.ndarray, targets: np.ndarray, device: torch.device, key: int = 0) -> Microbatch:
     """Token arrays ``[batch, seq]`` on the device, copied without waiting for it."""
-    pair = torch.from_numpy(np.ascontiguousarray(inputs)), torch.from_numpy(np.ascontiguousarray(targets))
+    x, y = (torch.from_numpy(np.ascontiguousarray(a)) for a in (inputs, targets))
     if device.type == "cuda":
-        pair = tuple(t.pin_memory().to(device, non_blocking=True) for t in pair)
-    return Microbatch(*pair, key)
+        x, y = (t.pin_memory().to(device, non_blocking=True) for t in (x, y))
+    return Microbatch(x, y, key)
 
 
-def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> list[list[np.ndarray]]:
-    """For each validation batch the sample indices of this data rank's microbatches.
+def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iterator[list[Microbatch]]:
+    """This data rank's microbatches of every validation batch.
 
-    Every sample once, in order; indices past the end are padding, so that all ranks run equally many microbatches.
+    All samples in order, or as many as `eval_batches` hold, spread evenly: the beginning of a corpus may be unlike the
+    rest. What fills up the last batch is padding, so that all ranks run equally many microbatches.
     """
     train = config.train
     batches = -(-len(samples) // train.global_batch_size)
-    if train.eval_batches:
-        batches = min(batches, train.eval_batches)
-    first = [
-        [(b * config.num_microbatches + j) * mesh.dp.size + mesh.dp.rank for j in range(config.num_microbatches)] for b in range(batches)
-    ]
-    return [[np.arange(i * train.micro_batch_size, (i + 1) * train.micro_batch_size) for i in row] for row in first]
+    count = len(samples)
+    if train.eval_batches and train.eval_batches < batches:
+        batches = train.eval_batches
+        count = batches * train.global_batch_size
+    for batch in range(batches):
+        microbatches = []
+        for j in range(config.num_microbatches):
+            first = batch * train.global_batch_size + (j * mesh.dp.size + mesh.dp.rank) * train.micro_batch_size
+            positions = np.arange(first, first + train.micro_batch_size)
+            indices = positions * len(samples) // count  # past the end where the position is
+            microbatches.append(place_microbatch(*samples.samples(indices), mesh.device))
+        yield microbatches

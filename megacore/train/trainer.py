@@ -17,8 +17,9 @@ from megacore.model.gpt import Stage
 from megacore.pipeline import schedule
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Runtime
+from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.inputs import Inputs
-from megacore.train.loader import Loader, place_microbatch, validation_batches
+from megacore.train.loader import Loader, validation_batches
 from megacore.train.logs import Logs
 from megacore.train.meters import StepTimer, Utilisation, peak_memory
 from megacore.train.stopping import StopRequest
@@ -97,6 +98,7 @@ class Trainer:
 
     def report(self, loss: torch.Tensor, statistics: StepStatistics, lr: float, timer: StepTimer, stop_requested: bool) -> bool:
         """Logs a step, and agrees on whether to stop. `loss` is this rank's share of the global mean."""
+        # Only the last stage has losses, and each of its tensor ranks has the same.
         own_loss = loss.double() if self.mesh.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
         # Sums, then maxima; the norm and the skips are already the same on every rank.
         shares = all_reduce(torch.stack([own_loss, torch.full_like(own_loss, float(stop_requested))]), self.mesh.world)
@@ -130,14 +132,15 @@ class Trainer:
         if self.inputs.validation is None:
             return None
         self.stage.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # losses, targets
         for batch in validation_batches(self.config, self.mesh, self.inputs.validation):
-            arrays = [self.inputs.validation.samples(indices) for indices in batch]
-            total += self.runtime.run(self.validation_plan, [place_microbatch(x, y, self.mesh.device) for x, y in arrays])
+            sums[0] += self.runtime.run(self.validation_plan, batch)
+            sums[1] += sum((microbatch.targets != IGNORED).sum() for microbatch in batch)
         self.stage.train()
-        total = total if self.mesh.tp_rank == 0 else torch.zeros_like(total)
-        count = self.inputs.validation_targets(self.config)
-        loss = all_reduce(total, self.mesh.world).item() / count
+        if not self.stage.last or self.mesh.tp_rank > 0:
+            sums.zero_()  # one tensor rank of the last stage speaks for all
+        total, count = all_reduce(sums, self.mesh.world).tolist()
+        loss = total / count
         self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
         return loss

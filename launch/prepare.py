@@ -1,0 +1,111 @@
+"""Turns text into token files for training: PREFIX.bin and .idx, and PREFIX.model for a tokenizer trained here."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.errors import ConfigError, UserError
+
+DESCRIPTION = f"""example:
+  python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05
+
+{__doc__}"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument like any other error: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, colon, wrong = message.removeprefix("argument ").partition(": ")
+        raise ConfigError(*((flag, wrong) if colon and flag.startswith("--") else ("arguments", message)), "see -h")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line. Raises `ConfigError`."""
+    parser = Parser(
+        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS, allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, python-stdlib (Python's source)")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="NAME", help="bytes, sentencepiece:VOCAB_SIZE (trained here), or a sentencepiece FILE.model"
+    )
+    parser.add_argument(
+        "--valid-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
+    )
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="of the text in .jsonl files (default: %(default)s)")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: the usable cores, %(default)s)")
+    args = parser.parse_args(argv)
+    if not 0.0 <= args.valid_fraction < 1.0:
+        raise ConfigError("--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1")
+    if args.workers < 1:
+        raise ConfigError("--workers", f"{args.workers} processes do no work", "at least 1")
+    return args
+
+
+def run(argv: list[str]) -> None:
+    """Prepares under a progress bar, and says what was written. Raises `UserError`."""
+    args = parse(argv)
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from megacore.data.prepare import prepare
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        training = args.tokenizer.startswith("sentencepiece:")
+        task = progress.add_task("training the tokenizer" if training else "reading", total=None)
+        prepared = prepare(
+            args.input,
+            args.output,
+            args.tokenizer,
+            text_key=args.text_key,
+            valid_fraction=args.valid_fraction,
+            workers=args.workers,
+            on_start=lambda total: progress.update(task, description="tokenizing", total=total),
+            on_bytes=lambda size: progress.advance(task, size),
+        )
+
+    for prefix, split in prepared.splits.items():
+        documents = f"{split.documents:,} document{'s' if split.documents > 1 else ''}"
+        print(f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} bytes a token")
+        meaning = "unigram entropy" if prefix == args.output else "cross entropy under the training split's unigrams"
+        print(f"    {meaning} {split.unigram_entropy:.4f} nats a token")
+    if training:
+        print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
+    if prepared.skipped:
+        print(f"left out {prepared.skipped} binary file{'s' if prepared.skipped > 1 else ''}")
+    valid = f" data.valid={args.output}_valid" if args.valid_fraction else ""
+    print(
+        f"\nnext:\n  python launch/pretrain.py --config configs/gpt_tiny.json data.train={args.output}{valid} "
+        f"data.tokenizer={prepared.tokenizer} model.vocab_size={prepared.splits[args.output].vocab_size}"
+    )
+
+
+def main() -> int:
+    """Exit status: 0, 2 with one line on stderr, or that of the signal that stopped it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what is unfinished
+    try:
+        run(sys.argv[1:])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

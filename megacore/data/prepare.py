@@ -1,0 +1,231 @@
+"""From text to token files: parallel, streaming, in order, and nothing half-written.
+
+Workers read, check and encode about a MiB of text at a time, so that only tokens pass between processes; this
+process writes them. Memory is bounded by the texts' number, never by their size.
+"""
+
+import functools
+import os
+import signal
+import tempfile
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from megacore.data.indexed import IndexedWriter, Sidecar
+from megacore.data.order import derive_key, permute
+from megacore.data.sources import Block, Texts, UnreadableText, read_block
+from megacore.data.tokenizer import TRAINED, load_tokenizer, train_sentencepiece, trained_vocab_size
+from megacore.errors import ConfigError, DataError
+
+TASK_BYTES = 1 << 20  # of text: what a worker is given at a time
+SAMPLE_BYTES = 8 << 20  # of text: what a tokenizer is trained on
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What was written: the sidecar of each prefix, the training split first."""
+
+    splits: dict[str, Sidecar]
+    tokenizer: str  # as a config's data.tokenizer would name it
+    skipped: int  # binary files in folders, left out
+
+
+@dataclass
+class Encoded:
+    """A task's share of one split: its sequences, which of them end a document, and the bytes of text they came from."""
+
+    sequences: list[np.ndarray] = field(default_factory=list)
+    ends: list[bool] = field(default_factory=list)
+    text_bytes: int = 0
+
+
+class Split:
+    """One of the two outputs while it is written."""
+
+    def __init__(self, prefix: str, writer: IndexedWriter, vocab_size: int) -> None:
+        self.prefix, self.writer = prefix, writer
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # occurrences of each token id
+        self.text_bytes = 0
+
+    def add(self, encoded: Encoded) -> None:
+        """Appends a task's sequences."""
+        self.text_bytes += encoded.text_bytes
+        for tokens, ends in zip(encoded.sequences, encoded.ends, strict=True):
+            self.writer.write(tokens)
+            self.counts += np.bincount(tokens, minlength=len(self.counts))
+            if ends:
+                self.writer.end_document()
+
+
+def prepare(
+    inputs: list[str],
+    prefix: str,
+    tokenizer: str,
+    *,
+    text_key: str = "text",
+    valid_fraction: float = 0.0,
+    workers: int = 1,
+    on_start: Callable[[int], object] = lambda total: None,
+    on_bytes: Callable[[int], object] = lambda size: None,
+) -> Prepared:
+    """Tokenizes `inputs` into ``prefix.bin/.idx/.json``, ``prefix_valid.*`` and, if one is trained, ``prefix.model``.
+
+    The result does not depend on `workers`.
+
+    Args:
+        inputs: files, folders, globs, `python-stdlib` (see `sources`).
+        prefix: what to write; its folder is made.
+        tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE`` or a model's path.
+        text_key: of the text in ``.jsonl`` files.
+        valid_fraction: of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
+        workers: processes; 1 works in this one.
+        on_start, on_bytes: told the bytes of all inputs once, and those just done.
+
+    Raises:
+        DataError, ConfigError: what the user got wrong; then no output has appeared or changed.
+    """
+    vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
+    if vocab_to_train is None:
+        load_tokenizer(tokenizer)  # so that a wrong one is refused before any text is read
+    texts = Texts(inputs, valid_fraction)
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            name = tokenizer
+            if vocab_to_train is not None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(prefix).parent))
+                name = f"{folder}/{Path(prefix).name}.model"
+                Path(name).write_bytes(train_sentencepiece(sample_lines(texts, text_key), vocab_to_train))
+            vocab_size = load_tokenizer(name).vocab_size
+            dtype = np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32)
+            prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
+            splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype)), vocab_size) for p in prefixes]
+            on_start(texts.num_bytes)
+            encode = functools.partial(encode_task, name, dtype, text_key)
+            with closing(ordered_map(encode, tasks(texts), workers)) as results:
+                for size, encoded in results:
+                    for split, part in zip(splits, encoded, strict=False):
+                        split.add(part)
+                    on_bytes(size)
+            refuse_empty(splits)
+            for split in splits:
+                split.writer.finish()
+            if vocab_to_train is not None:
+                os.replace(name, f"{prefix}.model")
+                name = f"{prefix}.model"
+        # The files have their names; the sidecars come last, because an older one than its .bin does not count.
+        sidecars = {split.prefix: sidecar(split, splits[0], name) for split in splits}
+        for p, written in sidecars.items():
+            written.save(p)
+    except UnreadableText as error:
+        raise DataError(*error.args) from None
+    except OSError as error:
+        where = str(error.filename or prefix)
+        raise DataError(where, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
+    return Prepared(sidecars, name, texts.skipped)
+
+
+def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:
+    """Training text for a tokenizer, line by line: whole blocks in a fixed random order, up to `SAMPLE_BYTES`."""
+    left = SAMPLE_BYTES
+    for number in permute(np.arange(len(texts)), len(texts), derive_key(0)).tolist():
+        for piece in read_block(texts[number], text_key):
+            if not piece.valid:
+                yield from piece.text.split("\n")
+                left -= len(piece.text)
+        if left <= 0:
+            break
+
+
+def tasks(texts: Texts) -> Iterator[list[Block]]:
+    """All blocks, in order, in lists of about `TASK_BYTES` of text."""
+    task: list[Block] = []
+    size = 0
+    for number in range(len(texts)):
+        block = texts[number]
+        task.append(block)
+        size += block.stop - block.start
+        if size >= TASK_BYTES:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def encode_task(tokenizer: str, dtype: np.dtype, text_key: str, task: list[Block]) -> tuple[int, list[Encoded]]:
+    """The bytes of some blocks, and their training and validation text, encoded."""
+    loaded = _load_once(tokenizer)
+    train, valid = Encoded(), Encoded()
+    for block in task:
+        for piece in read_block(block, text_key):
+            tokens = loaded.encode(piece.text).astype(dtype, copy=False)
+            if piece.ends and loaded.end_of_document is not None:
+                tokens = np.append(tokens, dtype.type(loaded.end_of_document))
+            split = valid if piece.valid else train
+            split.sequences.append(tokens)
+            split.ends.append(piece.ends)
+            split.text_bytes += len(piece.text.encode("utf-8"))
+    return sum(block.stop - block.start for block in task), [train, valid]
+
+
+_load_once = functools.lru_cache(maxsize=1)(load_tokenizer)  # in each worker
+
+
+def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
+    """`map` over processes: results in order, and at most four items a worker under way, unlike `Pool.imap`."""
+    if workers == 1:
+        yield from map(function, items)
+        return
+    # Spawned, not forked: a fork copies the locks of the progress bar's thread. Ctrl-C is left to this process.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        pending: deque[Future[R]] = deque()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) == 4 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def refuse_empty(splits: list[Split]) -> None:
+    """Raises what the user should change if a split got no text."""
+    for split in splits:
+        if split.writer.num_tokens == 0:
+            which = "validation" if split is not splits[0] else "training"
+            if len(splits) == 1:
+                raise DataError(split.prefix, "no document has any text", "at least one character")
+            right = "a fraction nearer to one half, or more documents"
+            raise ConfigError("--valid-fraction", f"no document falls to the {which} split", right)
+
+
+def sidecar(split: Split, train: Split, tokenizer: str) -> Sidecar:
+    """What is known of a split that was written."""
+    return Sidecar(
+        tokens=split.writer.num_tokens,
+        documents=split.writer.num_documents,
+        max_token=int(np.flatnonzero(split.counts)[-1]),
+        tokenizer=tokenizer,
+        vocab_size=len(split.counts),
+        unigram_entropy=cross_entropy(split.counts, train.counts + (split is not train)),
+        text_bytes=split.text_bytes,
+    )
+
+
+def cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
+    """Nats a token that tokens with these counts ``[vocab]`` cost a model that predicts by the frequencies `model` ``[vocab]``."""
+    seen = counts > 0
+    return float(-(counts[seen] * np.log(model[seen] / model.sum())).sum() / counts.sum())

@@ -1,0 +1,220 @@
+"""Where text comes from: files, folders, globs and the standard library, cut into blocks that any process can read.
+
+A block is a span of bytes, named by a number. Who reads it moves both ends to the next line, so neighbours agree
+without talking, and no process passes text to another.
+"""
+
+import glob
+import json
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+from megacore.errors import DataError
+
+STDLIB = "python-stdlib"
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+BLOCK_BYTES = 128 << 10  # of text; BPE's cost a byte grows with the length of what is encoded at once
+CUT_WINDOW = BLOCK_BYTES // 2  # how far behind a block's nominal end a newline is looked for
+HEAD_BYTES = 64 << 10  # of a document: what decides whether it is kept for validation
+
+
+class UnreadableText(ValueError):
+    """`args`: path, what is wrong, what would be right. Unlike a `DataError` it crosses from process to process."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A span of a file's bytes: one document, or with `jsonl` one a line.
+
+    `valid_fraction` of its documents, chosen by hash, is for validation; 0 and 1 mean none and all of it.
+    """
+
+    path: str
+    start: int
+    stop: int
+    jsonl: bool
+    valid_fraction: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Nominally bytes `start` to `stop` of a source."""
+
+    source: Source
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document's text, or a part of it; `ends` marks the last part."""
+
+    text: str
+    valid: bool
+    ends: bool
+
+
+class Texts:
+    """The text of a corpus, in a fixed order, as ``len(texts)`` blocks.
+
+    Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction of them, each
+    chosen by a hash of how it begins: the choice needs no count of documents, does not depend on
+    their order, and keeps exact copies of a document on one side.
+
+    Raises:
+        DataError: an input is missing, cannot be read, names no text file, or all of it is empty.
+    """
+
+    def __init__(self, inputs: list[str], valid_fraction: float = 0.0) -> None:
+        try:
+            paths, self.skipped = find_files(inputs)
+            sizes = [os.stat(path).st_size for path in paths]
+            self.sources = [Source(p, 0, size, p.endswith(".jsonl"), valid_fraction) for p, size in zip(paths, sizes, strict=True)]
+            if len(paths) == 1 and not self.sources[0].jsonl:
+                self.sources = _split(self.sources[0])
+        except OSError as error:
+            raise DataError(str(error.filename), f"cannot be read: {error.strerror}", "text that this user may read") from None
+        self.num_bytes = sum(s.stop - s.start for s in self.sources)
+        if self.num_bytes == 0:
+            raise DataError(", ".join(inputs), "the text is empty", "at least one character")
+        self._first = [0, *accumulate(-(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getitem__(self, number: int) -> Block:
+        i = bisect_right(self._first, number) - 1
+        source = self.sources[i]
+        start = source.start + (number - self._first[i]) * BLOCK_BYTES
+        return Block(source, start, min(start + BLOCK_BYTES, source.stop))
+
+
+def read_block(block: Block, text_key: str) -> Iterator[Piece]:
+    """The text of a block. Raises `UnreadableText`."""
+    source = block.source
+    try:
+        with open(source.path, "rb") as file:
+            start, stop = _cut(file, block.start, source), _cut(file, block.stop, source)
+            file.seek(start)
+            raw = file.read(stop - start)
+            if source.jsonl:
+                yield from _read_lines(source, start, raw, text_key)
+            elif raw:
+                file.seek(source.start)
+                valid = _for_validation(file.read(HEAD_BYTES), source.valid_fraction)
+                yield Piece(_decode(raw, source.path, start), valid, ends=stop == source.stop)
+    except OSError as error:
+        raise UnreadableText(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
+
+
+def _read_lines(source: Source, start: int, raw: bytes, text_key: str) -> Iterator[Piece]:
+    """The documents of the lines in `raw`, which begins at byte `start` of the file."""
+    for line in raw.split(b"\n"):
+        if line.strip():
+            try:
+                text = json.loads(_decode(line, source.path, start))[text_key]
+                head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can spell
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
+                wrong = f"line {_line_number(source.path, start)} {_why(error, text_key)}"
+                raise UnreadableText(source.path, wrong, f'one object a line, such as {{"{text_key}": "…"}}') from None
+            if text:
+                yield Piece(text, _for_validation(head, source.valid_fraction), ends=True)
+        start += len(line) + 1
+
+
+def _for_validation(head: bytes, fraction: float) -> bool:
+    return int.from_bytes(blake2b(head, digest_size=8).digest(), "little") < fraction * 2**64
+
+
+def find_files(inputs: list[str]) -> tuple[list[str], int]:
+    """The files that the inputs name, each once, and how many binary files in folders were left out.
+
+    Folders are read recursively in the order of their paths, without hidden entries.
+    """
+    paths: dict[str, None] = {}
+    skipped = 0
+    for name in inputs:
+        found, binary = _expand(name)
+        if not found:
+            raise DataError(name, "names no text file", f"a file, a folder with text files, a glob or {STDLIB}")
+        paths.update(dict.fromkeys(found))
+        skipped += binary
+    return list(paths), skipped
+
+
+def _expand(name: str) -> tuple[list[str], int]:
+    """The files that one input names, and how many binary ones were left out."""
+    if name == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [p for p in root.rglob("*.py") if NOT_STDLIB.isdisjoint(p.relative_to(root).parts)]
+        return sorted(map(str, files)), 0
+    if os.path.isdir(name):
+        files = [p for p in Path(name).rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(name).parts)]
+        texts = [str(p) for p in sorted(files) if _looks_like_text(p)]
+        return texts, len(files) - len(texts)
+    if os.path.exists(name):
+        return [name], 0
+    if glob.has_magic(name):
+        return sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p)), 0
+    raise DataError(name, "missing", f"a file, a folder, a glob or {STDLIB}")
+
+
+def _looks_like_text(path: Path) -> bool:
+    """No NUL among the first 8000 bytes: what git calls text."""
+    with open(path, "rb") as file:
+        return b"\0" not in file.read(8000)
+
+
+def _split(source: Source) -> list[Source]:
+    """The first and the last part of a text file, cut between two characters."""
+    with open(source.path, "rb") as file:
+        middle = _character(file, int(source.stop * (1 - source.valid_fraction)))
+    return [replace(source, stop=middle, valid_fraction=0.0), replace(source, start=middle, valid_fraction=1.0)]
+
+
+def _cut(file: BinaryIO, offset: int, source: Source) -> int:
+    """Where the block boundary nominally at `offset` really is: behind a newline, if there is one close enough."""
+    if offset <= source.start or offset >= source.stop:
+        return min(max(offset, source.start), source.stop)
+    file.seek(offset - 1)
+    line = file.readline(-1 if source.jsonl else CUT_WINDOW)
+    behind = offset - 1 + len(line) if source.jsonl or line.endswith(b"\n") else _character(file, offset)
+    return min(behind, source.stop)
+
+
+def _character(file: BinaryIO, offset: int) -> int:
+    """The first position from `offset` on where a UTF-8 character begins."""
+    file.seek(offset)
+    return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
+
+
+def _decode(raw: bytes, path: str, start: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableText(path, f"is not UTF-8 at byte {start + error.start}", "UTF-8 text; iconv converts other encodings") from None
+
+
+def _line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line that begins at a byte of a file."""
+    lines = 1
+    with open(path, "rb") as file:
+        while offset > 0 and (chunk := file.read(min(offset, 1 << 20))):
+            lines += chunk.count(b"\n")
+            offset -= len(chunk)
+    return lines
+
+
+def _why(error: Exception, text_key: str) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error.msg})"
+    if isinstance(error, UnicodeEncodeError):
+        return "holds half a surrogate pair, which is no text"
+    return f"has no text under the key {text_key}"

@@ -1,0 +1,81 @@
+"""A stopped run goes on as if it had not been: bitwise in its own layout, within rounding in another."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.train.trainer import STOPPED, Trainer
+from tests import training
+
+TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
+PP2 = ["parallel.pipeline=2"]
+# Dropout and a validation in between: neither may disturb the numbers behind a resumed step.
+COMMON = ["checkpoint.every=10", "model.dropout=0.1", "train.eval_every=6"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    prefix = training.write_corpus(folder)
+    training.write_config(folder, prefix, data={"train": prefix, "valid": training.write_corpus(folder, "valid", 500, seed=1)})
+    return folder
+
+
+def figures(folder: Path) -> dict[int, tuple[float, float]]:
+    """(loss, gradient norm) by step."""
+    return {m["step"]: (m["loss"], m["grad_norm"]) for m in training.metrics(folder)}
+
+
+def interrupted_rank(config_path: str, overrides: list[str], log_dir: str, step: int, number: int) -> int:
+    """A run in which the last rank alone receives a signal while `step` is under way."""
+    run = Trainer.report
+
+    def report(self: Trainer, *args: Any) -> bool:
+        if self.step == step - 1 and self.mesh.place.rank == self.mesh.place.world_size - 1:
+            os.kill(os.getpid(), number)  # arrives before the next step's report
+        return run(self, *args)
+
+    Trainer.report = report  # type: ignore[method-assign]
+    try:
+        return training.run_rank(config_path, overrides, log_dir)
+    finally:
+        Trainer.report = run  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("layout", "precision"), [(TP2, "fp32"), (PP2, "fp32"), (PP2, "bf16")])
+def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, layout: list[str], precision: str) -> None:
+    config = str(corpus / "config.json")
+    overrides = [*COMMON, *layout, f"train.precision={precision}"]
+    assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "whole")) == [0, 0]
+    stopped = pool.run(2, interrupted_rank, config, overrides, str(tmp_path / "stopped"), 12, signal.SIGTERM)
+    assert stopped == [STOPPED, STOPPED], "a signal to one rank must stop all, with the status that asks to be started again"
+    assert max(figures(tmp_path / "stopped")) < 20
+    assert pool.run(2, training.run_rank, config, overrides, str(tmp_path / "stopped")) == [0, 0]
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
+
+
+def test_goes_on_in_another_layout(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    config = str(corpus / "config.json")
+    assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
+    assert pool.run(2, interrupted_rank, config, [*COMMON, *TP2], str(tmp_path / "moved"), 11, signal.SIGINT) == [STOPPED] * 2
+    first = max(figures(tmp_path / "moved"))
+    assert pool.run(4, training.run_rank, config, [*COMMON, *PP2, "parallel.data=2"], str(tmp_path / "moved")) == [0] * 4
+    whole, moved = figures(tmp_path / "whole"), figures(tmp_path / "moved")
+    assert first < 20 and moved.keys() == whole.keys()
+    for step, values in whole.items():
+        assert moved[step] == pytest.approx(values, rel=1e-5), f"step {step}, of which the first {first} ran as tp2"
+
+
+def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_path: Path) -> None:
+    """The planted fault: a checkpoint whose step counter lags by one reads a batch twice, and the losses show it."""
+    config = str(corpus / "config.json")
+    overrides = [*COMMON, "train.steps=10"]
+    assert pool.run(1, training.run_rank, config, overrides, str(tmp_path / "run")) == [0]
+    manifest = tmp_path / "run/checkpoints/step_00000010/manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 10', '"step": 9').replace('"step":10', '"step":9'))
+    assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "run")) == [0]
+    assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
+    assert figures(tmp_path / "run")[11] != figures(tmp_path / "whole")[11]

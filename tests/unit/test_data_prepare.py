@@ -1,0 +1,277 @@
+"""Preparation: every byte of text arrives once and in order, and a failure leaves no trace."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.data import prepare as prepare_module
+from megacore.data import sources
+from megacore.data.indexed import IndexedTokens, Sidecar
+from megacore.data.prepare import cross_entropy, prepare
+from megacore.data.tokenizer import load_tokenizer
+from megacore.errors import ConfigError, DataError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A few KiB of short lines, characters of one to four bytes, and no newline at the end."""
+    rng = np.random.default_rng(0)
+    lines = ["".join(rng.choice(list("abc dé日😀"), size=rng.integers(31))) for _ in range(300)]
+    path = tmp_path / "in" / "text.txt"
+    path.parent.mkdir()
+    path.write_text("\n".join([*lines, "the end"]), encoding="utf-8", newline="")
+    return path
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return str(tmp_path / "out" / "corpus")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if texts were large: many blocks and many tasks."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(sources, "CUT_WINDOW", 128)
+    monkeypatch.setattr(prepare_module, "TASK_BYTES", 1000)
+
+
+def tokens_of(prefix: str) -> np.ndarray:
+    tokens = IndexedTokens(prefix)
+    return tokens.read(0, tokens.num_tokens)
+
+
+def documents_of(prefix: str) -> list[bytes]:
+    tokens = IndexedTokens(prefix)
+    owner = np.array([tokens.document_at(i) for i in range(tokens.num_tokens)])
+    return [bytes(tokens_of(prefix)[owner == d]) for d in range(tokens.num_documents)]
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_text_arrives_whole(text: Path, prefix: str) -> None:
+    """Cut into blocks and put together again, a file is the same bytes, and one document."""
+    done: list[int] = []
+    prepare([str(text)], prefix, "bytes", on_start=lambda total: done.append(-total), on_bytes=done.append)
+    assert tokens_of(prefix).tobytes() == text.read_bytes()
+    assert IndexedTokens(prefix).num_documents == 1
+    assert len(done) > 5 and sum(done) == 0
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("content", ["x" * 5000, "日" * 2000, "\n" * 3000, "a" * 256 + "\n" + "b" * 127 + "\n", "one line\r\n" * 200])
+def test_cuts(tmp_path: Path, prefix: str, content: str) -> None:
+    """Lines longer than a block are cut between characters; nothing is lost where a cut meets a block's end."""
+    (tmp_path / "t.txt").write_bytes(content.encode())
+    prepare([str(tmp_path / "t.txt")], prefix, "bytes")
+    assert documents_of(prefix) == [content.encode()]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.999])
+def test_single_file_is_split_at_its_end(text: Path, prefix: str, fraction: float) -> None:
+    """The last part of the text is the validation set, cut between two characters: the two make up the text."""
+    prepare([str(text)], prefix, "bytes", valid_fraction=fraction)
+    whole, train, valid = text.read_bytes(), tokens_of(prefix).tobytes(), tokens_of(f"{prefix}_valid").tobytes()
+    assert train + valid == whole
+    assert 0 <= len(train) - int(len(whole) * (1 - fraction)) < 4
+    valid.decode(), train.decode()
+
+
+def test_documents_are_split_whole(tmp_path: Path, prefix: str) -> None:
+    """Of several documents about the fraction is chosen, each as a whole; copies stay on one side, whatever the order."""
+    lines = [json.dumps({"text": f"document {i % 1000}"}) for i in range(2000)]
+    for name, content in (("a", lines), ("b", lines[::-1])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(content))
+        prepare([str(tmp_path / f"{name}.jsonl")], prefix + name, "bytes", valid_fraction=0.2)
+    train, valid = documents_of(f"{prefix}a"), documents_of(f"{prefix}a_valid")
+    assert len(train) + len(valid) == 2000 and not set(train) & set(valid)
+    assert 320 < len(valid) < 480
+    assert set(documents_of(f"{prefix}b_valid")) == set(valid)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_jsonl(tmp_path: Path, prefix: str) -> None:
+    """Each line is a document, however lines and blocks meet; blank lines and empty texts are none."""
+    texts = ["é" * n + f" {n}" for n in (1, 500, 3, 0, 1000, 120, 7)] + ["two\nlines"]
+    lines = [json.dumps({"body": t, "id": i}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)]
+    (tmp_path / "d.jsonl").write_text("\n\n".join([*lines, json.dumps({"body": ""})]) + "\n", encoding="utf-8")
+    prepare([str(tmp_path / "d.jsonl")], prefix, "bytes", text_key="body")
+    assert documents_of(prefix) == [t.encode() for t in texts]
+
+
+def test_folders_and_globs(tmp_path: Path, prefix: str) -> None:
+    """Text files below a folder in the order of their paths, each once; hidden and binary ones are left out, empty ones no documents."""
+    for name, content in {"b.txt": b"B", "a/z.md": b"Z", "a/a.txt": b"A", ".git/x": b"X", "i.png": b"\x89\0", "empty": b""}.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(content)
+    folder = str(tmp_path / "in")
+    assert prepare([folder, f"{folder}/b.txt"], prefix, "bytes").skipped == 1
+    assert documents_of(prefix) == [b"A", b"Z", b"B"]
+    prepare([f"{folder}/**/*.txt"], prefix, "bytes")
+    assert documents_of(prefix) == [b"A", b"B"]
+
+
+def test_standard_library() -> None:
+    """The corpus that every machine has: only Python's own files, in a fixed order."""
+    paths, _ = sources.find_files(["python-stdlib"])
+    assert len(paths) > 300 and paths == sorted(paths) and all(p.endswith(".py") for p in paths)
+    assert any(p.endswith("/argparse.py") for p in paths)
+    assert not any("site-packages" in p or "/test/" in p for p in paths)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_trained_tokenizer(text: Path, prefix: str) -> None:
+    """The tokens decode to the text with the model written beside them, and are those of the text encoded at once."""
+    prepared = prepare([str(text)], prefix, "sentencepiece:280", valid_fraction=0.1)
+    tokenizer = load_tokenizer(f"{prefix}.model")
+    assert prepared.tokenizer == f"{prefix}.model" and tokenizer.vocab_size == 280
+    ids = tokens_of(prefix)
+    assert ids[-1] == tokenizer.end_of_document and np.count_nonzero(ids == tokenizer.end_of_document) == 1
+    whole = tokenizer.decode(ids) + tokenizer.decode(tokens_of(f"{prefix}_valid"))
+    assert whole == text.read_text(encoding="utf-8")
+    assert np.array_equal(ids[:-1], tokenizer.encode(tokenizer.decode(ids)))
+
+    prepare([str(text)], f"{prefix}2", f"{prefix}.model", valid_fraction=0.1)  # the same model, given
+    assert np.array_equal(tokens_of(f"{prefix}2"), ids)
+
+
+def test_training_text_excludes_validation(tmp_path: Path, prefix: str) -> None:
+    """The tokenizer must not have seen the validation text."""
+    (tmp_path / "t.txt").write_text("train words here\n" * 90 + "unseen\n" * 23)
+    prepare([str(tmp_path / "t.txt")], prefix, "sentencepiece:280", valid_fraction=0.1)
+    tokenizer = load_tokenizer(f"{prefix}.model")
+    assert tokenizer.encode("train words").size < 6 and tokenizer.encode("unseen").size >= 6
+
+
+def test_sidecars(text: Path, prefix: str) -> None:
+    """Counts and entropies against a plain count; validation is measured with the frequencies of training, plus one."""
+    prepare([str(text)], prefix, "bytes", valid_fraction=0.25)
+    train, valid = text.read_bytes()[: len(tokens_of(prefix))], text.read_bytes()[len(tokens_of(prefix)) :]
+    expected = {
+        prefix: (train, -sum(np.log(train.count(b) / len(train)) for b in train) / len(train)),
+        f"{prefix}_valid": (valid, -sum(np.log((train.count(b) + 1) / (len(train) + 256)) for b in valid) / len(valid)),
+    }
+    for name, (data, entropy) in expected.items():
+        sidecar = Sidecar.load(name)
+        assert sidecar is not None and sidecar.unigram_entropy == pytest.approx(entropy, rel=1e-12)
+        assert (sidecar.tokens, sidecar.documents, sidecar.max_token, sidecar.text_bytes) == (len(data), 1, max(data), len(data))
+        assert (sidecar.tokenizer, sidecar.vocab_size) == ("bytes", 256)
+
+
+def test_cross_entropy() -> None:
+    """Uniform tokens cost ln(4); tokens that the model expects half as often cost ln 2 more."""
+    assert cross_entropy(np.full(4, 7), np.full(4, 3)) == pytest.approx(np.log(4))
+    assert cross_entropy(np.array([0, 5]), np.array([3, 1])) == pytest.approx(np.log(4))
+
+
+BAD_TEXT: list[tuple[str, bytes, str]] = [
+    ("t.txt", b"fine\nbad \xff here", "t.txt: is not UTF-8 at byte 9"),
+    ("t.txt", "é".encode()[:1], "t.txt: is not UTF-8 at byte 0"),
+    ("t.txt", b"", "t.txt: the text is empty"),
+    ("t.jsonl", b'{"text": "a"}\n{"text": \n', "t.jsonl: line 2 is not JSON"),
+    ("t.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', "t.jsonl: line 3 has no text under the key text"),
+    ("t.jsonl", b'{"text": 7}\n', "t.jsonl: line 1 has no text under the key text"),
+    ("t.jsonl", b'["text"]\n', "t.jsonl: line 1 has no text under the key text"),
+    ("t.jsonl", b'{"text": "\\ud800"}\n', "t.jsonl: line 1 holds half a surrogate pair"),
+    ("t.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "t.jsonl: is not UTF-8 at byte 24"),
+    ("t.jsonl", b'{"text": ""}\n', "no document has any text"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_TEXT)
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece:300"])
+def test_bad_text(tmp_path: Path, prefix: str, name: str, content: bytes, message: str, tokenizer: str) -> None:
+    """One line that says where, and nothing written, also when the tokenizer's training meets it first."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        prepare([str(tmp_path / name)], prefix, tokenizer)
+    if tokenizer == "bytes" or "learned from" not in str(error.value):
+        assert message in str(error.value) and isinstance(error.value, DataError)
+    assert "\n" not in str(error.value)
+    assert not os.path.isdir(os.path.dirname(prefix)) or not os.listdir(os.path.dirname(prefix))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "tokenizer", "message"),
+    [
+        (["nowhere.txt"], "bytes", "data error: nowhere.txt: missing"),
+        (["*.nothing"], "bytes", "data error: *.nothing: names no text file"),
+        (["TEXT"], "nothing.model", "data error: nothing.model: cannot be read"),
+        (["TEXT"], "TEXT", "is no sentencepiece model"),
+        (["TEXT"], "sentencepiece:x", "config error: --tokenizer: x is no usable vocabulary size"),
+        (["TEXT"], "sentencepiece:60000", "config error: --tokenizer: sentencepiece:60000 cannot be trained"),
+    ],
+)
+def test_bad_arguments(text: Path, prefix: str, inputs: list[str], tokenizer: str, message: str) -> None:
+    """Each kind of mistake is one line in the user's terms, and leaves nothing behind."""
+    with pytest.raises(UserError) as error:
+        prepare([name.replace("TEXT", str(text)) for name in inputs], prefix, tokenizer.replace("TEXT", str(text)))
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not os.path.isdir(os.path.dirname(prefix)) or not os.listdir(os.path.dirname(prefix))
+
+
+def test_failure_keeps_what_was_there(text: Path, prefix: str) -> None:
+    """A second preparation that fails half-way leaves the first one's files as they were."""
+    prepare([str(text)], prefix, "bytes", valid_fraction=0.1)
+    folder = Path(prefix).parent
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (text.parent / "zzz.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepare([str(text.parent)], prefix, "bytes", valid_fraction=0.1)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_empty_split(tmp_path: Path, prefix: str) -> None:
+    """With few documents all may fall to one side: said, not written."""
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"document {i}")
+    with pytest.raises(ConfigError, match="--valid-fraction: no document falls to the validation split"):
+        prepare([str(tmp_path / "*.txt")], prefix, "bytes", valid_fraction=1e-6)
+    assert not os.listdir(os.path.dirname(prefix))
+
+
+def test_unwritable_output(text: Path) -> None:
+    """A prefix below a file, for one."""
+    with pytest.raises(DataError, match="cannot be written: (Not a directory|File exists)"):
+        prepare([str(text)], f"{text}/corpus", "bytes")
+
+
+def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "prepare.py"), *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_command_line(text: Path, prefix: str) -> None:
+    """Two workers write what one does, and the last line can be typed."""
+    lines = "".join(f"{line}\n" for line in text.read_text(encoding="utf-8").split("\n") * 300)
+    text.write_text(lines, encoding="utf-8")
+    done = command_line("--input", str(text), "--output", prefix, "--tokenizer", "sentencepiece:280", "--workers", "2")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert f"data.train={prefix} data.tokenizer={prefix}.model model.vocab_size=280" in done.stdout.splitlines()[-1]
+    prepare([str(text)], f"{prefix}1", "sentencepiece:280")
+    assert len(lines.encode()) > 2 * prepare_module.TASK_BYTES
+    for suffix in (".bin", ".idx", ".model"):
+        assert Path(f"{prefix}{suffix}").read_bytes() == Path(f"{prefix}1{suffix}").read_bytes()
+
+
+def test_command_line_errors(text: Path, prefix: str) -> None:
+    """Status 2 and one line, also from a worker process and for the arguments themselves."""
+    text.write_bytes(text.read_bytes() + b"\xff")
+    given = ["--input", str(text), "--output", prefix, "--tokenizer", "bytes"]
+    for arguments, message in (
+        ([*given, "--workers", "2"], f"data error: {text}: is not UTF-8"),
+        ([*given, "--valid-fraction", "1"], "config error: --valid-fraction: 1.0 is"),
+        ([*given, "--valid-fraction", "nan"], "config error: --valid-fraction: nan is"),
+        ([*given, "--workers", "x"], "config error: --workers: invalid int value"),
+        (given[:2], "config error: arguments: the following arguments are required: --output, --tokenizer"),
+    ):
+        done = command_line(*arguments)
+        assert done.returncode == 2 and done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr
+        assert done.stdout == "" and not list(Path(prefix).parent.glob("*"))

@@ -1,0 +1,142 @@
+"""Which tokens are in which sample: nothing lost, nothing twice, whatever the epoch, the blend and the batch."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.data.indexed import IndexedWriter
+from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend
+from megacore.errors import DataError
+
+
+def write(path: Path, values: np.ndarray) -> str:
+    with IndexedWriter(str(path), values.dtype) as writer:
+        for document in np.array_split(values, 3):
+            writer.write(document)
+            writer.end_document()
+    return str(path)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """103 tokens, each its own position: with sequences of 10, ten samples and a rest."""
+    return write(tmp_path / "c", np.arange(103, dtype=np.uint16))
+
+
+def test_epochs(corpus: str) -> None:
+    """Each epoch shows every sample once, in an order of its own; inputs and targets overlap by one token."""
+    stream = SampleStream(corpus, 10, seed=1, vocab_size=103)
+    orders = []
+    for epoch in range(3):
+        samples = stream.samples(np.arange(10 * epoch, 10 * epoch + 10))
+        assert np.array_equal(samples, samples[:, :1] + np.arange(11))
+        assert sorted(samples[:, 0].tolist()) == list(range(0, 100, 10))
+        orders.append(tuple(samples[:, 0].tolist()))
+        assert [stream.where(10 * epoch + i) for i in range(10)] == [(corpus, epoch, start // 10) for start in orders[-1]]
+    assert len(set(orders)) == 3
+    assert not np.array_equal(stream.samples(np.arange(10)), SampleStream(corpus, 10, seed=2, vocab_size=103).samples(np.arange(10)))
+
+
+def test_pure_function_of_the_index(tmp_path: Path, corpus: str) -> None:
+    """Resumed runs and other layouts ask for other batches of the same indices, and get the same samples."""
+    other = write(tmp_path / "d", np.arange(57, dtype=np.uint16))
+    stream = SampleStream([(0.3, corpus), (0.7, other)], 5, seed=3, vocab_size=103)
+    whole = stream.samples(np.arange(200))
+    shuffled = np.random.default_rng(0).permutation(200)
+    assert np.array_equal(stream.samples(shuffled), whole[shuffled])
+    assert np.array_equal(np.concatenate([stream.samples(np.array([i])) for i in range(200)]), whole)
+
+
+def test_blend_repeats_nothing_within_an_epoch(tmp_path: Path, corpus: str) -> None:
+    """Every corpus of a blend has its own epochs: its samples come once each before any comes again."""
+    prefixes = [corpus, write(tmp_path / "d", np.arange(61, dtype=np.uint16)), write(tmp_path / "e", np.arange(21, dtype=np.uint16))]
+    stream = SampleStream([(2, prefixes[0]), (1, prefixes[1]), (0.5, prefixes[2])], 10, seed=0, vocab_size=103)
+    places = [stream.where(i) for i in range(500)]
+    for prefix, per_epoch in zip(prefixes, (10, 6, 2), strict=True):
+        own = [(epoch, sample) for where, epoch, sample in places if where == prefix]
+        assert [epoch for epoch, _ in own] == [k // per_epoch for k in range(len(own))]
+        assert set(Counter(own[: len(own) // per_epoch * per_epoch]).values()) == {1}
+
+
+def counted(corpora: np.ndarray, k: int) -> np.ndarray:
+    """How many of the first i + 1 samples each corpus had: ``[samples, k]``."""
+    return (corpora[:, None] == np.arange(k)).cumsum(axis=0)
+
+
+def deviation(corpora: np.ndarray, shares: list[float]) -> float:
+    """The largest distance, at any point of the run, of a corpus's count from its share."""
+    return float(np.abs(counted(corpora, len(shares)) - np.arange(1, len(corpora) + 1)[:, None] * shares).max())
+
+
+SHARES = [
+    [1.0], [0.5, 0.5], [0.9, 0.1], [0.001, 0.999], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.05, 0.05],
+    [1 / 16] * 16, [1 - 1e-9, 1e-9], [0.5 - 1e-7, 0.5 + 1e-7],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_blend_keeps_its_shares(shares: list[float]) -> None:
+    """At every step the mixture is the one that was asked for, and visits count on by one: checked against a plain count."""
+    corpora, visits = blend(shares, np.arange(5000))
+    assert deviation(corpora, shares) <= 1 + np.log(len(shares)) / 2
+    assert np.array_equal(visits, counted(corpora, len(shares))[np.arange(5000), corpora] - 1)
+
+
+def test_deviation_catches_random_mixtures() -> None:
+    """Drawing a corpus for each sample, the usual way, strays too far."""
+    drawn = np.random.default_rng(0).choice(2, size=5000, p=[0.9, 0.1])
+    assert deviation(drawn, [0.9, 0.1]) > 1 + np.log(2) / 2
+
+
+def test_blend_far_into_a_run() -> None:
+    """Where ``index · share`` no longer fits a float's 53 bits, visits still count on by one."""
+    corpora, visits = blend([0.6, 0.3, 0.1], 2**57 + np.arange(3000))
+    for c in range(3):
+        assert set(np.diff(visits[corpora == c]).tolist()) == {1}
+
+
+def test_too_short(corpus: str) -> None:
+    """A sequence longer than the corpus is refused with the longest that would do, and that one works."""
+    with pytest.raises(DataError, match=r"sequence longer than the corpus.*train\.seq_len at most 102"):
+        SampleStream(corpus, 103, seed=0, vocab_size=103)
+    assert SampleStream(corpus, 102, seed=0, vocab_size=103).samples(np.arange(3)).tolist() == [list(range(103))] * 3
+
+
+def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
+    """Refused on opening, and on reading where opening did not see it, with the position."""
+    prefix = write(tmp_path / "c", np.array([0, 1, 2, 3, 4, 5, 9, 7], dtype=np.int32))
+    with pytest.raises(DataError, match="holds token id 9"):
+        SampleStream(prefix, 7, seed=0, vocab_size=8)
+    stream, evaluation = SampleStream(prefix, 7, seed=0, vocab_size=10), EvalSamples(prefix, 7, vocab_size=10)
+    stream.vocab_size = evaluation.vocab_size = 8
+    for read in (stream.samples, evaluation.samples):
+        with pytest.raises(DataError, match=r"token 6 \(document 2\) is id 9"):
+            read(np.array([0]))
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 51, 102, 103, 1000])
+def test_evaluation_counts_every_token_once(corpus: str, seq_len: int) -> None:
+    """The validation loss is over the whole corpus: no target lost at a cut, none twice, padding ignored."""
+    samples = EvalSamples(corpus, seq_len, vocab_size=103)
+    inputs, targets = samples.samples(np.arange(len(samples) + 2))
+    real = targets != IGNORED
+    assert targets[real].tolist() == list(range(1, 103)) and inputs[real].tolist() == list(range(102))
+    assert not inputs[~real].any() and not real[len(samples) :].any()
+    assert [samples.targets_in(i) for i in range(len(samples) + 1)] == np.cumsum([0, *real[: len(samples)].sum(axis=1)]).tolist()
+
+
+def test_evaluation_of_a_blend(tmp_path: Path, corpus: str) -> None:
+    """All of one corpus, then all of the next; no sample crosses over."""
+    other = write(tmp_path / "d", np.arange(50, 75, dtype=np.uint16))
+    samples = EvalSamples([(5.0, corpus), (0.1, other)], 10, vocab_size=103)
+    _, targets = samples.samples(np.arange(len(samples)))
+    assert len(samples) == 11 + 3 and samples.targets_in(len(samples)) == 102 + 24
+    assert targets[targets != IGNORED].tolist() == [*range(1, 103), *range(51, 75)]
+
+
+def test_nothing_to_evaluate(tmp_path: Path) -> None:
+    """A single token has nothing before it to be predicted from."""
+    with pytest.raises(DataError, match="no token to predict"):
+        EvalSamples(write(tmp_path / "c", np.array([1], dtype=np.uint8)), 4, vocab_size=8)

@@ -1,0 +1,89 @@
+"""Tokenizers: no text is lost on the way through, and unusable models are refused in one line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
+from megacore.errors import ConfigError, DataError
+
+SOURCE = Path(__file__).read_text(encoding="utf-8")
+TEXTS = [
+    SOURCE, "", " ", "\n", "\n\n  \n", "  lead and trail  ", "tab\tcr\r\nff\f", "a  b   c", "\0", "\ufeffbom", "naïve café e\u0301",
+    "日本語 текст 😀 \U0010ffff", "<s> </s> <unk> <0x0A>", "ﬁ Ⅳ ½", "\u00a0\u3000\u200b",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
+    path.write_bytes(train_sentencepiece(SOURCE.split("\n"), 400))
+    return load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_lossless(trained: Tokenizer, text: str) -> None:
+    """Indentation, runs of spaces, characters never seen in training: all come back as they were."""
+    for tokenizer in (trained, load_tokenizer("bytes")):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size)
+
+
+def test_bytes_are_bytes() -> None:
+    """The id of a byte is its value; half a character decodes to a replacement instead of failing."""
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (256, None)
+    assert tokenizer.decode([97, 0xC3]) == "a\ufffd"
+
+
+def test_trained(trained: Tokenizer) -> None:
+    """It has the size asked for, saves tokens, and marks the end of documents with a token that has no text."""
+    assert trained.vocab_size == 400
+    assert trained.encode(SOURCE).size < len(SOURCE.encode()) / 1.5
+    assert trained.end_of_document is not None and trained.decode([trained.end_of_document]) == ""
+    assert trained.end_of_document not in trained.encode("</s>")
+
+
+def test_parts_encode_like_the_whole(trained: Tokenizer) -> None:
+    """Documents are encoded in parts, cut behind newlines: the tokens must not depend on where."""
+    parts = [trained.encode(line) for line in SOURCE.splitlines(keepends=True)]
+    assert np.array_equal(np.concatenate(parts), trained.encode(SOURCE))
+
+
+def test_training_is_repeatable() -> None:
+    """The same text gives the same model, or two machines could not share a corpus."""
+    assert train_sentencepiece(SOURCE.split("\n"), 400) == train_sentencepiece(SOURCE.split("\n"), 400)
+
+
+@pytest.mark.parametrize("name", ["sentencepiece:", "sentencepiece:many", "sentencepiece:-5", "sentencepiece:260", "sentencepiece:²"])
+def test_bad_sizes(name: str) -> None:
+    """Refused before any text is read."""
+    with pytest.raises(ConfigError, match="--tokenizer: .* is no usable vocabulary size"):
+        trained_vocab_size(name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "size", "message"),
+    [
+        (["hello"], 4096, "too few different pieces .sentencepiece:2.. at most"),
+        (["".join(map(chr, range(0x4E00, 0x4F00)))], 262, "more different characters"),
+        ([""], 300, "no line of the text can be learned from"),
+    ],
+)
+def test_bad_texts(lines: list[str], size: int, message: str) -> None:
+    """What sentencepiece refuses is said in the user's terms, with the size that would do."""
+    with pytest.raises(ConfigError, match=message):
+        train_sentencepiece(lines, size)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no model" * 20])
+def test_bad_models(tmp_path: Path, content: bytes | None) -> None:
+    """Missing, empty or other files."""
+    path = tmp_path / "t.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"t\.model: (cannot be read: No such file|is no sentencepiece model)"):
+        load_tokenizer(str(path))
