@@ -30,20 +30,20 @@ fi
 # No hostfile: all ranks are on this machine. (An empty name, so that one of the cluster's is not picked up.)
 # shellcheck disable=SC2086
 if deepspeed --hostfile="" --num_gpus "$ranks" --master_port "${MASTER_PORT:-29500}" \
-    launch/pretrain.py --config configs/gpt_tiny.json $mesh "$@"; then :; else
+    launch/pretrain.py --config configs/gpt_tiny.json log.dir=runs/quickstart $mesh "$@"; then :; else
     status=$?
     printf 'training ended with status %d; the same command goes on from the last checkpoint\n' "$status" >&2
     exit "$status"
 fi
 
 printf '\nwhat the model writes:\n\n'
-python launch/generate.py --checkpoint runs/gpt_tiny --prompt $'def read(self, path):\n' --tokens 120
+python launch/generate.py --checkpoint runs/quickstart --prompt $'def read(self, path):\n' --tokens 120
 cat <<'EOF'
 
 next:
   bash launch/quickstart.sh                                            goes on from what is there
-  .venv/bin/python launch/generate.py --checkpoint runs/gpt_tiny --prompt "import "
-  .venv/bin/tensorboard --logdir runs/gpt_tiny
+  .venv/bin/python launch/generate.py --checkpoint runs/quickstart --prompt "import "
+  .venv/bin/tensorboard --logdir runs/quickstart
   .venv/bin/python launch/plan.py --config configs/gpt_7b.json --plot schedule.png
   bash tests/run.sh                                                    the tests
 EOF

@@ -55,13 +55,8 @@ class Mesh:
         if place.world_size > 1:
             os.environ.setdefault("MASTER_ADDR", place.master_address)
             os.environ.setdefault("MASTER_PORT", str(place.master_port))
-            dist.init_process_group(
-                self.backend,
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=self.timeout,
-                device_id=device if device.type == "cuda" else None,
-            )
+            # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
+            dist.init_process_group(self.backend, rank=place.rank, world_size=place.world_size, timeout=self.timeout)
         self.pp_rank, self.dp_rank, self.tp_rank = coordinates(place.rank, self.shape)
         # Same order on every rank: with local synchronisation only a group's members meet to create it,
         # so a rank creates its handful of groups, not the whole cluster's.
@@ -73,6 +68,15 @@ class Mesh:
         self.tied: Group | None = None
         if self.pp.size > 1 and self.pp_rank in (0, self.pp.size - 1):
             self.tied = self._create("tied", (self.pp.ranks[0], self.pp.ranks[-1]))
+        if self.backend == "nccl":
+            self._connect()
+
+    def _connect(self) -> None:
+        """Lets NCCL set up its communicators now, in one order on every rank: a group whose first operation were a batch of
+        sends and receives would need all of its ranks in that batch, and a pipeline's first batch has two."""
+        for group in (self.world, self.tp, self.dp, self.pp, self.model, self.tied):
+            if group is not None and group.process_group is not None:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
 
     def _group(self, name: str, *axes: str) -> Group:
         return self._create(name, ranks_along(axes, self.place.rank, self.shape))

@@ -56,13 +56,13 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def first_host(env: Mapping[str, str]) -> str | None:
-    """The first host of Slurm's step: ``node[003-007,9]`` begins with ``node003``."""
+    """The first host of Slurm's step: ``node[003-007,9]`` begins with ``node003``, ``rack[2,5]-node[1-4]`` with ``rack2-node1``."""
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
     if env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1" or not hosts:
         return None
-    match = re.match(r"([^,\[]+)(?:\[([^\]\-,]+))?", hosts)
-    assert match is not None
-    return match.group(1) + (match.group(2) or "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)  # up to the first comma outside brackets
+    assert first is not None
+    return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first.group())
 
 
 def missing_hostfile() -> str | None:

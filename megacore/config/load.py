@@ -95,6 +95,8 @@ def validate(raw: dict[str, Any]) -> Config:
         return Config.model_validate_json(json.dumps(raw))
     except ValidationError as error:
         first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+    if not first["loc"]:  # text that Python takes for JSON and pydantic does not, such as half of a surrogate pair
+        raise ConfigError("--config", first["msg"].lower().partition(" at line")[0], "valid JSON, in the file and the overrides") from None
     key = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
         raise ConfigError(key, "unknown key", nearest(key)) from None

@@ -95,8 +95,6 @@ class Data(Section):
 
 
 class Checkpoint(Section):
-    model_config = ConfigDict(populate_by_name=True)
-
     every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last step; 0: save nothing")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     async_: bool = Field(False, alias="async")

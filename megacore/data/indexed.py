@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from megacore.errors import DataError
@@ -97,7 +98,7 @@ class IndexedWriter:
     Memory: 4 bytes a sequence and 8 a document.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str, dtype: npt.DTypeLike) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self.num_tokens = 0
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)

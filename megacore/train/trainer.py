@@ -93,7 +93,9 @@ class Trainer:
             f" × microbatches {config.num_microbatches} × data {data}"
         )
         self.logs.say(f"rank 0 holds layers {stage_layers(config)[0]} with {parameters:,} parameters, in {train.precision}")
-        if self.step:
+        if self.step == train.steps:
+            self.logs.say(f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)")
+        elif self.step:
             self.logs.say(f"resumed after step {self.step} of {train.steps}")
 
     def report(self, loss: torch.Tensor, statistics: StepStatistics, lr: float, timer: StepTimer, stop_requested: bool) -> bool:

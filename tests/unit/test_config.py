@@ -1,0 +1,257 @@
+"""A config is refused before anything starts, in one line that names the key, or resolved with the origin of every value."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import Config, Resolved, load
+from megacore.config.load import flatten
+from megacore.errors import ConfigError
+
+Load = Callable[..., Resolved]
+
+
+@pytest.fixture
+def load_raw(tmp_path: Path) -> Load:
+    """`load_raw(sections, *overrides, world=1)` through a file named run.json."""
+
+    def from_file(raw: Any, *overrides: str, world: int = 1) -> Resolved:
+        path = tmp_path / "run.json"
+        path.write_text(raw if isinstance(raw, str) else json.dumps(raw))
+        return load(str(path), list(overrides), world)
+
+    return from_file
+
+
+def refusal(run: Callable[[], object]) -> tuple[str, str]:
+    """Key and rest of the one line that `run` is refused with."""
+    with pytest.raises(ConfigError) as error:
+        run()
+    line = re.fullmatch(r"config error: (\S.*?): (\S.* \(\S.*\))", str(error.value))
+    assert line, f"not one line `config error: <key>: … (…)`: {error.value}"
+    return line[1], line[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("model.num_layer", "model.num_layers"),
+        ("model.hiden_size", "model.hidden_size"),
+        ("train.lr", "optim.lr"),  # the right name in the wrong section
+        ("checkpoint.asynch", "checkpoint.async"),
+        ("checkpoint.async_", "checkpoint.async"),  # the attribute's name in Python, which is no key
+        ("modle.norm", "model"),
+    ],
+)
+def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -> None:
+    """A misspelt key would be ignored, and the run would train with a default."""
+    section, name = key.split(".")
+    for refused in (refusal(lambda: load_raw({section: {name: 1}})), refusal(lambda: load_raw({}, f"{key}=1"))):
+        assert refused[0] in (key, section)
+        assert refused[1] == f"unknown key (did you mean {nearest}?)"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("train.steps", '"20"', "a whole number, above 0"),
+        ("train.steps", "2.5", "a whole number, above 0"),
+        ("train.steps", "true", "a whole number, above 0"),
+        ("train.steps", "0", "a whole number, above 0"),
+        ("train.steps", "1e400", "a whole number, above 0"),
+        ("train.steps", "twenty", "a whole number, above 0"),
+        ("train.compile", "1", "true or false"),
+        ("optim.lr", '"3e-4"', "a number, at least 0.0"),
+        ("optim.lr", "NaN", "a number, at least 0.0"),
+        ("optim.lr", "null", "a number, at least 0.0"),
+        ("optim.beta2", "1.0", "a number, at least 0.0, below 1.0"),
+        ("model.norm", "batchnorm", "layernorm or rmsnorm"),
+        ("model.num_kv_heads", "0", "a whole number above 0 or null"),
+        ("parallel.data", "every", "a whole number above 0 or auto"),
+        ("data.train", '[["a", 1]]', "a string or a list of [weight, prefix] or null"),
+        ("checkpoint.async", '"yes"', "true or false"),
+    ],
+)
+def test_wrong_type_or_bound(load_raw: Load, key: str, value: str, accepted: str) -> None:
+    """A coerced value ("20" to 20, 2.5 to 2, true to 1) hides a mistake until the run's results are wrong."""
+    refused, rest = refusal(lambda: load_raw({}, f"{key}={value}"))
+    assert refused == key and rest.endswith(f"({accepted})")
+
+
+# Every rule of rules.py: overrides that break it and nothing before it, ranks, the key it names, and what it says is right.
+RULES: list[tuple[str, int, str, str]] = [
+    ("parallel.schedule=interleaved", 1, "parallel.schedule", "1f1b or gpipe"),
+    ("parallel.schedule=zb_h1", 1, "parallel.schedule", "1f1b or gpipe"),
+    ("parallel.chunks=2", 1, "parallel.chunks", "1"),
+    ("engine.kind=deepspeed", 1, "engine.kind", "native"),
+    ("engine.config=ds.json", 1, "engine.config", "leave it out"),
+    ("checkpoint.async=true", 1, "checkpoint.async", "false"),
+    ("log.prometheus_port=9000", 1, "log.prometheus_port", "null"),
+    ("model.hidden_size=770", 1, "model.hidden_size", "768 or 780 would be"),
+    ("model.num_kv_heads=5", 1, "model.num_heads", "10 or 15 would be"),
+    ("model.num_kv_heads=24", 1, "model.num_heads", "24 would be"),
+    ("parallel.tensor=5", 5, "model.num_heads", "10 or 15 would be"),
+    ("model.num_kv_heads=3 parallel.tensor=2", 2, "model.num_kv_heads", "2 or 4 would be"),
+    ("model.ffn_size=7 parallel.tensor=2", 2, "model.ffn_size", "6 or 8 would be"),
+    ("model.hidden_size=36 model.position=rope", 1, "model.position", "an even head size, or learned"),
+    ("model.vocab_size=9 parallel.tensor=4", 4, "model.vocab_size", "a larger vocabulary or a smaller parallel.tensor"),
+    ("model.num_layers=3 parallel.pipeline=4", 4, "parallel.pipeline", "at most model.num_layers 3"),
+    ("parallel.sequence=true parallel.tensor=2 train.seq_len=9", 2, "train.seq_len", "8 or 10 would be"),
+    ("model.attention=fused train.precision=fp64", 1, "model.attention", "sdpa or eager"),
+    ("parallel.tensor=2", 3, "parallel", "a multiple of tensor × pipeline = 2 ranks"),
+    ("parallel.tensor=4", 2, "parallel", "a multiple of tensor × pipeline = 4 ranks"),
+    ("parallel.tensor=2 parallel.data=3", 4, "parallel.data", "2 or auto"),
+    ("train.micro_batch_size=3", 1, "train.global_batch_size", "a multiple of 3: 6 or 9"),
+    ("train.micro_batch_size=8", 2, "train.global_batch_size", "a multiple of 16: 16"),
+    ("optim.min_lr=0.1", 1, "optim.min_lr", "at most 0.0003"),
+    ("optim.warmup_steps=30 optim.decay_steps=20", 1, "optim.warmup_steps", "at most 20"),
+    ("optim.schedule=wsd optim.warmup_steps=900 optim.decay_steps=200", 1, "optim.decay_steps", "at most 100"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "world", "key", "right"), RULES)
+def test_every_rule_refuses_in_one_line(load_raw: Load, overrides: str, world: int, key: str, right: str) -> None:
+    """A rule that lets this through leaves it to a rank that fails, or hangs, when the others already wait."""
+    refused, rest = refusal(lambda: load_raw({}, *overrides.split(), world=world))
+    assert refused == key
+    assert right in rest.rpartition("(")[2] or rest.endswith(f"({right})")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        ("model.vocab_size=10 parallel.tensor=4", 4),  # 3 + 3 + 3 + 1: uneven, but nobody is left without a row
+        ("parallel.sequence=true parallel.tensor=2 train.seq_len=9 train.micro_batch_size=2", 2),  # 18 tokens divide
+        ("train.micro_batch_size=4", 2),
+        ("optim.min_lr=3e-4", 1),
+        ("model.num_layers=4 parallel.pipeline=4", 4),
+        ("optim.schedule=wsd optim.warmup_steps=900 optim.decay_steps=100", 1),
+    ],
+)
+def test_rules_do_not_refuse_their_edge(load_raw: Load, overrides: str, world: int) -> None:
+    """A rule that is off by one would refuse a good run."""
+    load_raw({}, *overrides.split(), world=world)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("steps", [1, 20, 30, 31])
+def test_a_run_cut_short_keeps_its_warmup(load_raw: Load, schedule: str, steps: int) -> None:
+    """`train.steps=20` on the command line, to try a config with 30 steps of warmup, would be refused."""
+    config = load_raw({"optim": {"warmup_steps": 30, "schedule": schedule}}, f"train.steps={steps}").config
+    assert config.optim.decay_steps is not None and config.optim.decay_steps >= 1
+
+
+def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) -> None:
+    """`--print-config` would name the wrong source for a value, or the command line would not win."""
+    file = {"train": {"steps": 7, "seed": 3}, "model": {"num_kv_heads": None, "ffn_size": 96}}
+    resolved = load_raw(file, "train.steps=9", "train.steps=20", "model.norm=rmsnorm", "data.train=some/prefix")
+    config, origins = resolved.config, resolved.origins
+    expected: dict[str, tuple[Any, Any, str]] = {
+        "train.steps": (config.train.steps, 20, "override"),  # the last of two counts
+        "train.seed": (config.train.seed, 3, "file"),
+        "train.seq_len": (config.train.seq_len, 1024, "default"),
+        "model.norm": (config.model.norm, "rmsnorm", "override"),
+        "model.ffn_size": (config.model.ffn_size, 96, "file"),
+        "model.num_kv_heads": (config.model.num_kv_heads, 12, "derived"),  # null in the file asks for it
+        "data.train": (config.data.train, "some/prefix", "override"),  # no JSON, so a string
+        "log.dir": (config.log.dir, "runs/run", "derived"),
+    }
+    for key, (value, right, origin) in expected.items():
+        assert (value, origins[key]) == (right, origin), key
+    rows = {line.split()[0]: line.split() for line in resolved.table().splitlines()}
+    assert rows.keys() == origins.keys() == flatten(Config().model_dump(by_alias=True)).keys()
+    assert rows["train.steps"][1:] == ["20", "override"]
+    assert rows["checkpoint.async"][1:] == ["false", "default"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "key", "value"),
+    [
+        ("model.num_heads=6", 1, "model.num_kv_heads", 6),
+        ("", 1, "model.ffn_size", 4 * 768),
+        ("model.activation=swiglu", 1, "model.ffn_size", 2048),
+        ("model.activation=swiglu model.hidden_size=120", 1, "model.ffn_size", 320),  # 8/3 × 120, already a multiple of 64
+        ("model.activation=swiglu model.hidden_size=132", 1, "model.ffn_size", 384),  # 352, rounded up
+        ("parallel.tensor=2 parallel.pipeline=2", 8, "parallel.data", 2),
+        ("", 1, "optim.decay_steps", 1000),
+        ("optim.schedule=wsd", 1, "optim.decay_steps", 100),
+        ("optim.schedule=wsd optim.warmup_steps=950", 1, "optim.decay_steps", 50),  # no room for a tenth
+        ("train.steps=20 optim.warmup_steps=30", 1, "optim.decay_steps", 30),
+    ],
+)
+def test_derived_values(load_raw: Load, overrides: str, world: int, key: str, value: int) -> None:
+    """Each is documented at its key in the schema; another value would be another model or another schedule."""
+    resolved = load_raw({}, *overrides.split(), world=world)
+    assert flatten(resolved.config.model_dump(by_alias=True))[key] == value
+    assert resolved.origins[key] == "derived"
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("data", [1, 2, 5])
+def test_batch_equation(load_raw: Load, microbatches: int, data: int) -> None:
+    """global_batch_size = micro_batch_size × microbatches × data, or ranks would run different numbers of microbatches."""
+    batch = 2 * microbatches * data
+    config = load_raw({"train": {"micro_batch_size": 2, "global_batch_size": batch}}, world=data).config
+    assert config.num_microbatches == microbatches
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"checkpoint": {"every": 5}, "log": {"dir": "elsewhere"}},
+        {"data": {"train": [[0.5, "a"], [2, "b"]], "valid": "c"}, "optim": {"lr": 1, "eps": 1e-12}},
+        {"model": {"num_kv_heads": 4, "activation": "swiglu"}, "parallel": {"timeout_seconds": 0.5}},
+    ],
+)
+def test_resolved_config_round_trips(load_raw: Load, raw: dict[str, Any]) -> None:
+    """A run's config.json could not start the same run again."""
+    config = load_raw(raw).config
+    assert Config.model_validate_json(config.model_dump_json(by_alias=True)) == config
+    again = load_raw(config.model_dump_json(by_alias=True))
+    assert again.config == config and "derived" not in again.origins.values()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "line 1"),
+        ('{"train": {"steps": 20,\n}}', "line 2"),
+        ("train: {steps: 20}", "line 1"),
+        ("[1, 2]", "does not hold sections"),
+        ('{"train": 20}', "does not hold sections"),
+        ('{"log": {"dir": "\\ud800"}}', "surrogate"),  # Python's JSON reads half a character, nothing after it does
+    ],
+)
+def test_a_file_that_is_no_config(load_raw: Load, text: str, says: str) -> None:
+    key, rest = refusal(lambda: load_raw(text))
+    assert key == "--config" and says in rest
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Missing, a folder, or not text: one line each, no traceback."""
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, says in ((tmp_path / "missing.json", "No such file"), (tmp_path, "directory"), (binary, "not UTF-8")):
+        key, rest = refusal(lambda path=path: load(str(path)))  # type: ignore[misc]
+        assert key == "--config" and says in rest
+
+
+@pytest.mark.parametrize("override", ["steps=20", "train.steps", "train.steps.x=1", "--train.steps=20", "=3", "train=20"])
+def test_what_is_no_override(load_raw: Load, override: str) -> None:
+    key, rest = refusal(lambda: load_raw({}, override))
+    assert (key, rest) == (override, "is no override (section.key=value, such as train.steps=20)")
+
+
+def test_shipped_configs_load() -> None:
+    """Each file in configs/ resolves on some number of ranks that its own mesh divides."""
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+    assert files
+    for file in files:
+        parallel = json.loads(file.read_text()).get("parallel", {})
+        data = parallel.get("data", "auto")
+        load(str(file), [], parallel.get("tensor", 1) * parallel.get("pipeline", 1) * (1 if data == "auto" else data))

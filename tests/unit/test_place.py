@@ -1,0 +1,113 @@
+"""The rank that a process reads from its launcher's environment: a wrong one would train on wrong data, or wait for nobody."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.errors import ConfigError
+from megacore.place import Place, hostfile_of, place_from_environment
+
+MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+# Rank 5 of 8, the second of four on its machine, as each launcher says it.
+TORCHRUN = MASTER | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+DEEPSPEED = MASTER | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[003-007,9]",
+    "SLURM_JOB_ID": "70001",
+}
+
+
+def test_each_launcher() -> None:
+    """The same place, whoever started the process."""
+    assert place_from_environment(TORCHRUN) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
+    assert place_from_environment(DEEPSPEED) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
+    assert place_from_environment(MPIRUN | MASTER) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
+    assert place_from_environment(SRUN) == Place(5, 8, 1, 4, "node003", 29501)
+    assert place_from_environment(SRUN | MASTER) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
+
+
+def test_no_launcher_is_one_process() -> None:
+    """A leftover variable (RANK alone; a Slurm batch script, which is no step) must not make a plain process wait for others."""
+    assert place_from_environment({}) == Place(0, 1, 0, 1)
+    assert place_from_environment({"RANK": "3", "HOME": "/root"}) == Place(0, 1, 0, 1)
+    assert place_from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == Place(0, 1, 0, 1)
+
+
+def test_torchrun_inside_slurm_or_mpirun_counts() -> None:
+    """srun often starts one torchrun a machine: its ranks, not Slurm's tasks, are the ranks."""
+    assert place_from_environment(SRUN | MPIRUN | TORCHRUN) == place_from_environment(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[003-007,9]", "node003"),
+        ("node[9,003-007]", "node9"),
+        ("a,b", "a"),
+        ("gpu-a1,gpu-b[1-3]", "gpu-a1"),
+        ("rack[2,5]-node[1-4]", "rack2-node1"),
+        ("node[1-2]-ib,other", "node1-ib"),
+        ("n1.cluster.example,n2", "n1.cluster.example"),
+    ],
+)
+def test_first_host_of_a_slurm_nodelist(nodes: str, first: str) -> None:
+    """Every rank would try to reach a host that does not exist."""
+    assert place_from_environment(SRUN | {"SLURM_STEP_NODELIST": nodes}).master_address == first
+    older = {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP_N")} | {"SLURM_STEP_NUM_TASKS": "8"}
+    assert place_from_environment(older | {"SLURM_NODELIST": nodes, "SLURM_NNODES": "2"}).master_address == first
+
+
+def test_one_slurm_node_needs_no_name_service() -> None:
+    one = SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node7", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    assert place_from_environment(one) == Place(5, 8, 1, 8, "127.0.0.1", 29501)
+
+
+def refusal(env: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        place_from_environment(env)
+    message = str(error.value)
+    assert message.startswith("config error: environment: ") and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize("value", ["two", "", "1.5"])
+def test_unreadable_numbers_are_named(name: str, value: str) -> None:
+    """An `int()` of it would end in a traceback on every rank."""
+    message = refusal(TORCHRUN | {name: value})
+    assert f"{name}={value}" in message and "torchrun" in message
+
+
+@pytest.mark.parametrize("rank", ["8", "-1"])
+def test_rank_outside_the_world(rank: str) -> None:
+    assert f"rank {rank} of 8" in refusal(TORCHRUN | {"RANK": rank})
+
+
+def test_mpirun_over_several_machines_needs_the_first_ones_address() -> None:
+    """Ranks of the second machine would wait for a rank 0 on their own."""
+    assert "MASTER_ADDR" in refusal(MPIRUN)
+    assert place_from_environment(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).master_address == "127.0.0.1"
+
+
+def test_hostfile_that_is_missing_is_found_out(tmp_path: Path) -> None:
+    """The deepspeed launcher would only warn, and train on this machine alone."""
+    (tmp_path / "here").write_text("localhost slots=2\n")
+    command = ["deepspeed", "train.py", "x"]
+    assert hostfile_of([*command[:1], "--hostfile", "gone", *command[1:]], tmp_path) == "gone"
+    assert hostfile_of([*command[:1], "--hostfile=gone", *command[1:]], tmp_path) == "gone"
+    assert hostfile_of([*command[:1], "-H", "gone", *command[1:]], tmp_path) == "gone"
+    assert hostfile_of([*command[:1], "--hostfile", "here", *command[1:]], tmp_path) is None
+    assert hostfile_of([*command[:1], f"--hostfile={tmp_path / 'here'}", *command[1:]], Path("/")) is None
+    assert hostfile_of(command, tmp_path) is None
+    assert hostfile_of(["deepspeed", "--hostfile"], tmp_path) is None  # the launcher itself complains
