@@ -1,6 +1,5 @@
 """Look at the checkpoints of a run, without a device: what is in one (`info`), and are all of them whole (`verify`)."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -8,9 +7,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
 from megacore.checkpoint import Reader, checkpoints_in, locate
+from megacore.cli import Parser, exit_status
 from megacore.errors import CheckpointError
 
-EXAMPLE = "example:\n  python launch/checkpoint.py info runs/gpt_tiny"
+EXAMPLE = "python launch/checkpoint.py info runs/gpt_tiny"
 COMMANDS = """info: step, state and every tensor of the newest whole checkpoint;
 verify: is every file of every checkpoint there, readable, and every tensor complete (status 2 where not)"""
 
@@ -70,20 +70,14 @@ def verify(path: Path) -> None:
         raise errors[0]
 
 
-def main() -> int:
-    """Run the command line and return the exit status."""
-    # The example comes first, so argparse's own usage line, which would stand above it, is left out.
-    parser = argparse.ArgumentParser(description=EXAMPLE, usage=argparse.SUPPRESS, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("command", choices=("info", "verify"), help=COMMANDS)
+def run(argv: list[str]) -> None:
+    """Everything that the script does; raises `UserError`."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{COMMANDS}")
+    parser.add_argument("command", choices=("info", "verify"))
     parser.add_argument("path", type=Path, metavar="PATH", help="a run's log.dir, its checkpoints folder, or one step_… folder")
-    arguments = parser.parse_args()
-    try:
-        {"info": info, "verify": verify}[arguments.command](arguments.path)
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    args = parser.parse_args(argv)
+    {"info": info, "verify": verify}[args.command](args.path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

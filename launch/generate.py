@@ -7,19 +7,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.errors import CheckpointError, ConfigError, UserError
+from megacore.cli import Parser, exit_status
+from megacore.errors import CheckpointError, ConfigError
 
-EXAMPLE = """\
-example:
-  python launch/generate.py --checkpoint runs/gpt_tiny --prompt "def main("
-"""
+EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
 
 
-def arguments() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=EXAMPLE + "\n" + (__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
     parser.add_argument("--prompt", default="\n", help="the text to go on from")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to write (default: %(default)s)")
@@ -28,7 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes or a sentencepiece .model (default: the run's data.tokenizer)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for name, bad, right in (
         ("--tokens", args.tokens < 1, "at least 1"),
         ("--temperature", args.temperature < 0, "0 or more"),
@@ -89,15 +85,10 @@ def choose(logits, temperature: float, top_k: int, generator) -> int:
     return int(indices[(values / temperature).softmax(-1).multinomial(1, generator=generator)])
 
 
-def main() -> int:
-    """Prints the text; returns the exit status."""
-    try:
-        print(generate(arguments()))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+def run(argv: list[str]) -> None:
+    """Prints the text; raises `UserError`."""
+    print(generate(parse(argv)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

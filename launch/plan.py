@@ -3,13 +3,14 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
+from megacore.cli import Parser, exit_status
 from megacore.config import Config, load
 from megacore.config.load import parse_override, place, read, validate
-from megacore.errors import ConfigError, UserError
+from megacore.errors import ConfigError
 from megacore.pipeline.partition import stage_costs, stage_layers
 from megacore.pipeline.schedule import build
 from megacore.pipeline.simulate import Timeline, simulate
@@ -19,24 +20,14 @@ from megacore.plan.memory import stage_memory, stage_parameters
 if TYPE_CHECKING:
     from rich.table import Table
 
-DESCRIPTION = """example:
-  python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png
-
-Predicts memory, FLOPs, batches and pipeline bubble of a run, without a device."""
+EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
 EPILOG = """FLOPs count products, attention by what its implementation executes; memory is that of the fullest rank, without
 what CUDA, NCCL and the allocator keep (leave a tenth of the device). The bubble is simulated with each stage's FLOPs as its time."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like any other error: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("arguments", message, "see -h")
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
+    parser = Parser(EXAMPLE, __doc__, epilog=EPILOG)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(DEVICE_PEAKS)}")
@@ -147,15 +138,5 @@ def plot(config: Config, timeline: Timeline, path: str) -> None:
     print(f"schedule drawn in {path}")
 
 
-def main() -> int:
-    """Exit status 0, or 2 with one line on stderr."""
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

@@ -5,31 +5,18 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.errors import ConfigError, UserError
+from megacore.cli import Parser, exit_status
+from megacore.errors import ConfigError
 
-DESCRIPTION = f"""example:
-  python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05
-
-{__doc__}"""
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like any other error: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        flag, colon, wrong = message.removeprefix("argument ").partition(": ")
-        raise ConfigError(*((flag, wrong) if colon and flag.startswith("--") else ("arguments", message)), "see -h")
+EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises `ConfigError`."""
-    parser = Parser(
-        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS, allow_abbrev=False
-    )
+    parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, python-stdlib (Python's source)")
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
     parser.add_argument(
@@ -97,14 +84,10 @@ def main() -> int:
     """Exit status: 0, 2 with one line on stderr, or that of the signal that stopped it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what is unfinished
     try:
-        run(sys.argv[1:])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        return exit_status(run)
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 128 + signal.SIGINT
-    return 0
 
 
 if __name__ == "__main__":

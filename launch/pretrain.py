@@ -6,40 +6,36 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
+from megacore.cli import Parser
 from megacore.config import Resolved, load
 from megacore.errors import ConfigError, UserError
 from megacore.place import Place, missing_hostfile, place_from_environment
 
-EXAMPLE = """\
-example:
-  deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json train.steps=1000
-
-The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
-Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed.
-"""
+EXAMPLE = "deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
+MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
+Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
 
 
-def arguments() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=EXAMPLE + "\n" + (__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, help="a JSON file, such as configs/gpt_tiny.json")
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
     parser.add_argument("--print-config", action="store_true", help="print every value and where it came from, and stop")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's; read from its environment
+    # What the deepspeed launcher adds; it is in the environment too, and read there.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
-    return parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(argv)
 
 
 def main() -> int:
     """One rank's run; returns its exit status."""
-    args = arguments()
     rank = 0
     try:
         place = place_from_environment()
         rank = place.rank
+        args = parse(sys.argv[1:])
         if hostfile := missing_hostfile():
-            raise ConfigError("--hostfile", f"{hostfile} does not exist", "a file with a line such as `localhost slots=4`, or no --hostfile")
+            raise ConfigError("--hostfile", f"{hostfile} does not exist", "a file with lines such as `localhost slots=4`, or no --hostfile")
         # What can be wrong is found here, before torch is imported and before any rank waits for another.
         resolved = load(args.config, args.overrides, place.world_size)
         if args.print_config:

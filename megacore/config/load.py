@@ -57,7 +57,7 @@ def read(path: str) -> dict[str, Any]:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("--config", f"cannot read {path}: {error.strerror}", "the path of a JSON file, such as configs/gpt_tiny.json") from error
+        raise ConfigError("--config", f"cannot read {path}: {error.strerror}", "a JSON file, such as configs/gpt_tiny.json") from error
     except UnicodeDecodeError as error:
         raise ConfigError("--config", f"{path} is not UTF-8 text", "a JSON file") from error
     except json.JSONDecodeError as error:

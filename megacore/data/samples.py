@@ -133,14 +133,6 @@ class EvalSamples:
                 index -= count
         return inputs, targets
 
-    def targets_in(self, samples: int) -> int:
-        """How many targets the first `samples` samples hold, padding not counted."""
-        total = 0
-        for tokens, count in zip(self.corpora, self.counts, strict=True):
-            total += min(samples * self.seq_len, tokens.num_tokens - 1)
-            samples = max(0, samples - count)
-        return total
-
 
 def check_ids(tokens: np.ndarray, corpus: IndexedTokens, start: int, vocab_size: int) -> None:
     """The last guard, on tokens read from position `start`: `check_vocabulary` reads only parts of a large corpus."""

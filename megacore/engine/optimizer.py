@@ -1,6 +1,7 @@
 """The optimizer's side of a step without a host synchronisation: flat buffers, AdamW, loss scale, learning rate."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +58,14 @@ class FlatBuffer:
             slot.parameter.data = slot.view(self.values)
         # Masters are made from the rounded weights: exact, and what a resumed run would see.
         self.master = self.values if first.dtype == dtype else self.values.to(dtype)
+
+    def rows_where(self, condition: Callable[[Slot], bool]) -> Tensor:
+        """1 for each row of `ALIGNMENT` elements that belongs to a parameter of which `condition` holds, else 0; fp64."""
+        rows = torch.zeros(self.size // ALIGNMENT, dtype=torch.float64, device=self.values.device)
+        for slot in self.slots:
+            first = slot.start // ALIGNMENT
+            rows[first : first - (-slot.parameter.numel() // ALIGNMENT)] = condition(slot)
+        return rows
 
     @property
     def rounds(self) -> bool:

@@ -23,7 +23,7 @@ class Engine(Protocol):
     def loss_gradient(self, scale: float) -> Tensor:
         """The gradient that the loss's backward starts with: `scale`, times the loss scale under fp16."""
 
-    def backward(self, output: GradientEdge | Tensor, gradient: Tensor, *, last: bool) -> None:
+    def backward(self, output: GradientEdge, gradient: Tensor, *, last: bool) -> None:
         """Runs backward from a stage's output; `last` says that every gradient is complete behind it."""
 
     def reduce_gradients(self) -> None:

@@ -124,7 +124,7 @@ def norm_counts_replicas(*args: Any) -> int:
 
     def count_all(self: Any, *rest: Any) -> None:
         init(self, *rest)
-        self.counted = [gradient for _, gradient in self.slots]
+        self.counted = [buffer.rows_where(lambda slot: True) for buffer in self.buffers]
 
     native.NativeEngine.__init__ = count_all
     return training.run_rank(*args)

@@ -224,7 +224,7 @@ def test_resolved_config_round_trips(load_raw: Load, raw: dict[str, Any]) -> Non
         ("train: {steps: 20}", "line 1"),
         ("[1, 2]", "does not hold sections"),
         ('{"train": 20}', "does not hold sections"),
-        ('{"log": {"dir": "\\ud800"}}', "surrogate"),  # Python's JSON reads half a character, nothing after it does
+        ('{"log": {"dir": "\\ud800"}}', "invalid json"),  # Python's JSON reads half a character, nothing after it does
     ],
 )
 def test_a_file_that_is_no_config(load_raw: Load, text: str, says: str) -> None:

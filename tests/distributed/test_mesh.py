@@ -1,0 +1,107 @@
+"""Coordinates, and groups that communicate among exactly the ranks along their axes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacore.comm import all_reduce, broadcast_text
+from megacore.config import load
+from megacore.mesh import AXES, Mesh, coordinates, ranks_along
+from megacore.place import place_from_environment
+from tests.training import write_config
+
+SHAPES = [(1, 1, 1), (1, 1, 4), (4, 1, 1), (2, 2, 2), (4, 3, 2), (3, 5, 4)]  # pp, dp, tp
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_coordinates_are_those_of_a_reshape(shape: tuple[int, int, int]) -> None:
+    """Ranks that disagree about who is where exchange the wrong tensors."""
+    mesh = np.arange(np.prod(shape)).reshape(shape)
+    assert [coordinates(rank, shape) for rank in range(mesh.size)] == list(np.ndindex(*shape))
+    for rank in range(mesh.size):
+        here = coordinates(rank, shape)
+        for axes in (("pp",), ("dp",), ("tp",), ("pp", "tp"), ("tp", "pp"), ("pp", "dp", "tp"), ()):
+            along = mesh[tuple(slice(None) if axis in axes else at for axis, at in zip(AXES, here, strict=True))]
+            assert ranks_along(axes, rank, shape) == tuple(np.ravel(along))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_ranks_are_neighbours(shape: tuple[int, int, int]) -> None:
+    """Tensor parallelism communicates in every layer: its ranks must share a node, aligned to their number."""
+    tp = shape[2]
+    for rank in range(int(np.prod(shape))):
+        first = rank - rank % tp
+        assert ranks_along(("tp",), rank, shape) == tuple(range(first, first + tp))
+
+
+def join(config_path: str, overrides: list[str]) -> Mesh:
+    place = place_from_environment()
+    return Mesh(load(config_path, overrides, place.world_size).config, place, torch.device("cpu"))
+
+
+def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """By group: the ranks it claims, the ranks that its sums come from, this rank's place in it, its timeout; and more."""
+    mesh = join(config_path, overrides)
+    found: dict[str, Any] = {}
+    for group in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.model, mesh.tied):
+        if group is None:
+            continue
+        assert group.process_group is not None and group.size == group.process_group.size()
+        one_hot = torch.nn.functional.one_hot(torch.tensor(mesh.place.rank), mesh.place.world_size)
+        reached = tuple(all_reduce(one_hot, group).nonzero().flatten().tolist())
+        timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout
+        found[group.name] = group.ranks, reached, group.ranks[group.rank], timeout.total_seconds()
+    text = f"from rank {mesh.place.rank}, «ü»" if mesh.place.rank in mesh.dp.ranks[:1] else ""
+    found["text"] = broadcast_text(text, mesh.dp, mesh.device)
+    found["description"] = mesh.describe()
+    mesh.barrier()
+    mesh.close()
+    assert not torch.distributed.is_initialized()
+    return found
+
+
+def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_path: Any) -> None:
+    """A gradient summed over the wrong ranks is a wrong gradient, and a group with a timeout of its own hangs for its default."""
+    config = write_config(tmp_path, "unused", parallel={"pipeline": 2, "data": 2, "tensor": 2, "timeout_seconds": 77})
+    mesh = np.arange(8).reshape(2, 2, 2)
+    for rank, found in enumerate(run_ranks(8, groups_of_rank, config, [])):
+        pp, dp, tp = (int(i) for i in np.unravel_index(rank, mesh.shape))
+        right = {
+            "world": mesh,
+            "tp": mesh[pp, dp, :],
+            "dp": mesh[pp, :, tp],
+            "pp": mesh[:, dp, tp],
+            "model": mesh[:, dp, :],
+            "tied": mesh[[0, -1], dp, tp],
+        }
+        assert {name: found[name] for name in right} == {
+            name: (tuple(ranks.ravel()), tuple(ranks.ravel()), rank, 77.0) for name, ranks in right.items()
+        }
+        assert found["text"] == f"from rank {mesh[pp, 0, tp]}, «ü»"
+        assert found["description"] == "pipeline 2 × data 2 × tensor 2 = 8 ranks, gloo"
+
+
+def tied_group_of_rank(config_path: str) -> tuple[int, ...] | None:
+    mesh = join(config_path, ["parallel.pipeline=3"])
+    return None if mesh.tied is None else mesh.tied.ranks
+
+
+def test_only_the_end_stages_share_embeddings(run_ranks: Callable[..., Any], tmp_path: Any) -> None:
+    """A middle stage in the tied group would be waited for, and never come."""
+    assert run_ranks(3, tied_group_of_rank, write_config(tmp_path, "unused")) == [(0, 2), None, (0, 2)]
+
+
+def mesh_of_one(config_path: str) -> list[tuple[int, bool]]:
+    mesh = join(config_path, [])
+    assert mesh.tied is None and not torch.distributed.is_initialized()
+    mesh.barrier()
+    mesh.close()
+    return [(group.size, group.process_group is None) for group in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.model)]
+
+
+def test_one_process_needs_no_process_group(run_ranks: Callable[..., Any], tmp_path: Any) -> None:
+    """One device would pay for collectives over itself, or need a free port."""
+    assert run_ranks(1, mesh_of_one, write_config(tmp_path, "unused")) == [[(1, True)] * 5]

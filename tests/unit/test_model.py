@@ -1,0 +1,316 @@
+"""The GPT on one device: against a plain one written here, and by the properties that a causal language model must have."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.config import Config, load
+from megacore.mesh import SOLO, Group
+from megacore.model.attention import rope_tables, rotate
+from megacore.model.context import Context
+from megacore.model.gpt import Stage, whole_model
+from megacore.model.norm import Norm
+from megacore.plan.flops import parameters
+from megacore.tensor_parallel.shard import shard_of
+from megacore.train.loader import Loader
+from tests.training import VOCAB_SIZE, write_config
+
+CPU = torch.device("cpu")
+LLAMA = "model.position=rope model.norm=rmsnorm model.activation=swiglu model.bias=false model.tie_embeddings=false"
+VARIANTS = {
+    "gpt2": "",
+    "llama": LLAMA,
+    "grouped queries": "model.num_kv_heads=2",
+    "one key head, rope": "model.num_kv_heads=1 model.position=rope",
+    "gelu, no bias, untied": "model.bias=false model.tie_embeddings=false",
+    "swiglu with biases": "model.activation=swiglu model.norm=rmsnorm",
+}
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """`configure(overrides, world=1)`: the tests' small config in fp64, resolved."""
+    path = write_config(tmp_path, "unused", train={"precision": "fp64"})
+    return lambda overrides="", world=1: load(path, overrides.split(), world).config
+
+
+def tokens_of(config: Config, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (config.train.micro_batch_size, config.train.seq_len), generator=generator)
+
+
+def shake(stage: Stage) -> Stage:
+    """Moves every parameter off its initial value: zero biases and unit norms would hide what is done with them."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype))
+    return stage
+
+
+def loss_and_gradients(stage: Stage, key: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    inputs, targets = tokens_of(stage.config), tokens_of(stage.config, 1)
+    loss = stage.loss(stage(inputs, key), targets)
+    names, values = zip(*stage.named_parameters(), strict=True)
+    return loss.detach(), dict(zip(names, torch.autograd.grad(loss, values), strict=True))
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Of any two tensors of the same name, relative to the second's largest element."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in a)
+
+
+def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Logits ``[batch, seq, vocab]`` of `tokens` ``[batch, seq]``: a head at a time, rotary positions as complex numbers."""
+    model, seq = config.model, tokens.shape[1]
+    head, group = model.head_size, model.num_heads // config.kv_heads
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        if model.norm == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * p[name + ".weight"]
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * p[name + ".weight"]
+        return x + p[name + ".bias"] if model.bias else x
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = torch.tensordot(x, p[name + ".weight"], dims=([-1], [-1]))
+        return y + p[name + ".bias"] if model.bias else y
+
+    def positioned(x: Tensor) -> Tensor:
+        if model.position != "rope":
+            return x
+        pairs = torch.complex(x[..., : head // 2], x[..., head // 2 :])
+        frequency = torch.tensor([model.rope_theta ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64)
+        pairs = pairs * torch.exp(1j * torch.arange(seq)[:, None] * frequency)
+        return torch.cat((pairs.real, pairs.imag), -1)
+
+    x = p["embedding.weight"][tokens]
+    if model.position == "learned":
+        x = x + p["position"][:seq]
+    for i in range(model.num_layers):
+        qkv = linear(norm(x, f"blocks.{i}.norm1"), f"blocks.{i}.attention.qkv")  # [batch, seq, kv heads, group + 2, head]
+        heads = []
+        for h in range(model.num_heads):
+            q, k, v = (qkv[:, :, h // group, j] for j in (h % group, group, group + 1))
+            scores = positioned(q) @ positioned(k).transpose(1, 2) / head**0.5
+            scores[:, *torch.triu_indices(seq, seq, 1)] = -torch.inf
+            heads.append(scores.softmax(-1) @ v)
+        x = x + linear(torch.cat(heads, -1), f"blocks.{i}.attention.output")
+        up = linear(norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.feed_forward.up")
+        if model.activation == "swiglu":
+            up = up[:, :, 0] * up[:, :, 0].sigmoid() * up[:, :, 1]
+        else:
+            up = 0.5 * up * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
+        x = x + linear(up, f"blocks.{i}.feed_forward.down")
+    return norm(x, "norm") @ p["embedding.weight" if model.tie_embeddings else "head.weight"].T
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_a_plain_gpt(configure: Configure, variant: str) -> None:
+    """A block wired, scaled or masked differently would still train, only worse."""
+    config = configure(VARIANTS[variant])
+    stage = shake(whole_model(config))
+    p = {name: parameter.detach().clone().requires_grad_() for name, parameter in stage.named_parameters()}
+    logits = plain_gpt(config, p, tokens_of(config))
+    right = F.cross_entropy(logits.flatten(0, 1), tokens_of(config, 1).flatten(), reduction="sum")
+    right.backward()
+    loss, gradients = loss_and_gradients(stage)
+    assert torch.equal(loss, stage.loss(stage(tokens_of(config)), tokens_of(config, 1)).detach())
+    assert float((loss - right.detach()).abs() / right.detach()) < 1e-12
+    assert largest_difference(gradients, {name: q.grad for name, q in p.items() if q.grad is not None}) < 1e-12
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2)])
+def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: str, tp: int, pp: int) -> None:
+    """Counted once each, they are as many as planned; and put together, bitwise those of one device."""
+    alone = whole_model(configure(VARIANTS[variant]))
+    whole = dict(alone.named_parameters())
+    tp = min(tp, alone.config.kv_heads)  # a key head is not cut
+    config = configure(f"{VARIANTS[variant]} parallel.tensor={tp} parallel.pipeline={pp} parallel.sequence=true", world=tp * pp)
+    counted = 0
+    for stage in range(pp):
+        layers = range(5 * stage // pp, 5 * (stage + 1) // pp)
+        ranks = [Stage(config, layers, Group("tp", tuple(range(tp)), rank), CPU) for rank in range(tp)]
+        counted += sum(p.numel() for rank in ranks for p in rank.parameters() if shard_of(p).counted)
+        for pieces in zip(*(rank.named_parameters() for rank in ranks), strict=True):
+            name, dim = pieces[0][0], shard_of(pieces[0][1]).dim
+            held = [piece.detach() for _, piece in pieces]
+            for logical in held if dim is None else [torch.cat(held, dim)]:
+                assert torch.equal(logical, whole[name]), name
+    assert counted == parameters(config)
+
+
+def test_initial_deviations(configure: Configure) -> None:
+    """GPT-2's: 0.02, for layers that write to the residual over the root of their number; zero biases; unit norms."""
+    config = configure("model.hidden_size=128 model.num_layers=8")
+    for name, parameter in whole_model(config).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            right = 0.02 / 4 if "output" in name or "down" in name else 0.02
+            assert float(parameter.detach().std()) == pytest.approx(right, rel=5 / parameter.numel() ** 0.5), name
+
+
+@pytest.mark.parametrize("overrides", ["", LLAMA, "model.attention=eager", "model.attention=fused train.precision=fp32"])
+def test_no_position_sees_a_later_one(configure: Configure, overrides: str) -> None:
+    """A leak makes the training loss fall for nothing: the model copies its target."""
+    stage = shake(whole_model(configure(overrides))).eval()
+    tokens = tokens_of(stage.config)
+    batch, seq = tokens.shape
+    logits = stage.logits(stage(tokens)).view(batch, seq, -1)
+    for t in (0, 5, seq - 1):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 1) % VOCAB_SIZE
+        moved = (stage.logits(stage(changed)).view(batch, seq, -1) != logits).any(-1)
+        assert not moved[0, :t].any() and not moved[1:].any()
+        assert moved[0, t:].all(), "or the comparison would prove nothing"
+
+
+def test_rotary_scores_depend_on_distance_alone() -> None:
+    """The one property that rotary positions are for; and they turn, so lengths stay."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(2, 1, 1, 32, 8)
+    cos, sin = rope_tables(32, 8, 10000.0, torch.float64, CPU)
+    scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-2, -1))[0, 0]  # the same q and k at every position
+    for distance in range(-31, 32):
+        diagonal = scores.diagonal(distance)
+        assert float((diagonal - diagonal[0]).abs().max()) < 1e-12
+    assert float(scores.std()) > 0.1
+    assert torch.allclose(rotate(q, cos, sin).norm(dim=-1), q.norm(dim=-1), rtol=1e-12)
+    assert torch.equal(rotate(q, cos, sin)[..., 0, :], q[..., 0, :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_angles_at_long_context(dtype: torch.dtype) -> None:
+    """Angles in fp32, of position times frequency, would be off by 1e-2 at a million positions."""
+    position, head = 2**20 - 1, 8
+    cos, sin = rope_tables(position + 1, head, 10000.0, torch.float32, CPU)
+    angle = torch.tensor([position * 10000.0 ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64)
+    x = torch.ones(1, 1, 1, head, dtype=dtype)
+    right = torch.cat((angle.cos() - angle.sin(), angle.sin() + angle.cos()))
+    assert float((rotate(x, cos[-1:], sin[-1:]) - right).abs().max()) < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+
+
+@pytest.mark.parametrize("overrides", ["", LLAMA, "model.num_kv_heads=2"])
+def test_eager_attention_equals_sdpa(configure: Configure, overrides: str) -> None:
+    losses = [loss_and_gradients(shake(whole_model(configure(f"{overrides} model.attention={a}")))) for a in ("sdpa", "eager")]
+    assert torch.allclose(losses[0][0], losses[1][0], rtol=1e-13)
+    assert largest_difference(losses[0][1], losses[1][1]) < 1e-12
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_grouped_queries_equal_repeated_key_heads(configure: Configure, attention: str) -> None:
+    """A query head that read another group's keys would be a different, undocumented model."""
+    grouped = shake(whole_model(configure(f"model.num_kv_heads=2 model.attention={attention}")))
+    full = whole_model(configure(f"model.attention={attention}"))
+    state = grouped.state_dict()
+    for name in [name for name in state if ".qkv." in name]:
+        groups = state[name]  # [2, 2 queries + key + value, head, …]
+        state[name] = torch.stack([torch.stack((g[query], g[2], g[3])) for g in groups for query in (0, 1)])
+    full.load_state_dict(state)
+    tokens = tokens_of(grouped.config)
+    assert torch.allclose(grouped.logits(grouped(tokens)), full.logits(full(tokens)), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("overrides", ["", LLAMA, "model.attention=eager model.num_kv_heads=2"])
+def test_recomputation_changes_memory_and_nothing_else(configure: Configure, overrides: str) -> None:
+    """With dropout, so that a mask drawn anew in the recomputation would show; and each must keep less than the one before."""
+    results, kept = [], []
+    for recompute in ("none", "selective", "full"):
+        stage = shake(whole_model(configure(f"{overrides} model.dropout=0.2 train.recompute={recompute}")))
+        own = {parameter.data_ptr() for parameter in stage.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(x: Tensor, own: set[int] = own, saved: dict[int, int] = saved) -> Tensor:
+            if x.data_ptr() not in own:
+                saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            results.append(loss_and_gradients(stage, key=3))
+        kept.append(sum(saved.values()))
+    for loss, gradients in results[1:]:
+        assert torch.equal(loss, results[0][0])
+        assert largest_difference(gradients, results[0][1]) < 1e-12
+    assert kept[0] > kept[1] > kept[2]
+
+
+def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
+    """Equal masks in two layers or two microbatches are not independent noise; and a recomputation must draw the same again."""
+    ones = torch.ones(32, 64, dtype=torch.float64)
+
+    def dropped(key: int, *site: object, group: Group = SOLO, sequence: bool = False) -> Tensor:
+        context = Context(2, 16, None, group, sequence, 0.25, key)
+        return context.drop(ones[: 32 // group.size] if sequence else ones, *site)
+
+    masks = [dropped(1, 0, "attention"), dropped(2, 0, "attention"), dropped(1, 1, "attention"), dropped(1, 0, "feed_forward")]
+    for i, mask in enumerate(masks):
+        assert sorted(mask.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
+        assert float(mask.mean()) == pytest.approx(1, abs=0.06)
+        assert all(0.5 < float((mask == other).double().mean()) < 0.75 for other in masks[:i])
+    assert torch.equal(dropped(1, 0, "attention"), masks[0])
+    parts = [dropped(1, 0, "attention", group=Group("tp", (0, 1), rank), sequence=True) for rank in range(2)]
+    assert torch.equal(torch.cat(parts), masks[0]), "sequence parallelism must cut the mask, not draw another"
+
+    stage = shake(whole_model(configure("model.dropout=0.2")))
+    still = shake(whole_model(configure()))
+    tokens = tokens_of(stage.config)
+    assert torch.equal(stage(tokens, 1), stage(tokens, 1))
+    assert not torch.equal(stage(tokens, 1), stage(tokens, 2))
+    assert torch.equal(stage.eval()(tokens, 1), still(tokens)), "no dropout in validation"
+
+
+def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
+    """Keys follow the place in the global batch, not the rank: else dropout would repeat, or depend on the layout."""
+    stream: Any = SimpleNamespace(samples=lambda indices: np.repeat(indices[:, None], 17, 1))
+
+    def keys(data: int) -> dict[tuple[int, int], int]:
+        config = configure(f"parallel.data={data}", world=data)
+        found = {}
+        for rank in range(data):
+            mesh: Any = SimpleNamespace(dp=Group("dp", tuple(range(data)), rank), device=CPU)
+            for step in (1, 2):
+                for microbatch in Loader(config, mesh, stream).step(step):
+                    found[step, int(microbatch.inputs[0, 0])] = microbatch.key
+        return found
+
+    alone = keys(1)
+    assert len(alone) == len(set(alone.values())) == 8
+    assert keys(2) == keys(4) == alone
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm_statistics_in_bf16(configure: Configure, kind: str) -> None:
+    """Statistics of 4096 features in bf16 are off by percents: the sum stops growing where its step passes the values."""
+    model = configure(f"model.norm={kind} model.hidden_size=4096").model
+    norm = Norm(model, SOLO, False, torch.bfloat16, CPU)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.ones_like(parameter) if parameter is norm.weight else torch.zeros_like(parameter))
+    x = (10 + torch.randn(16, 4096, generator=torch.Generator().manual_seed(0))).bfloat16()
+
+    def mean(x: Tensor) -> Tensor:
+        return sum(x.unbind(-1), torch.zeros_like(x[:, 0]))[:, None] / x.shape[1]  # rounds at every addition
+
+    def plain(x: Tensor) -> Tensor:
+        centred = x - mean(x) if kind == "layernorm" else x
+        return centred / mean(centred.square()).sqrt()
+
+    def error(y: Tensor) -> float:
+        right = plain(x.double())
+        return float(((y.double() - right).abs() / right.abs().clamp(min=0.1)).max())
+
+    assert error(norm(x)) < 2**-7
+    assert error(plain(x)) > 2**-5, "the planted fault: statistics in bf16"
