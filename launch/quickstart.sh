@@ -29,7 +29,7 @@ fi
 
 # No hostfile: all ranks are on this machine. (An empty name, so that one of the cluster's is not picked up.)
 # shellcheck disable=SC2086
-if deepspeed --hostfile="" --num_gpus "$ranks" --master_port "${MASTER_PORT:-29500}" \
+if deepspeed --log_level error --hostfile="" --num_gpus "$ranks" --master_port "${MASTER_PORT:-29500}" \
     launch/pretrain.py --config configs/gpt_tiny.json log.dir=runs/quickstart $mesh "$@"; then :; else
     status=$?
     printf 'training ended with status %d; the same command goes on from the last checkpoint\n' "$status" >&2

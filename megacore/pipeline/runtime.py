@@ -109,11 +109,14 @@ class Runtime:
             self.gradients[m, False] = grad
 
     def _transfer(self, actions: Sequence[Action]) -> None:
-        """Posts adjacent transfers as one batch, and waits for what is received. Sends are waited for when their
-        memory may be long free; until then the list keeps it."""
-        self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
+        """Posts adjacent transfers as one batch, waits for what is received, then for what the batch before sent.
+
+        By then the receivers have long posted theirs, so that this costs no time and frees the memory. (Asking
+        `is_completed` would not: gloo completes a send only when it is waited for.)
+        """
         posts = [self._post(action) for action in actions]
         works = dist.batch_isend_irecv(posts)
+        sent, self.sending = self.sending, []
         # NCCL returns one handle for the whole batch, gloo one a transfer.
         for i, post in enumerate(posts):
             work = works[min(i, len(works) - 1)]
@@ -121,6 +124,8 @@ class Runtime:
                 work.wait()
             else:
                 self.sending.append((work, post.tensor))
+        for work, _ in sent:
+            work.wait()
 
     def _post(self, action: Action) -> dist.P2POp:
         m, peer, group = action.microbatch, self.pp.ranks[action.peer], self.pp.process_group

@@ -312,5 +312,5 @@ def test_norm_statistics_in_bf16(configure: Configure, kind: str) -> None:
         right = plain(x.double())
         return float(((y.double() - right).abs() / right.abs().clamp(min=0.1)).max())
 
-    assert error(norm(x)) < 2**-7
+    assert error(norm(x).detach()) < 2**-7
     assert error(plain(x)) > 2**-5, "the planted fault: statistics in bf16"

@@ -178,6 +178,7 @@ def test_peaks_are_exact_or_unknown() -> None:
 # What each config is made for: ranks, and GiB of memory of one device.
 HARDWARE = {
     "gpt_tiny": (1, 2),
+    "shakespeare_char": (1, 2),
     "gpt_124m": (1, 24),
     "gpt_350m": (1, 24),
     "gpt_1b": (1, 80),
@@ -203,7 +204,7 @@ def test_configs_fit_their_hardware(name: str) -> None:
     assert max(memory.total for memory in stage_memory(resolved(name))) < 0.9 * gib * 2**30
 
 
-@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.parametrize("name", sorted(HARDWARE.keys() - {"shakespeare_char"}))  # which keeps to a batch of 12, for comparison
 def test_configs_scale_out(name: str) -> None:
     """Their batches would not divide over twice, four and eight times the ranks."""
     for times in (2, 4, 8):

@@ -1,0 +1,321 @@
+"""The native engine's step, against torch's own optimizer on an ordinary copy of the model."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megacore.comm import Done
+from megacore.config import Config, load
+from megacore.config.schema import Optim
+from megacore.engine import reduce
+from megacore.engine.native import NativeEngine
+from megacore.engine.optimizer import LossScale, fill_buffers, learning_rate
+from megacore.engine.reduce import GradientReducer
+from megacore.mesh import SOLO, Group, Mesh
+from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline import schedule
+from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.place import Place
+from megacore.tensor_parallel.shard import shard_of
+from tests.training import VOCAB_SIZE, write_config
+
+CPU = torch.device("cpu")
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """`configure(overrides)`: the tests' small config, resolved."""
+    path = write_config(tmp_path, "unused", model={"num_layers": 2})
+    return lambda overrides="": load(path, overrides.split()).config
+
+
+def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
+    stage = whole_model(config)
+    return stage, NativeEngine(config, stage, Mesh(config, Place(), CPU))
+
+
+def batch_of(config: Config, step: int) -> list[Microbatch]:
+    """A global batch: the same sequences, however they are cut into microbatches."""
+    train = config.train
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB_SIZE, (2, train.global_batch_size, train.seq_len), generator=generator)
+    parts = zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True)
+    return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(parts)]
+
+
+def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) -> Tensor:
+    """Forward and backward of a step's whole batch; its mean loss."""
+    plan = schedule.build(config.parallel.schedule, 1, config.num_microbatches, tied=config.model.tie_embeddings)
+    weight = 1 / (config.train.global_batch_size * config.train.seq_len)
+    return Runtime(stage, engine, SOLO).run(plan, batch_of(config, step), weight) * weight
+
+
+@pytest.mark.parametrize(
+    "overrides", ["optim.grad_clip=0.9", "model.norm=rmsnorm model.bias=false model.tie_embeddings=false optim.grad_clip=0"]
+)
+def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
+    """Clipping, decay on matrices only, bias correction, accumulation: a slip in any gives other weights after a step or two."""
+    config = configure(f"train.precision=fp64 optim.weight_decay=0.3 {overrides}")
+    optim = config.optim
+    stage, engine = engine_of(config)
+    copy = whole_model(config)
+    parameters = dict(copy.named_parameters())
+    matrices = {name for name in parameters if name.endswith(("embedding.weight", "head.weight", "position"))}
+    matrices |= {name for name in parameters if name.startswith("blocks") and "norm" not in name and name.endswith("weight")}
+    groups = [
+        {"params": [p for n, p in parameters.items() if n in matrices], "weight_decay": optim.weight_decay},
+        {"params": [p for n, p in parameters.items() if n not in matrices], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.0, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    clipped = set()
+    for step in range(1, 7):
+        rate = 1e-3 * step
+        loss = accumulate(config, stage, engine, step)
+        statistics = engine.step(rate)
+
+        whole = [torch.cat(tensors) for tensors in zip(*((m.inputs, m.targets) for m in batch_of(config, step)), strict=True)]
+        right = copy.loss(copy(whole[0]), whole[1]) / whole[1].numel()
+        plain.zero_grad()
+        right.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in copy.parameters() if p.grad is not None])
+        if optim.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(copy.parameters(), optim.grad_clip, norm)
+            clipped.add(bool(norm > optim.grad_clip))
+        for group in plain.param_groups:
+            group["lr"] = rate
+        plain.step()
+
+        assert loss.item() == pytest.approx(right.item(), rel=1e-13)
+        assert statistics.grad_norm.item() == pytest.approx(norm.item(), rel=1e-12)
+        for name, parameter in stage.named_parameters():
+            assert float((parameter - parameters[name]).detach().abs().max()) < 1e-12, f"{name}, step {step}"
+    assert clipped == ({True, False} if optim.grad_clip else set()), "steps with and without clipping must both be tried"
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation_equals_one_large_batch(configure: Configure, micro: int) -> None:
+    """Gradients of microbatches averaged instead of summed, or scaled by their own number of tokens."""
+    stages = []
+    for size in (8, micro):
+        config = configure(f"train.precision=fp64 train.micro_batch_size={size}")
+        stage, engine = engine_of(config)
+        for step in (1, 2, 3):
+            accumulate(config, stage, engine, step)
+            engine.step(1e-3)
+        stages.append(stage)
+    for large, small in zip(*(stage.parameters() for stage in stages), strict=True):
+        assert float((large - small).detach().abs().max()) < 1e-12
+
+
+def backward_of(engine: NativeEngine, stage: Stage, gradient: float, times: int = 1) -> None:
+    """Accumulates `times` × `gradient` into every element of every parameter, through autograd in the parameters' dtype."""
+    for i in range(times):
+        total = sum((p.sum() * 1.0 for p in stage.parameters()), torch.zeros((), dtype=next(stage.parameters()).dtype))
+        engine.backward(get_gradient_edge(total), torch.full_like(total, gradient), last=i == times - 1)
+    engine.reduce_gradients()
+
+
+def test_bf16_keeps_what_bf16_cannot_hold(configure: Configure) -> None:
+    """Masters and moments in fp32: an update of 1e-4 on a weight of 1, whose next bf16 neighbour is 4e-3 away, must add up."""
+    config = configure("train.precision=bf16 optim.weight_decay=0 optim.grad_clip=0")
+    stage, engine = engine_of(config)
+    weight = stage.norm.weight
+    assert weight.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor, _ in engine.tensors().values()} == {torch.float32}
+    naive = torch.nn.Parameter(weight.detach().clone())
+    plain = torch.optim.AdamW([naive], lr=1e-4, weight_decay=0.0)
+    for _ in range(40):  # Adam moves by the learning rate where the gradient stays the same
+        backward_of(engine, stage, 1.0)
+        engine.step(1e-4)
+        naive.grad = torch.ones_like(naive)
+        plain.step()
+    master = engine.tensors()["model/norm.weight"][0]
+    assert torch.allclose(master, torch.full_like(master, 1 - 40e-4), atol=1e-5)
+    assert torch.equal(weight, master.bfloat16()) and weight[0] < 1
+    assert (naive == 1).all(), "the planted fault: without masters nothing moves"
+
+
+def test_bf16_gradients_add_up_in_fp32(configure: Configure) -> None:
+    """512 microbatches of 2⁻⁹ on top of 1: in bf16 each of them alone would be rounded away."""
+    stage, engine = engine_of(configure("train.precision=bf16"))
+    backward_of(engine, stage, 1.0)
+    backward_of(engine, stage, 2.0**-9, times=512)
+    assert all((slot.view(buffer.gradients) == 2.0).all() for buffer in engine.buffers for slot in buffer.slots)
+    assert torch.tensor(1.0).bfloat16() + torch.tensor(2.0**-9).bfloat16() == 1.0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, precision: str, bad: float) -> None:
+    """One overflow would turn every weight into NaN; a skipped step that counted would bend bias correction."""
+    stage, engine = engine_of(configure(f"train.precision={precision}"))
+    backward_of(engine, stage, 1.0)
+    engine.step(1e-3)
+    before = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
+    state = engine.state()
+    assert state["updates"] == 1 and state["skipped"] == 0
+
+    backward_of(engine, stage, 1.0)
+    engine.buffers[0].gradients[3] = bad  # one element of one parameter's
+    statistics = engine.step(1e-3)
+    assert not statistics.grad_norm.isfinite() and statistics.skipped == 1
+    assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
+    scale = state["loss_scale"] / (2 if precision == "fp16" else 1)
+    assert engine.state() == {"updates": 1, "skipped": 1, "loss_scale": scale, "good_steps": 0}
+
+    backward_of(engine, stage, 1.0)  # and nothing of it is left behind
+    assert engine.step(1e-3).grad_norm.isfinite()
+    assert engine.state()["updates"] == 2
+    assert not torch.equal(engine.tensors()["model/norm.weight"][0], before["model/norm.weight"])
+
+
+def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
+    """A gradient that is not unscaled before the clip steps by its bound in every step, however small it is."""
+    norms = {}
+    for precision, scale in (("fp32", 1.0), ("fp16", 2.0**16 * 4)):  # 4 microbatches
+        config = configure(f"train.precision={precision}")
+        stage, engine = engine_of(config)
+        assert engine.loss_gradient(0.5) == 0.5 * scale
+        accumulate(config, stage, engine, 1)
+        statistics = engine.step(1e-3)
+        norms[precision] = statistics.grad_norm.item()
+        moment = torch.cat([t.flatten() for name, (t, _) in engine.tensors().items() if name.startswith("adam_m")])
+        assert float(moment.norm()) == pytest.approx((1 - config.optim.beta1) * config.optim.grad_clip, rel=1e-3)
+        assert statistics.skipped == 0
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=1e-2) and norms["fp32"] > 2 * config.optim.grad_clip
+
+
+def test_loss_scale_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale that never grew back would end at zero; one that ignored overflows would skip for ever."""
+    monkeypatch.setattr(LossScale, "INTERVAL", 3)
+    scale = LossScale(True, 1024.0, CPU)
+    seen = []
+    for overflowed in (0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0):
+        scale.update(torch.tensor(float(overflowed)))
+        seen.append(scale.value.item())
+    assert seen == [1024, 1024, 2048, 2048, 2048, 1024, 1024, 1024, 512, 256, 256, 256, 512]
+    constant = LossScale(False, 1024.0, CPU)
+    constant.update(torch.tensor(1.0))
+    assert constant.value == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points"),
+    [
+        ("cosine", {1: 0.1, 5: 0.5, 10: 1.0, 35: 0.775, 60: 0.55, 85: 0.325, 110: 0.1, 111: 0.1, 200: 0.1}),
+        ("linear", {1: 0.1, 10: 1.0, 60: 0.55, 85: 0.325, 110: 0.1, 200: 0.1}),
+        ("constant", {1: 0.1, 10: 1.0, 11: 1.0, 200: 1.0}),
+        ("wsd", {1: 0.1, 10: 1.0, 90: 1.0, 145: 0.55, 200: 0.1}),
+    ],
+)
+def test_learning_rate_at_its_corners(schedule: str, points: dict[int, float]) -> None:
+    """Warmup that begins at zero, or a decay that ends a step early or late, is not the documented schedule."""
+    optim = Optim.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "schedule": schedule})
+    cosine = {35: 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 85: 0.1 + 0.45 * (1 - math.cos(math.pi / 4))}
+    for step, rate in (points | cosine if schedule == "cosine" else points).items():
+        assert learning_rate(optim, step, 200) == pytest.approx(rate, abs=1e-12), step
+
+
+def test_learning_rate_without_room() -> None:
+    """No warmup, warmup longer than the run, decay that starts where warmup ends: no division by zero, no step at lr 0."""
+    for kind in ("cosine", "linear", "constant", "wsd"):
+        flat = Optim.model_validate({"lr": 1.0, "warmup_steps": 0, "decay_steps": 1, "schedule": kind})
+        assert learning_rate(flat, 1, 1) == (1.0 if kind == "constant" else 0.0)
+        cut = Optim.model_validate({"lr": 1.0, "warmup_steps": 30, "decay_steps": 30, "schedule": kind})
+        assert [learning_rate(cut, step, 20) for step in (1, 15, 20)] == pytest.approx([1 / 30, 0.5, 2 / 3])
+
+
+def reducer_of(config: Config, stage: Stage, tp: Group = SOLO) -> GradientReducer:
+    return GradientReducer(fill_buffers(stage), SOLO, tp, config.engine.bucket_mib)
+
+
+def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
+    """A gradient outside every bucket is never reduced; one in two is counted twice."""
+    config = configure("engine.bucket_mib=0.01")
+    stage = whole_model(config)
+    reducer = reducer_of(config, stage)
+    limit = 0.01 * 2**20 / 4
+    largest = max(p.numel() for p in stage.parameters())
+    assert len(reducer.buckets) > 4 and sum(b.members for b in reducer.buckets) == len(list(stage.parameters()))
+    for bucket in reducer.buckets:
+        bucket.gradients.add_(1.0)
+        assert bucket.gradients.numel() < limit + largest + 64
+    for buffer in reducer.buffers:
+        assert (buffer.gradients == 1).all()
+        names = [slot.name for slot in buffer.slots]
+        forward = [name for name, _ in stage.named_parameters() if name in names]
+        assert names == forward[::-1]
+        for slot in buffer.slots:
+            assert slot.parameter.data_ptr() == slot.view(buffer.values).data_ptr() and slot.start % 64 == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buckets_start_within_the_last_backward_and_in_order(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Started in an earlier microbatch, a bucket would be reduced before it is whole; out of order, ranks would mix buckets up."""
+    config = configure(f"train.precision={precision} engine.bucket_mib=0.01 model.tie_embeddings=false")
+    stage = whole_model(config)
+    # As sequence parallelism marks them: norms' gradients are of this rank's tokens only.
+    for parameter in stage.parameters():
+        if shard_of(parameter).fill:
+            parameter.shard = replace(shard_of(parameter), partial=True)  # type: ignore[attr-defined]
+    started: list[tuple[str, int]] = []
+
+    def record(kind: str) -> Callable[[Tensor, Group], Done]:
+        def collective(x: Tensor, group: Group) -> Done:
+            started.append((kind, x.data_ptr()))
+            return Done()
+
+        return collective
+
+    monkeypatch.setattr(reduce, "all_reduce_start", record("data"))
+    monkeypatch.setattr(reduce, "all_reduce", record("tensor"))
+    reducer = reducer_of(config, stage)
+    for last in (False, False, True):
+        if last:
+            assert not started
+            reducer.arm()
+        inputs = torch.zeros(2, 16, dtype=torch.long)
+        stage.loss(stage(inputs), inputs).backward()
+    within = len(started)
+    reducer.finish()
+    whole = [("data", b.gradients.data_ptr()) for b in reducer.buckets if not b.partial]
+    partial = [(kind, b.gradients.data_ptr()) for b in reducer.buckets if b.partial for kind in ("tensor", "data")]
+    assert len(whole) > 4 and partial
+    assert started == whole + partial, "each once, in one order; partial gradients over the tensor ranks first"
+    assert within == len(whole), "all of them behind backward, not after it"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> None:
+    """A resumed run would part from the uninterrupted one: a moment, a counter or the loss scale left behind."""
+    config = configure(f"train.precision={precision}")
+    stage, engine = engine_of(config)
+    for step in (1, 2, 3):
+        accumulate(config, stage, engine, step)
+        engine.step(1e-3)
+    if precision == "fp16":
+        engine.loss_scale.value.mul_(0.5)  # off its initial value
+    other_stage, other = engine_of(configure(f"train.precision={precision} train.seed=1"))
+    saved = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
+    assert saved.keys() == {f"{kind}/{name}" for kind in ("model", "adam_m", "adam_v") for name, _ in stage.named_parameters()}
+    for name, (tensor, shard) in other.tensors().items():
+        assert tensor.shape == shard.local_shape
+        tensor.copy_(saved[name])
+    other.load_state(engine.state())
+    assert all(torch.equal(a, b) for a, b in zip(stage.parameters(), other_stage.parameters(), strict=True))
+    for step in (4, 5):
+        losses = [accumulate(config, s, e, step) for s, e in ((stage, engine), (other_stage, other))]
+        assert torch.equal(*losses)
+        norms = [e.step(1e-3).grad_norm for e in (engine, other)]
+        assert torch.equal(*norms)
+    assert engine.state() == other.state()
+    assert all(torch.equal(a, b) for a, b in zip(stage.parameters(), other_stage.parameters(), strict=True))

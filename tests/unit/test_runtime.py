@@ -1,0 +1,127 @@
+"""The runtime on one stage: what it computes, and what it lets go of."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megacore.config import Config, load
+from megacore.engine.native import NativeEngine
+from megacore.mesh import SOLO, Mesh
+from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline import schedule
+from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.simulate import peak_live
+from megacore.place import Place
+from megacore.tensor_parallel.cross_entropy import IGNORED
+from tests.training import VOCAB_SIZE, write_config
+
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """`configure(overrides)`: the tests' small config in fp64, resolved."""
+    path = write_config(tmp_path, "unused", model={"num_layers": 2}, train={"precision": "fp64"})
+    return lambda overrides="": load(path, overrides.split()).config
+
+
+def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
+    stage = whole_model(config)
+    return stage, NativeEngine(config, stage, Mesh(config, Place(), torch.device("cpu")))
+
+
+def batch_of(config: Config, microbatches: int) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (microbatches, 2, config.train.micro_batch_size, config.train.seq_len)
+    tokens = torch.randint(VOCAB_SIZE, shape, generator=generator)
+    return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("name", schedule.GENERATORS)
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure, name: str, microbatches: int) -> None:
+    """A microbatch lost, repeated or weighted otherwise; the order of a schedule must not matter."""
+    config = configure("model.dropout=0.1")
+    stage, engine = engine_of(config)
+    batch = batch_of(config, microbatches)
+    loss = Runtime(stage, engine, SOLO).run(schedule.build(name, 1, microbatches), batch, 0.125)
+
+    copy = whole_model(config)
+    losses = torch.stack([copy.loss(copy(m.inputs, m.key), m.targets) for m in batch])
+    (losses.sum() * 0.125).backward()
+    assert float((loss - losses.sum()).detach().abs()) < 1e-10 and not loss.requires_grad
+    for parameter, right in zip(stage.parameters(), copy.parameters(), strict=True):
+        assert parameter.grad is not None and right.grad is not None
+        assert float((parameter.grad - right.grad).abs().max()) < 1e-12
+
+
+@contextmanager
+def watched(stage: nn.Module) -> Iterator[list[StorageWeakRef]]:
+    """Collects the memory of every block's output, without keeping it."""
+    seen: list[StorageWeakRef] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(StorageWeakRef(output.untyped_storage()))
+
+    blocks = stage.get_submodule("blocks").children()
+    hooks = [block.register_forward_hook(note) for block in blocks]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", schedule.GENERATORS)
+@pytest.mark.parametrize("microbatches", [1, 6])
+def test_activations_die_with_their_backward(configure: Configure, name: str, microbatches: int) -> None:
+    """Memory would grow with the microbatches: under 1F1B one stage holds one at a time, under GPipe all of them."""
+    config = configure()
+    stage, engine = engine_of(config)
+    runtime = Runtime(stage, engine, SOLO)
+    plan = schedule.build(name, 1, microbatches)
+    most = 0
+    forward, gc_was_enabled = runtime.methods[schedule.Op.FORWARD], gc.isenabled()
+    gc.disable()  # freed by reference counts alone, not when the collector happens to run
+    with watched(stage) as seen:
+
+        def counted(action: schedule.Action) -> None:
+            nonlocal most
+            forward(action)
+            most = max(most, sum(not storage.expired() for storage in seen))
+
+        runtime.methods[schedule.Op.FORWARD] = counted
+        runtime.run(plan, batch_of(config, microbatches), 1.0)
+        alive = [storage.expired() for storage in seen].count(False)
+    if gc_was_enabled:
+        gc.enable()
+    assert len(seen) == 2 * microbatches and alive == 0
+    assert runtime.peak_live == peak_live(plan)[0] == (microbatches if name == "gpipe" else 1)
+    assert most == 2 * runtime.peak_live
+    assert not (runtime.inputs or runtime.outputs or runtime.edges or runtime.gradients or runtime.sending)
+
+
+def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> None:
+    """A graph held for a backward that never comes would hold all of a validation's activations; dropout would blur its loss."""
+    config = configure("model.dropout=0.3")
+    stage = whole_model(config).eval()
+    batch = batch_of(config, 3)
+    targets = batch[1].targets.clone()
+    targets[0, 3:] = IGNORED
+    batch[1] = Microbatch(batch[1].inputs, targets)
+    runtime = Runtime(stage, None, SOLO)
+    with watched(stage) as seen:
+        loss = runtime.run(schedule.forward_only(1, 3), batch)
+        assert all(storage.expired() for storage in seen)
+    plain = whole_model(configure())
+    right = sum(float(plain.loss(plain(m.inputs), m.targets).detach()) for m in batch)
+    assert loss.item() == pytest.approx(right, rel=1e-13)
+    assert runtime.peak_live == 0 and not runtime.edges
+    stage.train()
+    with pytest.raises(AssertionError, match="a plan with backward needs an engine"):
+        runtime.run(schedule.build("1f1b", 1, 3), batch, 1.0)
