@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-WeightedPrefix = tuple[Positive, str]
+WeightedPrefixes = Annotated[list[tuple[Positive, str]], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -89,8 +89,8 @@ class Optim(Section):
 
 
 class Data(Section):
-    train: str | list[WeightedPrefix] | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
-    valid: str | list[WeightedPrefix] | None = None
+    train: str | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
+    valid: str | WeightedPrefixes | None = None
     tokenizer: str | None = Field(None, description="bytes, or a sentencepiece .model; needed only where text is shown")
 
 
@@ -108,7 +108,7 @@ class Engine(Section):
 
 
 class Log(Section):
-    dir: str | None = Field(None, description="null: runs/<the config file's name>")
+    dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: PositiveInt = Field(10, description="steps between log lines; the only steps that wait for the device")
     tensorboard: bool = True
     prometheus_port: PositiveInt | None = None

@@ -73,6 +73,7 @@ def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -
         ("model.num_kv_heads", "0", "a whole number above 0 or null"),
         ("parallel.data", "every", "a whole number above 0 or auto"),
         ("data.train", '[["a", 1]]', "a string or a list of [weight, prefix] or null"),
+        ("data.valid", "[]", "a string or a list of [weight, prefix] or null"),
         ("checkpoint.async", '"yes"', "true or false"),
     ],
 )
