@@ -53,7 +53,7 @@ def train(resolved: Resolved, place: Place) -> int:
     """Joins the mesh and trains."""
     config = resolved.config
     from megacore.mesh import Mesh, pick_device
-    from megacore.train.cpu import multiply_with_onednn, share_cores
+    from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
     from megacore.train.failure import fail
     from megacore.train.inputs import Inputs
     from megacore.train.trainer import Trainer
@@ -62,6 +62,7 @@ def train(resolved: Resolved, place: Place) -> int:
     if device.type == "cpu":
         share_cores(place.local_world_size)
         multiply_with_onednn()
+        keep_freed_memory()
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, device)
     try:

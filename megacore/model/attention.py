@@ -9,7 +9,7 @@ from megacore.config import Config
 from megacore.kernels.softmax import causal_softmax
 from megacore.mesh import Group
 from megacore.model.context import Context
-from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
+from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, is_emulated
 
 
 class Attention(nn.Module):
@@ -65,6 +65,8 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``softmax(q kᵀ / √head + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
+        if is_emulated(q):
+            return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
         if self.implementation == "sdpa":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.queries > 1)
         if self.queries > 1:

