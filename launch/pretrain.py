@@ -1,7 +1,9 @@
 """Trains a GPT: the script that a launcher starts once for every rank."""
 
 import argparse
+import socket
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
@@ -52,23 +54,31 @@ def main() -> int:
 def train(resolved: Resolved, place: Place) -> int:
     """Joins the mesh and trains."""
     config = resolved.config
+
     from megacore.mesh import Mesh, pick_device
     from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
-    from megacore.train.failure import fail
+    from megacore.train.failure import GRACE_SECONDS, fail
     from megacore.train.inputs import Inputs
     from megacore.train.trainer import Trainer
 
-    device = pick_device(config, place)
+    try:
+        device = pick_device(config, place)
+        inputs = Inputs(config, place.rank)
+    except UserError as error:
+        if place.rank > 0:  # what only this machine lacks must be said; what all lack, rank 0 has said by then
+            time.sleep(GRACE_SECONDS)
+            print(f"rank {place.rank} on {socket.gethostname()}: {error}", file=sys.stderr)
+        raise
     if device.type == "cpu":
         share_cores(place.local_world_size)
         multiply_with_onednn()
         keep_freed_memory()
-    inputs = Inputs(config, place.rank)
-    mesh = Mesh(config, place, device)
+    mesh = None
     try:
+        mesh = Mesh(config, place, device)
         status = Trainer(config, mesh, inputs).run()
     except BaseException as error:
-        fail(error, mesh)
+        fail(error, place, mesh)
         raise
     mesh.close()
     return status

@@ -41,7 +41,7 @@ class Mesh:
     """The process groups of one rank, and its coordinates.
 
     Groups: `tp`, `dp`, `pp` along one axis; `model` over tp × pp (one whole copy of the model, over which norms
-    add up); `tied` with the first and the last stage (None elsewhere); `world`.
+    add up); `tied` with the first and the last stage if they share embeddings (None elsewhere); `world`.
     """
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
@@ -60,13 +60,15 @@ class Mesh:
         self.pp_rank, self.dp_rank, self.tp_rank = coordinates(place.rank, self.shape)
         # Same order on every rank: with local synchronisation only a group's members meet to create it,
         # so a rank creates its handful of groups, not the whole cluster's.
-        self.world = Group("world", tuple(range(place.world_size)), place.rank, dist.group.WORLD if place.world_size > 1 else None)
+        everyone = tuple(range(place.world_size))
+        self.world = Group("world", everyone, place.rank, dist.group.WORLD if place.world_size > 1 else None)
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: self.world.process_group}
         self.tp = self._group("tp", "tp")
         self.dp = self._group("dp", "dp")
         self.pp = self._group("pp", "pp")
         self.model = self._group("model", "pp", "tp")
         self.tied: Group | None = None
-        if self.pp.size > 1 and self.pp_rank in (0, self.pp.size - 1):
+        if config.model.tie_embeddings and self.pp.size > 1 and self.pp_rank in (0, self.pp.size - 1):
             self.tied = self._create("tied", (self.pp.ranks[0], self.pp.ranks[-1]))
         if self.backend == "nccl":
             self._connect()
@@ -84,8 +86,11 @@ class Mesh:
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == 1:
             return Group(name, ranks, 0)
-        group = dist.new_group(ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name)
-        return Group(name, ranks, ranks.index(self.place.rank), group)
+        if ranks not in self.groups:  # a communicator costs memory and start-up time: equal ranks share one
+            self.groups[ranks] = dist.new_group(
+                ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name
+            )
+        return Group(name, ranks, ranks.index(self.place.rank), self.groups[ranks])
 
     def barrier(self) -> None:
         """Waits for every rank."""
@@ -128,6 +133,8 @@ def pick_device(config: Config, place: Place) -> torch.device:
         if config.parallel.backend == "nccl":
             raise ConfigError("parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo")
         return torch.device("cpu")
+    if config.parallel.backend == "gloo":
+        raise ConfigError("parallel.backend", "gloo moves no GPU tensors between stages", "auto or nccl; or train.device=cpu")
     if not torch.cuda.is_available():
         raise ConfigError("train.device", "cuda was asked for and PyTorch sees no GPU", "auto or cpu")
     if place.local_rank >= torch.cuda.device_count():

@@ -51,6 +51,8 @@ def check_available(config: Config) -> None:
         raise ConfigError("parallel.schedule", f"{config.parallel.schedule} is not available in this version", "1f1b or gpipe")
     if config.parallel.chunks != 1:
         raise ConfigError("parallel.chunks", f"{config.parallel.schedule} has one chunk a stage, not {config.parallel.chunks}", "1")
+    if config.train.compile and config.model.dropout:
+        raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")
     if config.engine.kind != "native":
         raise ConfigError("engine.kind", f"{config.engine.kind} is not available in this version", "native")
     if config.engine.config is not None:

@@ -95,7 +95,7 @@ class Data(Section):
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last step; 0: save nothing")
+    every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last step; 0: none, unless the run is stopped")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     async_: bool = Field(False, alias="async")
     resume: str = Field("auto", description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")

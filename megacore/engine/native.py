@@ -94,7 +94,7 @@ class NativeEngine:
         """See `Engine`."""
         self.optimizer.set_updates(state["updates"])
         self.skipped.fill_(state["skipped"])
-        if self.loss_scale.dynamic:
+        if self.loss_scale.dynamic and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.good_steps.fill_(state["good_steps"])
         for buffer in self.buffers:

@@ -20,6 +20,7 @@ class Slot:
     name: str
     parameter: nn.Parameter
     start: int
+    position: int  # in the order in which backward completes gradients
 
     @property
     def shard(self) -> Shard:
@@ -43,8 +44,8 @@ class FlatBuffer:
     slots: list[Slot] = field(default_factory=list)
     size: int = 0
 
-    def add(self, name: str, parameter: nn.Parameter) -> None:
-        self.slots.append(Slot(name, parameter, self.size))
+    def add(self, name: str, parameter: nn.Parameter, position: int) -> None:
+        self.slots.append(Slot(name, parameter, self.size, position))
         self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
 
     def allocate(self) -> None:
@@ -81,10 +82,10 @@ class FlatBuffer:
 def fill_buffers(module: nn.Module) -> list[FlatBuffer]:
     """Sorts a module's parameters into buffers, last parameter first: the order in which backward completes them."""
     buffers: dict[tuple[bool, bool], FlatBuffer] = {}
-    for name, parameter in reversed(list(module.named_parameters())):
+    for position, (name, parameter) in enumerate(reversed(list(module.named_parameters()))):
         shard = shard_of(parameter)
         kind = (shard.decay, shard.partial)
-        buffers.setdefault(kind, FlatBuffer(*kind)).add(name, parameter)
+        buffers.setdefault(kind, FlatBuffer(*kind)).add(name, parameter, position)
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())

@@ -1,10 +1,9 @@
 """Bucketed gradient accumulation and reduction, overlapped with the last microbatch's backward."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from megacore.comm import Work, all_reduce, all_reduce_start
 from megacore.engine.optimizer import FlatBuffer, Slot
@@ -18,14 +17,15 @@ class Bucket:
     gradients: Tensor
     partial: bool
     members: int = 0
-    ready: int = field(default=0, compare=False)
+    completes: int = 0  # when backward reaches its last member
+    ready: int = 0
 
 
 class GradientReducer:
     """Accumulates each parameter's gradient in fp32, and sums buckets over the data ranks as they are completed.
 
-    Buckets start in one fixed order on every rank (collectives must match), which is the order in which backward
-    completes them, but for buckets of partial gradients: those need the tensor ranks first and go last.
+    Buckets start in one fixed order on every rank (collectives must match), that in which backward completes them:
+    one that is completed late must not hold up the others. Buckets of partial gradients need the tensor ranks first and go last.
     """
 
     def __init__(self, buffers: list[FlatBuffer], dp: Group, tp: Group, bucket_mib: float) -> None:
@@ -33,8 +33,7 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         self.armed, self.next = False, 0
         self.work: list[Work] = []
-        self.hooks: list[RemovableHandle] = []
-        for buffer in sorted(buffers, key=lambda b: b.partial):
+        for buffer in buffers:
             limit = int(bucket_mib * 2**20 / buffer.gradients.element_size())
             first = 0
             for i, slot in enumerate(buffer.slots):
@@ -42,10 +41,12 @@ class GradientReducer:
                 if first == slot.start:
                     self.buckets.append(Bucket(buffer.gradients[first:stop], buffer.partial))
                 bucket = self.buckets[-1]
-                bucket.gradients, bucket.members = buffer.gradients[first:stop], bucket.members + 1
+                bucket.gradients = buffer.gradients[first:stop]
+                bucket.members, bucket.completes = bucket.members + 1, slot.position
                 self._watch(buffer, slot, bucket)
                 if stop - first >= limit:
                     first = stop
+        self.buckets.sort(key=lambda bucket: (bucket.partial, bucket.completes))
 
     def _watch(self, buffer: FlatBuffer, slot: Slot, bucket: Bucket) -> None:
         target = slot.view(buffer.gradients)
@@ -62,7 +63,7 @@ class GradientReducer:
                 bucket.ready += 1
                 self._start_ready()
 
-        self.hooks.append(slot.parameter.register_post_accumulate_grad_hook(accumulated))
+        slot.parameter.register_post_accumulate_grad_hook(accumulated)
 
     def arm(self) -> None:
         """From here on a completed gradient is final: buckets may start."""

@@ -53,13 +53,13 @@ class Runtime:
         assert self.engine is not None, "a plan with backward needs an engine"
         return self.engine
 
-    def run(self, plan: Plan, batch: Sequence[Microbatch], loss_scale: float = 0.0) -> Tensor:
+    def run(self, plan: Plan, batch: Sequence[Microbatch], target_weight: float = 0.0) -> Tensor:
         """Executes this stage's part of `plan` over `batch`; collective over the pipeline.
 
-        `loss_scale` is the weight of a target's loss in what backward differentiates: 1 / targets of the global batch.
+        `target_weight` is the weight of a target's loss in what backward differentiates: 1 / targets of the global batch.
         Returns the sum of this rank's losses, a scalar on the device, zero on stages that are not last.
         """
-        self.batch, self.loss_scale = batch, loss_scale
+        self.batch, self.target_weight = batch, target_weight
         self.loss = torch.zeros((), device=self.device, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
         self.inputs: dict[int, Tensor] = {}  # received activations, leaves of their microbatch's graph
         self.outputs: dict[int, Tensor] = {}  # to be sent, or the loss
@@ -101,7 +101,7 @@ class Runtime:
 
     def _backward(self, action: Action) -> None:
         m = action.microbatch
-        gradient = self._engine.loss_gradient(self.loss_scale) if self.stage.last else self.gradients.pop((m, True))
+        gradient = self._engine.loss_gradient(self.target_weight) if self.stage.last else self.gradients.pop((m, True))
         self._engine.backward(self.edges.pop(m), gradient.to(self.loss.dtype) if self.stage.last else gradient, last=action.last)
         if not self.stage.first:
             grad = self.inputs.pop(m).grad

@@ -11,7 +11,8 @@ EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 in
 def share_cores(local_world_size: int) -> None:
     """Gives each rank its share of the machine's cores, unless OMP_NUM_THREADS says otherwise: alone, PyTorch takes all."""
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
+        torch.set_num_threads(max(1, cores // local_world_size))
 
 
 def keep_freed_memory() -> None:

@@ -9,6 +9,7 @@ import traceback
 import torch.distributed as dist
 
 from megacore.mesh import Mesh
+from megacore.place import Place
 
 GRACE_SECONDS = 5.0  # a rank that only lost its peer lets the peer speak first; the launcher then ends it
 # What gloo and NCCL say when the other side is gone.
@@ -22,15 +23,16 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST_PEER)
 
 
-def fail(error: BaseException, mesh: Mesh) -> None:
+def fail(error: BaseException, place: Place, mesh: Mesh | None) -> None:
     """Prints this rank's traceback and, last, its reason in one line; ends the process with status 1, without clean-up:
     leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks."""
     if lost_peer(error):
         time.sleep(GRACE_SECONDS)
-    place = f"rank {mesh.place.rank} (host {socket.gethostname()}, pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank})"
+    where = "" if mesh is None else f", pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
     report = "".join(traceback.format_exception(error))
     # One write: lines of several ranks must not mix.
-    sys.stderr.write(f"{report}{place} failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}\n")
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    sys.stderr.write(f"{report}rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}\n")
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(1)

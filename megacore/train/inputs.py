@@ -19,6 +19,9 @@ class Inputs:
         self.stream = SampleStream(config.data.train, train.seq_len, train.seed, vocab_size)
         self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
         self.checkpoint = self._checkpoint(config, rank)
+        if rank == 0:
+            assert config.log.dir is not None
+            check_writable(Path(config.log.dir))
 
     def _checkpoint(self, config: Config, rank: int) -> Path | None:
         resume = config.checkpoint.resume
@@ -30,10 +33,23 @@ class Inputs:
             return None
         reader = checkpoint.Reader(path)
         reader.check_model(config.model.model_dump())
+        self._check_samples(config, reader)
         if reader.step > config.train.steps:
             wrong = f"is of step {reader.step}, beyond train.steps {config.train.steps}"
             raise CheckpointError(str(path), wrong, "more steps, or checkpoint.resume=never")
         return path
+
+    def _check_samples(self, config: Config, reader: checkpoint.Reader) -> None:
+        """A run goes on with sample ``step × global_batch_size`` of its order: what decides the order must not have changed."""
+        before = reader.state["config"]
+        now = config.model_dump(mode="json", by_alias=True)
+        keys = [("train", "seed"), ("train", "global_batch_size"), ("train", "seq_len")]
+        if config.checkpoint.resume == "auto":  # an explicit path may well go on with another corpus
+            keys.append(("data", "train"))
+        for section, key in keys:
+            if before[section][key] != now[section][key]:
+                wrong = f"was saved with {section}.{key} {before[section][key]}, not {now[section][key]}: samples would repeat or be skipped"
+                raise CheckpointError(str(reader.path), wrong, "the same value, or checkpoint.resume=never")
 
     def unigram_entropy(self) -> float | None:
         """What the validation set costs, in nats a token, a model that knows token frequencies alone; None if unknown."""
@@ -44,3 +60,12 @@ class Inputs:
         if len(known) < len(sidecars):
             return None
         return sum(s.unigram_entropy * s.tokens for s in known) / sum(s.tokens for s in known)
+
+
+def check_writable(directory: Path) -> None:
+    """Raises `ConfigError` unless the run's folder can be made and written in."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "metrics.jsonl").open("a").close()
+    except OSError as error:
+        raise ConfigError("log.dir", f"cannot write in {directory}: {error.strerror}", "a folder that can be made and written") from None

@@ -1,6 +1,7 @@
 """A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, and the console."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ class Logs:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, figures: dict[str, Any]) -> None:
-        """A logged step: see the contract of metrics.jsonl in the README."""
+        """A logged step: the keys are in the README, under "A run's folder"."""
         if not self.writing:
             return
         self._record(figures)
@@ -71,7 +72,8 @@ class Logs:
             self._record({"step": step, "valid_loss": loss})
 
     def _record(self, figures: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps(figures) + "\n")
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
+        self.metrics.write(json.dumps(finite) + "\n")  # JSON has no NaN: null
         self.metrics.flush()
         if self.board is not None:
             for name, value in figures.items():
@@ -79,7 +81,7 @@ class Logs:
                     self.board.add_scalar(name, value, figures["step"])
 
     def close(self) -> None:
-        """Ends the live line and closes the files."""
+        """Ends the live line and closes the files; may be called again."""
         if not self.writing:
             return
         self.progress.stop()

@@ -20,6 +20,12 @@ class StepTimer:
         """Counts a step."""
         self.steps += 1
 
+    def now(self, device: torch.device) -> float:
+        """The time at which the device has done what it was given."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     def exclude(self, seconds: float) -> None:
         """Leaves out time that was no training step."""
         self.excluded += seconds

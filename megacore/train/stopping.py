@@ -1,4 +1,4 @@
-"""Ending a run: on request, after a saved step; or by a failure, whose reason is the last thing printed."""
+"""Ending a run on request, after a saved step."""
 
 import signal
 from types import FrameType, TracebackType

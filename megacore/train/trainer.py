@@ -1,6 +1,5 @@
 """The training loop, from a checked config and a mesh to a trained model."""
 
-import time
 from pathlib import Path
 
 import torch
@@ -45,12 +44,20 @@ class Trainer:
         )
         self.validation_plan = schedule.forward_only(mesh.pp.size, config.num_microbatches)
         self.loader = Loader(config, mesh, inputs.stream)
-        self.step = self.resume()
+        self.latest: Path | None = None  # the newest checkpoint saved or read
+        self.step = self.started = self.resume()
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
 
     def run(self) -> int:
         """Trains from the step after the last checkpoint's to `train.steps`; returns the exit status."""
+        try:
+            return self.train()
+        finally:
+            self.logs.close()  # gives the terminal back: a failure's reason comes last
+
+    def train(self) -> int:
+        """The loop."""
         config, train = self.config, self.config.train
         target_weight = 1.0 / (train.global_batch_size * train.seq_len)
         self.greet()
@@ -68,16 +75,18 @@ class Trainer:
                 stopping = False
                 if self.step % config.log.every == 0 or done:
                     stopping = self.report(loss * target_weight, statistics, lr, timer, stop.requested) and not done
-                aside = time.perf_counter()
-                if train.eval_every and self.step % train.eval_every == 0 and not done and not stopping:
-                    self.validate()
                 every = config.checkpoint.every
-                if (every and (self.step % every == 0 or done)) or stopping:
-                    self.save()
-                timer.exclude(time.perf_counter() - aside)
+                evaluating = train.eval_every and self.step % train.eval_every == 0 and not done and not stopping
+                saving = (every and (self.step % every == 0 or done)) or stopping
+                if evaluating or saving:
+                    aside = timer.now(self.mesh.device)
+                    if evaluating:
+                        self.validate()
+                    if saving:
+                        self.save()
+                    timer.exclude(timer.now(self.mesh.device) - aside)
                 if stopping:
                     self.logs.say(f"stopped on request after step {self.step}; the same command goes on from there")
-                    self.logs.close()
                     return STOPPED
         self.conclude()
         return FINISHED
@@ -139,11 +148,13 @@ class Trainer:
             sums[0] += self.runtime.run(self.validation_plan, batch)
             sums[1] += sum((microbatch.targets != IGNORED).sum() for microbatch in batch)
         self.stage.train()
+        # Data ranks add up; of the others, one tensor rank of the last stage speaks for all.
         if not self.stage.last or self.mesh.tp_rank > 0:
-            sums.zero_()  # one tensor rank of the last stage speaks for all
+            sums.zero_()
         total, count = all_reduce(sums, self.mesh.world).tolist()
         loss = total / count
-        self.logs.validation(self.step, loss)
+        if self.step > self.started:  # else it is on record already
+            self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
         return loss
 
@@ -154,10 +165,9 @@ class Trainer:
             entropy = self.inputs.unigram_entropy()
             beside = "" if entropy is None else f"; {entropy:.4f} for a model that knows only how frequent each token is"
             self.logs.say(f"final validation loss {loss:.4f} nats a token{beside}")
-        if self.config.checkpoint.every:
-            self.logs.say(f"checkpoint: {checkpoint.locate(self.checkpoints)}" if self.is_writer else "")
+        if self.latest is not None:
+            self.logs.say(f"checkpoint: {self.latest}")
         self.logs.say(f"records: {self.config.log.dir}/metrics.jsonl, and tensorboard --logdir {self.config.log.dir}")
-        self.logs.close()
 
     def save(self) -> None:
         """Writes a checkpoint of the step just done; the run goes on when it is whole."""
@@ -169,7 +179,7 @@ class Trainer:
             "model": config.model.model_dump(),
             "config": config.model_dump(by_alias=True),
         }
-        path = checkpoint.save(
+        self.latest = checkpoint.save(
             self.checkpoints,
             self.step,
             self.engine.tensors(),
@@ -180,7 +190,7 @@ class Trainer:
             barrier=self.mesh.barrier,
             keep=config.checkpoint.keep,
         )
-        self.logs.say(f"saved {path}")
+        self.logs.say(f"saved {self.latest}")
 
     def resume(self) -> int:
         """Restores what `checkpoint.resume` names; returns the step that it was saved after, 0 for a fresh start."""
@@ -188,7 +198,8 @@ class Trainer:
         path = broadcast_text(str(self.inputs.checkpoint or ""), self.mesh.world, self.mesh.device)
         if not path:
             return 0
-        reader = checkpoint.Reader(Path(path))
+        self.latest = Path(path)
+        reader = checkpoint.Reader(self.latest)
         for name, (tensor, shard) in self.engine.tensors().items():
             reader.read_into(name, shard, tensor)
         self.engine.load_state(reader.state["engine"])
