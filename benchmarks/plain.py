@@ -4,6 +4,7 @@ from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from benchmarks.training import random_batch
 from megacore.config import Config
@@ -31,13 +32,13 @@ class PlainLoop:
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             use_cache=False,
-            attn_implementation="sdpa",
-            bos_token_id=0,
+            bos_token_id=0,  # the defaults are outside this vocabulary
             eos_token_id=0,
         )
         torch.manual_seed(train.seed)
         self.dtype = DTYPES[train.precision]
-        self.model = GPT2LMHeadModel(sizes).to(torch.float32 if autocast else self.dtype)
+        self.model: nn.Module = GPT2LMHeadModel._from_config(sizes, attn_implementation="sdpa")
+        self.model.to(torch.float32 if autocast else self.dtype)
         self.autocast, self.clip = autocast, optim.grad_clip
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

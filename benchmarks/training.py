@@ -15,7 +15,7 @@ from megacore.pipeline import schedule
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.place import Place
-from megacore.train.cpu import multiply_with_onednn, share_cores
+from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
 
 
 def join(config: Config, place: Place) -> Mesh:
@@ -24,6 +24,7 @@ def join(config: Config, place: Place) -> Mesh:
     if device.type == "cpu":
         share_cores(place.local_world_size)
         multiply_with_onednn()
+        keep_freed_memory()
     return Mesh(config, place, device)
 
 

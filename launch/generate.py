@@ -23,15 +23,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes or a sentencepiece .model (default: the run's data.tokenizer)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu or cuda (default: %(default)s)")
     args = parser.parse_args(argv)
     for name, bad, right in (
         ("--tokens", args.tokens < 1, "at least 1"),
-        ("--temperature", args.temperature < 0, "0 or more"),
+        ("--temperature", args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3, "0, or from 0.001 to 1000"),
         ("--top-k", args.top_k < 1, "at least 1"),
+        ("--seed", not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
+        ("--prompt", args.prompt.encode(errors="ignore").decode() != args.prompt, "UTF-8 text"),
     ):
         if bad:
-            raise ConfigError(name, f"{getattr(args, name[2:].replace('-', '_'))} is too small", right)
+            raise ConfigError(name, f"{getattr(args, name[2:].replace('-', '_'))!r} is not usable", right)
     return args
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -73,10 +74,11 @@ def run(argv: list[str]) -> None:
         print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
     if prepared.skipped:
         print(f"left out {prepared.skipped} binary file{'s' if prepared.skipped > 1 else ''}")
-    valid = f" data.valid={args.output}_valid" if args.valid_fraction else ""
+    train, model = shlex.quote(f"data.train={args.output}"), shlex.quote(f"data.tokenizer={prepared.tokenizer}")
+    valid = f" {shlex.quote(f'data.valid={args.output}_valid')}" if args.valid_fraction else ""
     print(
-        f"\nnext:\n  python launch/pretrain.py --config configs/gpt_tiny.json data.train={args.output}{valid} "
-        f"data.tokenizer={prepared.tokenizer} model.vocab_size={prepared.splits[args.output].vocab_size}"
+        f"\nnext:\n  python launch/pretrain.py --config configs/gpt_tiny.json {train}{valid} {model} "
+        f"model.vocab_size={prepared.splits[args.output].vocab_size} {shlex.quote(f'log.dir=runs/{Path(args.output).name}')}"
     )
 
 

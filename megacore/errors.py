@@ -14,7 +14,9 @@ class UserError(ValueError):
     kind = "user"
 
     def __init__(self, where: str, wrong: str, right: str) -> None:
-        super().__init__(f"{self.kind} error: {where}: {wrong} ({right})")
+        line = f"{self.kind} error: {where}: {wrong} ({right})"
+        # One line, whatever the names in it hold.
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
         self.where, self.wrong, self.right = where, wrong, right
 
 

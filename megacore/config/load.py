@@ -62,6 +62,8 @@ def read(path: str) -> dict[str, Any]:
         raise ConfigError("--config", f"{path} is not UTF-8 text", "a JSON file") from error
     except json.JSONDecodeError as error:
         raise ConfigError("--config", f"{path}, line {error.lineno}: {error.msg}", "a JSON object") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+        raise ConfigError("--config", f"{path} cannot be read: {error}", "a JSON object") from error
     if not isinstance(raw, dict) or not all(isinstance(section, dict) for section in raw.values()):
         raise ConfigError("--config", f"{path} does not hold sections", 'an object of objects: {"model": {…}, "train": {…}}')
     return raw
@@ -76,6 +78,8 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+        raise ConfigError(key, f"cannot be read: {error}", "a JSON value") from error
 
 
 def place(raw: dict[str, Any], key: str, value: Any) -> None:

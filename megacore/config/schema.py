@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-WeightedPrefixes = Annotated[list[tuple[Positive, str]], Field(min_length=1)]
+Weight = Annotated[float, Field(gt=0.0, le=1e9)]
+Prefix = Annotated[str, Field(min_length=1)]
+WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -56,7 +58,7 @@ class Parallel(Section):
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
     chunks: PositiveInt = Field(1, description="model chunks a stage (interleaved schedules)")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
-    timeout_seconds: Positive = Field(600.0, description="for every collective of every group")
+    timeout_seconds: Positive = Field(600.0, le=1e8, description="for every collective of every group")
 
 
 class Train(Section):
@@ -89,16 +91,16 @@ class Optim(Section):
 
 
 class Data(Section):
-    train: str | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
-    valid: str | WeightedPrefixes | None = None
+    train: Prefix | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
+    valid: Prefix | WeightedPrefixes | None = None
     tokenizer: str | None = Field(None, description="bytes, or a sentencepiece .model; needed only where text is shown")
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last step; 0: none, unless the run is stopped")
+    every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last; 0: none, unless the run is stopped")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     async_: bool = Field(False, alias="async")
-    resume: str = Field("auto", description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")
+    resume: str = Field("auto", min_length=1, description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")
 
 
 class Engine(Section):

@@ -226,10 +226,12 @@ def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
 
 def _size_of(path: str) -> int:
     try:
-        return os.stat(path).st_size
-    except OSError as error:
+        with open(path, "rb") as file:  # so that a folder, or a file that may not be read, is found here
+            return os.fstat(file.fileno()).st_size
+    except (OSError, ValueError) as error:
         right = "a prefix of .bin and .idx files, as launch/prepare.py writes them"
-        raise DataError(path, "missing" if isinstance(error, FileNotFoundError) else str(error.strerror), right) from None
+        wrong = "missing" if isinstance(error, FileNotFoundError) else str(getattr(error, "strerror", error))
+        raise DataError(path, wrong, right) from None
 
 
 def _flush(file: BinaryIO) -> None:

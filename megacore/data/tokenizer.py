@@ -78,7 +78,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 def trained_vocab_size(name: str) -> int:
     """VOCAB_SIZE of ``sentencepiece:VOCAB_SIZE``. Raises `ConfigError` if no model can have it."""
     size = name.removeprefix(TRAINED)
-    if not (size.isascii() and size.isdecimal()) or int(size) < SMALLEST_VOCAB:
+    if not (size.isascii() and size.isdecimal()) or len(size) > 7 or int(size) < SMALLEST_VOCAB:
         wrong = f"{size or 'nothing'} is no usable vocabulary size"
         raise ConfigError("--tokenizer", wrong, f"{TRAINED}N with N of at least {SMALLEST_VOCAB}, such as {TRAINED}4096")
     return int(size)

@@ -48,7 +48,8 @@ class Inputs:
             keys.append(("data", "train"))
         for section, key in keys:
             if before[section][key] != now[section][key]:
-                wrong = f"was saved with {section}.{key} {before[section][key]}, not {now[section][key]}: samples would repeat or be skipped"
+                change = f"{section}.{key} {before[section][key]}, not {now[section][key]}"
+                wrong = f"was saved with {change}: samples would repeat or be skipped"
                 raise CheckpointError(str(reader.path), wrong, "the same value, or checkpoint.resume=never")
 
     def unigram_entropy(self) -> float | None:

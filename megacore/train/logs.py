@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,8 @@ class Logs:
 
             self.board = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step)
         self.console = Console(file=sys.stdout, highlight=False)
+        # mpirun gives rank 0 a terminal of its own, whatever its output goes to.
+        self.live = self.console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -41,7 +44,7 @@ class Logs:
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self.console,
-            disable=not self.console.is_terminal,
+            disable=not self.live,
         )
         self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
         self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step
@@ -61,7 +64,7 @@ class Logs:
         text = f"loss {figures['loss']:.4f}  {figures['tokens_per_second']:,.0f} tokens/s"
         self.progress.update(self.task, completed=figures["step"], description=text)
         now = time.monotonic()
-        if not self.console.is_terminal and (now - self.last_line > CONSOLE_SECONDS or figures["step"] in (self.first_step, self.steps)):
+        if not self.live and (now - self.last_line > CONSOLE_SECONDS or figures["step"] in (self.first_step, self.steps)):
             self.last_line = now
             left = (now - self.started) / (figures["step"] - self.first_step + 1) * (self.steps - figures["step"])
             self.say(f"step {figures['step']}/{self.steps}  {text}  {left:.0f} s left")

@@ -101,7 +101,8 @@ class Trainer:
             f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
             f" × microbatches {config.num_microbatches} × data {data}"
         )
-        self.logs.say(f"rank 0 holds layers {stage_layers(config)[0]} with {parameters:,} parameters, in {train.precision}")
+        layers = stage_layers(config)[0]
+        self.logs.say(f"rank 0 holds layers {layers.start}–{layers.stop - 1}, {parameters:,} parameters in {train.precision}")
         if self.step == train.steps:
             self.logs.say(f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)")
         elif self.step:

@@ -130,6 +130,19 @@ def test_only_rank_0_speaks_and_none_waits(config: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
+def test_a_machine_that_lacks_the_corpus_is_named(config: str, tmp_path: Path) -> None:
+    """On another machine rank 0 may find all that it needs: then the rank that does not must say so."""
+    rank_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    done = start([sys.executable, PRETRAIN, "--config", config, f"data.train={tmp_path}/nothing"], **rank_1)
+    assert done.returncode == 2 and done.stderr.startswith("rank 1 on ") and f"data error: {tmp_path}/nothing" in done.stderr
+
+
+def test_unusable_log_dir_is_refused(config: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = start([sys.executable, PRETRAIN, "--config", config, f"log.dir={tmp_path}/file"])
+    assert done.returncode == 2 and done.stderr.startswith("config error: log.dir: ") and done.stderr.count("\n") == 1
+
+
 def test_missing_hostfile_is_refused(config: str, tmp_path: Path) -> None:
     """The launcher itself would only warn, and train on this machine alone."""
     command = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--master_port", str(free_port())]

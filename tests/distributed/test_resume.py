@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from megacore.config import load
+from megacore.errors import CheckpointError
+from megacore.train.inputs import Inputs
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
 
@@ -79,3 +82,13 @@ def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_pa
     assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "run")) == [0]
     assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
     assert figures(tmp_path / "run")[11] != figures(tmp_path / "whole")[11]
+
+
+@pytest.mark.parametrize("change", ["train.seed=1", "train.global_batch_size=4", "train.seq_len=8"])
+def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path, change: str) -> None:
+    """Going on with another order would repeat samples and skip others, without a word."""
+    config, overrides = str(corpus / "config.json"), ["checkpoint.every=2", "train.steps=2", "model.position=rope"]
+    assert pool.run(1, training.run_rank, config, overrides, str(tmp_path / "run")) == [0]
+    resolved = load(config, [*overrides, "train.steps=4", change, f"log.dir={tmp_path / 'run'}"]).config
+    with pytest.raises(CheckpointError, match=change.split("=")[0]):
+        Inputs(resolved, rank=0)

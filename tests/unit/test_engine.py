@@ -294,6 +294,32 @@ def test_buckets_start_within_the_last_backward_and_in_order(
     assert within == len(whole), "all of them behind backward, not after it"
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_reduction_overlaps_backward(configure: Configure, monkeypatch: pytest.MonkeyPatch, tied: str) -> None:
+    """One bucket that is completed late, such as the norms', would hold up all others until backward is over."""
+    config = configure(f"engine.bucket_mib=0.01 model.tie_embeddings={tied}")
+    stage = whole_model(config)
+    done, started = [], []
+    monkeypatch.setattr(reduce, "all_reduce_start", lambda x, group: started.append(len(done)) or Done())
+    for parameter in stage.parameters():
+        parameter.register_post_accumulate_grad_hook(done.append)
+    reducer = reducer_of(config, stage)
+    reducer.arm()
+    inputs = torch.zeros(2, 16, dtype=torch.long)
+    stage.loss(stage(inputs), inputs).backward()
+    assert started == sorted(started) and started[0] < len(done) / 2, f"starts behind gradient {started} of {len(done)}"
+    assert len(set(started)) > 3
+
+
+def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> None:
+    """fp16 on from a bf16 checkpoint at a loss scale of 1 would lose its gradients to underflow."""
+    _, bf16 = engine_of(configure("train.precision=bf16"))
+    _, fp16 = engine_of(configure("train.precision=fp16"))
+    initial = float(fp16.loss_scale.value)
+    fp16.load_state(bf16.state())
+    assert float(fp16.loss_scale.value) == initial > 1
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> None:
     """A resumed run would part from the uninterrupted one: a moment, a counter or the loss scale left behind."""

@@ -1,0 +1,43 @@
+"""On what a result was measured."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def processor() -> str:
+    """The processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    fields = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    name = fields.get("model name", platform.processor()).strip()
+    # A virtual machine often shows no more than "AMD EPYC": family and model tell the generation.
+    return f"{name} (family {fields['cpu family'].strip()}, model {fields['model'].strip()})" if "cpu family" in fields else name
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions and date, for JSON."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    versions = {"python": platform.python_version(), "megacore commit": commit.stdout.strip() or None}
+    for package in ("torch", "transformers", "deepspeed"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "system": platform.platform(),
+        },
+        "versions": versions,
+    }

@@ -1,0 +1,185 @@
+"""Compares megacore's speed with a plain PyTorch loop's, with itself on one rank, and with what its schedule predicts.
+
+Each comparison is a race: every contender in processes of its own, which take turns of one training step in interleaved rounds, so
+that whatever else the machine does meets all of them. A ratio is taken within each round; its median counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+from benchmarks.rounds import ROOT, Contender, Record, race
+from megacore.cli import Parser, exit_status
+from megacore.config import load
+from megacore.errors import ConfigError
+from megacore.pipeline.schedule import build
+from megacore.pipeline.simulate import simulate
+
+EXAMPLE = "python -m benchmarks.speed --quick"
+CONFIG = str(ROOT / "benchmarks" / "speed.json")
+SETTING = load(CONFIG).config
+TOKENS = SETTING.train.global_batch_size * SETTING.train.seq_len  # of a step
+DOUBLE_BATCH = f"train.global_batch_size={2 * SETTING.train.global_batch_size}"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A comparison's result. `target` None: shown for information."""
+
+    name: str
+    meaning: str  # of what it is a multiple
+    values: list[float]  # of every round
+    target: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)  # for JSON
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+
+Say = Callable[[str], None]
+Result = tuple[list[Ratio], dict[str, Record], list[list[float]]]
+
+
+def per_round(records: dict[str, Record], faster: str, slower: str) -> list[float]:
+    """Tokens a second of `faster` over those of `slower`, in every round."""
+    a, b = records[faster], records[slower]
+    return [(a.contender.tokens / x) / (b.contender.tokens / y) for x, y in zip(a.seconds, b.seconds, strict=True)]
+
+
+def against_plain(precision: str, rounds: int, say: Say) -> Result:
+    """One process, two threads, against the plain loop; in bf16 against the better of its two ways to do that."""
+    override = (f"train.precision={precision}",)
+    kinds = {f"plain loop, {precision}": "plain"}
+    if precision != "fp32":
+        kinds = {f"plain loop, {precision} weights": "plain", f"plain loop, {precision} autocast": "plain-autocast"}
+    ours = f"megacore, {precision}"
+    contenders = [Contender(name, kind, TOKENS, override, threads=2) for name, kind in {ours: "megacore", **kinds}.items()]
+    records, loads = race(contenders, CONFIG, rounds, say, rivals=list(kinds))
+    (rival,) = records.keys() - {ours}
+    return [Ratio(f"one process, {precision}", f"of the {rival}", per_round(records, ours, rival), 1.0)], records, loads
+
+
+def fp32(rounds: int, say: Say) -> Result:
+    """See `against_plain`."""
+    return against_plain("fp32", rounds, say)
+
+
+def bf16(rounds: int, say: Say) -> Result:
+    """See `against_plain`."""
+    return against_plain("bf16", rounds, say)
+
+
+def scaling(rounds: int, say: Say) -> Result:
+    """Two ranks of one thread against one rank of one thread; two runs that share only the memory show what the machine allows."""
+    one, apart, weak, strong, tensor = "one rank", "two runs side by side", "data=2, double batch", "data=2, same batch", "tensor=2"
+    contenders = [
+        Contender(one, "megacore", TOKENS),
+        Contender(apart, "megacore", 2 * TOKENS, ranks=2, apart=True),
+        Contender(weak, "megacore", 2 * TOKENS, ("parallel.data=2", DOUBLE_BATCH), ranks=2),
+        Contender(strong, "megacore", TOKENS, ("parallel.data=2",), ranks=2),
+        Contender(tensor, "megacore", TOKENS, ("parallel.tensor=2",), ranks=2),
+    ]
+    records, loads = race(contenders, CONFIG, rounds, say)
+    ratios = [
+        Ratio("data=2, weak scaling", "of one rank", per_round(records, weak, one), 1.9),
+        Ratio("data=2, strong scaling", "of one rank", per_round(records, strong, one)),
+        Ratio("two runs side by side", "of one", per_round(records, apart, one)),
+        Ratio("tensor=2", "of twice one rank", [r / 2 for r in per_round(records, tensor, one)], 0.6),
+    ]
+    return ratios, records, loads
+
+
+def pipeline(rounds: int, say: Say) -> Result:
+    """Two stages of one thread against the simulated schedule, fed with what each stage takes when it is alone.
+
+    The prediction leaves out transfers, the tied embeddings' reduction and the optimizer: the measured step has them.
+    """
+    layers = "model.num_layers=8"
+    contenders = [
+        Contender("the stages, one by one", "stages", 2 * SETTING.train.micro_batch_size * SETTING.train.seq_len, (layers,)),
+        Contender("pipeline=2", "megacore", TOKENS, (layers, "parallel.pipeline=2"), ranks=2),
+    ]
+    records, loads = race(contenders, CONFIG, rounds, say)
+    # [forward, backward of the first stage, forward, backward of the second], alone
+    times = [median(values) for values in zip(*records.pop("the stages, one by one").turns, strict=True)]
+    plan = build(SETTING.parallel.schedule, 2, SETTING.num_microbatches, tied=SETTING.model.tie_embeddings)
+    timeline = simulate(plan, forward=times[0::2], backward=times[1::2])
+    say("alone: " + ", ".join(f"stage {i} forward {times[2 * i]:.4f} s, backward {times[2 * i + 1]:.4f} s" for i in range(2)))
+    say(f"simulated step: {timeline.makespan:.3f} s, of which the stages wait {timeline.bubble_rate:.1%}")
+    values = [timeline.makespan / seconds for seconds in records["pipeline=2"].seconds]
+    details = {"forward_seconds": times[0::2], "backward_seconds": times[1::2], "simulated_step_seconds": timeline.makespan}
+    return [Ratio("pipeline=2, 8 layers", "of the simulated schedule", values, 0.8, details)], records, loads
+
+
+COMPARISONS: dict[str, Callable[[int, Say], Result]] = {"fp32": fp32, "bf16": bf16, "scaling": scaling, "pipeline": pipeline}
+
+
+def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:
+    """Speeds, and the ratios against their targets."""
+    speeds = Table("tokens a second", "ranks × threads")
+    for column in ("median", "low", "high", "step, s", "MB"):
+        speeds.add_column(column, justify="right")
+    for name, record in records.items():
+        summary, shape = record.summary(), f"{record.contender.ranks} × {record.contender.threads}"
+        values = [f"{summary['tokens_per_second'][which]:,.0f}" for which in ("median", "lowest", "highest")]
+        speeds.add_row(name, shape, *values, f"{median(record.seconds):.3f}", f"{record.memory_bytes / 1e6:,.0f}")
+    results = Table("ratio of tokens a second")
+    for column in ("median", "low", "high", "target"):
+        results.add_column(column, justify="right")
+    results.add_column("")
+    for ratio in ratios:
+        values = [f"{v:.3f}" for v in (ratio.median, min(ratio.values), max(ratio.values))]
+        reached = "" if ratio.target is None else "reached" if ratio.median >= ratio.target else "missed"
+        results.add_row(f"{ratio.name}, {ratio.meaning}", *values, "" if ratio.target is None else f"{ratio.target:g}", reached)
+    return [speeds, results]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, __doc__)
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9")
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS), metavar="NAME", help=", ".join(COMPARISONS))
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/speed_<date>.json")
+    args = parser.parse_args(argv)
+    if find_spec("transformers") is None and {"fp32", "bf16"} & set(args.only):
+        wrong = "transformers, which has the plain loop's model, is not installed"
+        raise ConfigError("--only", wrong, "pip install -e '.[benchmark]', or --only scaling pipeline")
+    return args
+
+
+def main(argv: list[str]) -> None:
+    """Runs the comparisons, shows them and writes them down."""
+    args = parse(argv)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    report: dict[str, Any] = machine.describe() | {"setting": SETTING.model_dump(by_alias=True, include={"model", "train", "optim"})}
+    console.print(f"{report['machine']['processor']}, {report['machine']['cores']} cores, torch {report['versions']['torch']}")
+    records: dict[str, Record] = {}
+    ratios: list[Ratio] = []
+    report["loads"] = {}
+    for name in args.only:
+        console.rule(name, align="left")
+        new_ratios, new_records, report["loads"][name] = COMPARISONS[name](3 if args.quick else 9, console.print)
+        records |= new_records
+        ratios += new_ratios
+    for table in tables(records, ratios):
+        console.print(table)
+    report["contenders"] = {name: record.summary() for name, record in records.items()}
+    report["ratios"] = [asdict(ratio) | {"median": ratio.median} for ratio in ratios]
+    output = args.output or ROOT / "benchmarks" / "results" / f"speed_{report['date'][:10]}.json"
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(main))
