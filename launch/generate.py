@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def generate(args: argparse.Namespace) -> str:
-    """The prompt and its continuation."""
+    """`--prompt`, continued."""
     import torch
 
     from megacore import checkpoint
