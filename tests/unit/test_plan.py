@@ -24,6 +24,7 @@ from megacore.plan.flops import (
     peak_flops,
 )
 from megacore.plan.memory import block_activations, stage_activations, stage_memory, stage_parameters
+from megacore.tensor_parallel import linear
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,8 +128,10 @@ def saved_bytes(config: Config) -> int:
         ({}, {"recompute": "full"}),
     ],
 )
-def test_activations_are_what_autograd_keeps(model: dict[str, Any], train: dict[str, Any]) -> None:
+def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], train: dict[str, Any]) -> None:
     """The formula would miss a tensor that a block keeps. The norms' statistics, two numbers a token, are left out of it."""
+    # As on a device with bf16: where it is emulated, attention keeps fp32 copies, which the formula is not about.
+    monkeypatch.setattr(linear, "EMULATED_ON_CPU", frozenset())
     three, one = make(model, **train), make(model | {"num_layers": 1}, **train)
     measured = (saved_bytes(three) - saved_bytes(one)) / 2
     assert block_activations(three, three.train.recompute) == pytest.approx(measured, rel=0.01)
