@@ -148,7 +148,7 @@ def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9")
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS), metavar="NAME", help=", ".join(COMPARISONS))
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/speed_<date>.json")
     args = parser.parse_args(argv)
@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
     report["loads"] = {}
     for name in args.only:
         console.rule(name, align="left")
-        new_ratios, new_records, report["loads"][name] = COMPARISONS[name](3 if args.quick else 9, console.print)
+        new_ratios, new_records, report["loads"][name] = COMPARISONS[name](3 if args.quick else 7, console.print)
         records |= new_records
         ratios += new_ratios
     for table in tables(records, ratios):
