@@ -1,5 +1,6 @@
-"""Look at the checkpoints of a run, without a device: what is in one (`info`), and are all of them whole (`verify`)."""
+"""Looks at the checkpoints of a run, and takes models to and from Hugging Face's format; no device is needed."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -8,11 +9,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.cli import Parser, exit_status
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, ConfigError
+from megacore.interchange.exporter import export_hf
+from megacore.interchange.importer import PEERS, import_model
+from megacore.model.gpt import DTYPES
 
-EXAMPLE = "python launch/checkpoint.py info runs/gpt_tiny"
-COMMANDS = """info: step, state and every tensor of the newest whole checkpoint;
-verify: is every file of every checkpoint there, readable, and every tensor complete (status 2 where not)"""
+INFO = "python launch/checkpoint.py info runs/gpt_tiny"
+VERIFY = "python launch/checkpoint.py verify runs/gpt_tiny"
+EXPORT = "python launch/checkpoint.py export runs/gpt_tiny --format hf --output models/gpt_tiny"
+IMPORT = "python launch/checkpoint.py import models/gpt_tiny --format hf --output runs/imported"
+NANOGPT = "python launch/checkpoint.py import out/ckpt.pt --format nanogpt --output runs/imported"
+MORE = "python launch/checkpoint.py export -h, and import -h"
 
 
 def size_text(nbytes: int) -> str:
@@ -24,12 +31,12 @@ def size_text(nbytes: int) -> str:
     return f"{size:.4g} {unit}"
 
 
-def info(path: Path) -> None:
+def info(args: argparse.Namespace) -> None:
     """Print what the checkpoint holds; tensors by their logical shape, whatever layout wrote them."""
     from rich.console import Console
     from rich.table import Table
 
-    reader = Reader(locate(path))
+    reader = Reader(locate(args.path))
     tensors = reader.manifest.tensors
     table = Table("tensor", "dtype", "shape", "size")
     table.columns[0].overflow = "fold"  # a long name goes on in the next line, never cut off
@@ -45,14 +52,14 @@ def info(path: Path) -> None:
         console.print(f"{key}: {json.dumps(value)}")
 
 
-def verify(path: Path) -> None:
+def verify(args: argparse.Namespace) -> None:
     """Print a line for each checkpoint, then raise the error of the newest damaged one, if any."""
     from rich.console import Console
     from rich.table import Table
 
-    candidates = checkpoints_in(path)
+    candidates = checkpoints_in(args.path)
     if not candidates:
-        locate(path)  # raises, saying what was looked for
+        locate(args.path)  # raises, saying what was looked for
     table = Table("checkpoint", "tensors", "files", "size", "whole")
     errors = []
     for candidate in candidates:
@@ -70,13 +77,64 @@ def verify(path: Path) -> None:
         raise errors[0]
 
 
+def export(args: argparse.Namespace) -> None:
+    """Write a model folder of Hugging Face's from a checkpoint."""
+    if not 0 < args.shard_gib < 1e6:
+        raise ConfigError("--shard-gib", f"{args.shard_gib} is not usable", "a size above 0")
+    dtype, shard_bytes = DTYPES[args.dtype], int(args.shard_gib * 2**30)
+    export_hf(args.path, args.output, dtype, shard_bytes, args.tokenizer, args.compare_layers, print)
+
+
+def import_(args: argparse.Namespace) -> None:
+    """Write a run's folder from somebody else's model."""
+    import_model(PEERS[args.format](args.path), args.output, args.overrides, args.compare_layers, print)
+
+
+COMMANDS = {"info": info, "verify": verify, "export": export, "import": import_}
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("\n  ".join((INFO, VERIFY, EXPORT, IMPORT, NANOGPT)), f"{__doc__}\n\nMore: {MORE}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, example: str, what: str, path: str) -> Parser:
+        added: Parser = commands.add_parser(name, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
+        added.add_argument("path", type=Path, metavar="PATH", help=path)
+        return added
+
+    ours = "a run's log.dir, its checkpoints folder, or one step_… folder"
+    command("info", INFO, "step, state and every tensor of the newest whole checkpoint", ours)
+    command("verify", VERIFY, "is every file of every checkpoint there, readable, and every tensor complete (status 2 where not)", ours)
+
+    exporting = command("export", EXPORT, "write a folder that transformers opens, and compare logits before it counts as done", ours)
+    exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
+    exporting.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to write, new or empty")
+    exporting.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
+    exporting.add_argument("--tokenizer", help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's)")
+    exporting.add_argument("--shard-gib", type=float, default=5.0, metavar="SIZE", help="of a file, in GiB (default: %(default)s)")
+
+    what = "write a run's folder from a model, to generate, evaluate and fine-tune from; section.key=value overrides its config"
+    theirs = "a local model folder with safetensors, or nanoGPT's ckpt.pt"
+    importing = command("import", f"{IMPORT}\n  {NANOGPT}", what, theirs)
+    importing.add_argument("--format", required=True, choices=tuple(PEERS), help="whose model it is")
+    importing.add_argument("--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty")
+
+    for comparing in (exporting, importing):
+        part = "compare logits through the first N blocks alone, where the whole model does not fit in memory"
+        comparing.add_argument("--compare-layers", type=int, metavar="N", help=part)
+
+    args, rest = parser.parse_known_args(argv)
+    if rest and (args.command != "import" or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = rest  # as an argument, argparse would take them right behind PATH alone
+    return args
+
+
 def run(argv: list[str]) -> None:
     """Everything that the script does; raises `UserError`."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n\n{COMMANDS}")
-    parser.add_argument("command", choices=("info", "verify"))
-    parser.add_argument("path", type=Path, metavar="PATH", help="a run's log.dir, its checkpoints folder, or one step_… folder")
-    args = parser.parse_args(argv)
-    {"info": info, "verify": verify}[args.command](args.path)
+    args = parse(argv)
+    COMMANDS[args.command](args)
 
 
 if __name__ == "__main__":

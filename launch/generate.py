@@ -1,34 +1,48 @@
-"""Writes text with a trained model, from a checkpoint of any layout, in one process."""
+"""Writes text with a trained or imported model, from a checkpoint of any layout, while it is made."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_status
-from megacore.errors import CheckpointError, ConfigError
+from megacore.cli import Parser, rank_exit_status
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.errors import ConfigError, DataError
+from megacore.place import Place
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
+MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.
+  torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b --device cuda parallel.tensor=2 parallel.pipeline=2
+The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
+A text may be longer than the model's positions (model.max_positions): it then goes on from its last half of them."""
+
+INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, __doc__)
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
     parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--prompt", default="\n", help="the text to go on from")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="\n", help="the text to go on from (default: a newline)")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text; - is standard input")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="and of them the likeliest of this probability together (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes or a sentencepiece .model (default: the run's data.tokenizer)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu or cuda (default: %(default)s)")
-    args = parser.parse_args(argv)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
+    args = parser.parse_intermixed_args(argv)
     for name, bad, right in (
         ("--tokens", args.tokens < 1, "at least 1"),
         ("--temperature", args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3, "0, or from 0.001 to 1000"),
         ("--top-k", args.top_k < 1, "at least 1"),
+        ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
         ("--seed", not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
         ("--prompt", args.prompt.encode(errors="ignore").decode() != args.prompt, "UTF-8 text"),
     ):
@@ -37,60 +51,101 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def generate(args: argparse.Namespace) -> str:
-    """`--prompt`, continued."""
-    import torch
+def read_prompt(args: argparse.Namespace) -> str:
+    """The text to go on from; raises `DataError` where a file has none."""
+    if args.prompt_file is None:
+        return args.prompt
+    try:
+        data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise DataError(args.prompt_file, f"cannot be read: {error.strerror}", "a text file, or - for standard input") from None
+    except UnicodeDecodeError:
+        raise DataError(args.prompt_file, "is not UTF-8 text", "a text file in UTF-8") from None
 
-    from megacore import checkpoint
-    from megacore.config import Config
+
+def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> Any:
+    """The tokenizer of the run, or the one that is given, if the model can have been trained with it."""
     from megacore.data.tokenizer import load_tokenizer
-    from megacore.model.gpt import whole_model
-    from megacore.tensor_parallel.shard import shard_of
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device", "cuda was asked for and PyTorch sees no GPU", "cpu")
-    path = checkpoint.locate(Path(args.checkpoint))
-    reader = checkpoint.Reader(path)
-    if "config" not in reader.state:
-        raise CheckpointError(str(path), "does not hold the run's config", "a checkpoint written by launch/pretrain.py")
-    config = Config.model_validate_json(json.dumps(reader.state["config"]))
-    # The same model on one device, in fp32: some CPUs are very slow in anything less.
-    train = config.train.model_copy(update={"precision": "fp32", "compile": False, "recompute": "none"})
-    config = config.model_copy(update={"train": train})
-    name = args.tokenizer or config.data.tokenizer
+    name = given or recorded
     if name is None:
         raise ConfigError("--tokenizer", "the run names no tokenizer", "bytes or a sentencepiece .model")
+    right = "the tokenizer that the model was trained with"
+    if given and recorded and (given == "bytes") != (recorded == "bytes"):
+        raise ConfigError("--tokenizer", f"{given} is of another kind than the run's {recorded}", right)
     tokenizer = load_tokenizer(name)
-
-    model = whole_model(config, args.device).eval()
-    for parameter_name, parameter in model.named_parameters():
-        reader.read_into(f"model/{parameter_name}", shard_of(parameter), parameter.data)
-    generator = torch.Generator().manual_seed(args.seed)
-    tokens = [int(token) for token in tokenizer.encode(args.prompt)]
-    if not tokens:
-        raise ConfigError("--prompt", "has no tokens", "at least one character")
-    with torch.no_grad():
-        for _ in range(args.tokens):
-            context = torch.tensor([tokens[-config.train.seq_len :]], device=args.device)
-            logits = model.logits(model(context))[-1].cpu()[: tokenizer.vocab_size]
-            tokens.append(choose(logits, args.temperature, args.top_k, generator))
-            if tokens[-1] == tokenizer.end_of_document:
-                break
-    return tokenizer.decode(tokens)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError("--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right)
+    return tokenizer
 
 
-def choose(logits, temperature: float, top_k: int, generator) -> int:
-    """One token from logits ``[vocab]``."""
-    if temperature == 0.0:
-        return int(logits.argmax())
-    values, indices = logits.topk(min(top_k, len(logits)))
-    return int(indices[(values / temperature).softmax(-1).multinomial(1, generator=generator)])
+def text_config(sections: dict[str, Any], overrides: list[str], device: str, world_size: int) -> Config:
+    """The checkpoint's model in the layout that the overrides name; raises `ConfigError` where it cannot write a text in it."""
+    model = sections["model"]
+    positions = model.get("max_positions") or sections["train"]["seq_len"]
+    raw = {
+        "model": model,
+        # Batches mean nothing here; these fit any number of ranks, so that a wrong one is refused below, for what it is.
+        "train": {"seq_len": positions, "precision": "fp32", "device": device, "micro_batch_size": 1, "global_batch_size": world_size},
+        "data": {"tokenizer": sections["data"]["tokenizer"]},
+    }
+    config = resolve(raw, overrides, "text", world_size).config
+    if config.parallel.data != 1:
+        wrong = f"tensor {config.parallel.tensor} × pipeline {config.parallel.pipeline}, and {world_size} ranks started"
+        raise ConfigError("parallel", wrong, f"one text has one data rank: tensor × pipeline = {world_size}")
+    if config.parallel.sequence:
+        raise ConfigError("parallel.sequence", "a single token cannot be split over ranks", "false")
+    return config
 
 
-def run(argv: list[str]) -> None:
-    """Prints the text; raises `UserError`."""
-    print(generate(parse(argv)))
+def run(argv: list[str], place: Place) -> int:
+    """One rank's part: rank 0 prints the text. Returns the exit status, or raises `UserError`."""
+    args = parse(argv)
+
+    from megacore import checkpoint
+    from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
+    from megacore.generation.decoding import Decoder, share_tokens
+    from megacore.generation.sampling import Sampler
+    from megacore.generation.text import TextStream
+    from megacore.mesh import pick_device
+    from megacore.model.gpt import Stage
+    from megacore.pipeline.partition import stage_layers
+    from megacore.train.ranks import joined, own_mistakes
+
+    with own_mistakes(place):
+        reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
+        config = text_config(recorded_sections(reader), args.overrides, args.device, place.world_size)
+        check_weights(reader, config)
+        tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
+        prompt = read_prompt(args) if place.rank == 0 else ""
+        tokens = [int(token) for token in tokenizer.encode(prompt)]
+        if place.rank == 0 and not tokens:
+            raise ConfigError("--prompt", "has no tokens", "at least one character")
+        device = pick_device(config, place)
+
+    def say(text: str) -> None:
+        if place.rank == 0:
+            print(text, end="", flush=True)
+
+    if len(tokens) > config.max_positions:
+        print(f"the prompt has {len(tokens)} tokens; the model sees the last {config.max_positions}", file=sys.stderr)
+    status = 0
+    with joined(config, place, device) as mesh:
+        stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, device).eval()
+        load_weights(reader, stage)
+        sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, tokenizer.vocab_size)
+        text = TextStream(tokenizer)
+        tokens = share_tokens(tokens, mesh)
+        say(prompt)
+        try:
+            for token in Decoder(stage, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
+                say(text.push(token))
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        say(text.end() + "\n")
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(run))
+    sys.exit(rank_exit_status(run))

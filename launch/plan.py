@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megacore.cli import Parser, exit_status
 from megacore.config import Config, load
-from megacore.config.load import parse_override, place, read, validate
+from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import stage_costs, stage_layers
 from megacore.pipeline.schedule import build
@@ -34,15 +34,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
-
-
-def smallest_world(path: str, overrides: list[str]) -> int:
-    """Ranks that the config asks for, one data-parallel replica if it leaves their number open."""
-    raw = read(path)
-    for override in overrides:
-        place(raw, *parse_override(override))
-    parallel = validate(raw).parallel
-    return parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
 
 
 def simulated(config: Config) -> Timeline:

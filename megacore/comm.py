@@ -114,6 +114,13 @@ def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
     return (_ReduceScatter if sequence else _Reduce).apply(x, group)
 
 
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Fills `x` with what the group's rank `source` has in it."""
+    if group.process_group is not None:
+        dist.broadcast(x, group.ranks[source], group=group.process_group)
+    return x
+
+
 def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4096) -> str:
     """The first rank's `text` on every rank, without pickle; at most `limit` bytes of UTF-8."""
     if group.process_group is None:
@@ -123,5 +130,4 @@ def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4
     buffer = torch.zeros(limit, dtype=torch.uint8, device=device)
     if group.rank == 0:
         buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else buffer[:0]
-    dist.broadcast(buffer, src=group.ranks[0], group=group.process_group)
-    return bytes(buffer.tolist()).rstrip(b"\0").decode()
+    return bytes(broadcast(buffer, group).tolist()).rstrip(b"\0").decode()

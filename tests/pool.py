@@ -4,15 +4,12 @@
 torchrun would have given that rank. What goes wrong in a rank is raised in the test with that rank's own traceback.
 """
 
-import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,6 +19,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from megacore.verify.workers import free_port, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
@@ -41,15 +40,6 @@ class RankTimeout(TimeoutError):
     def __init__(self, ranks: list[int], world: int, timeout: float) -> None:
         super().__init__(f"ranks {ranks} of {world} did not return within {timeout:g} s (their stacks are on stderr)")
         self.ranks = ranks
-
-
-def free_port() -> int:
-    """A port nobody listens on, below the range the kernel hands out to clients, so that none of them takes it first."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class Pool:
@@ -133,12 +123,6 @@ class Pool:
             if pid is not None and hasattr(signal, "SIGUSR1"):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)  # for the stacks to be written before the workers are killed
-
-
-def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets on one node."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}
 
 
 def _serve(connection: Connection) -> None:

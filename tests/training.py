@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from megacore.config import load
+from megacore import checkpoint
+from megacore.config import Config, load
 from megacore.data.indexed import IndexedWriter
 from megacore.mesh import Mesh, pick_device
+from megacore.model.gpt import whole_model
 from megacore.place import place_from_environment
+from megacore.tensor_parallel.shard import shard_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 
@@ -62,3 +65,10 @@ def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
     """The logged training steps of a run."""
     lines = (Path(log_dir) / "metrics.jsonl").read_text().splitlines()
     return [figures for figures in map(json.loads, lines) if "loss" in figures]
+
+
+def write_weights(folder: Path, config: Config) -> Path:
+    """A checkpoint that holds a model's first weights and no run, as an import leaves it; returns the step's folder."""
+    weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in whole_model(config).named_parameters()}
+    state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
+    return checkpoint.save(folder, 0, weights, state, rank=0, world=1, writes=True, barrier=lambda: None, keep=1)

@@ -11,6 +11,17 @@ and gets it from whichever files overlap it. JSON and safetensors only; nothing 
 """
 
 from megacore.checkpoint.read import Reader, checkpoints_in, find_latest, locate
-from megacore.checkpoint.write import LocalTensor, save
+from megacore.checkpoint.write import Layout, LocalTensor, pack, save, save_stream, write_safetensors
 
-__all__ = ["LocalTensor", "Reader", "checkpoints_in", "find_latest", "locate", "save"]
+__all__ = [
+    "Layout",
+    "LocalTensor",
+    "Reader",
+    "checkpoints_in",
+    "find_latest",
+    "locate",
+    "pack",
+    "save",
+    "save_stream",
+    "write_safetensors",
+]

@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 # `.old` is a step that was being saved anew: it counts only where the crash came before the new one took its place.
 STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
 
-# Model keys that may change between a checkpoint and the run that resumes it: they touch neither shapes nor what is computed.
-FREE_MODEL_KEYS = {"dropout", "attention", "init_std"}
+# Model keys that may change between a checkpoint and the run that resumes it: they do not touch what is computed. (max_positions
+# is the shape of a learned position table, which is compared as every tensor's is.)
+FREE_MODEL_KEYS = {"dropout", "attention", "init_std", "max_positions"}
 
 
 class Reader:
@@ -58,7 +59,7 @@ class Reader:
         Raises:
             CheckpointError: no such tensor, another global shape, or a damaged file.
         """
-        self._check(name, shard)
+        self.check(name, shard.global_shape)
         out = torch.empty(shard.local_shape, dtype=DTYPES[self.manifest.tensors[name].dtype])
         self.read_into(name, shard, out)
         return out
@@ -66,7 +67,7 @@ class Reader:
     @torch.no_grad()
     def read_into(self, name: str, shard: Shard, out: Tensor) -> None:
         """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which may be a parameter."""
-        self._check(name, shard)
+        self.check(name, shard.global_shape)
         assert out.shape == shard.local_shape, f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
         for piece in self.manifest.tensors[name].slices:
             box = overlap(piece.offset, piece.shape, shard.offset, shard.local_shape)
@@ -79,11 +80,24 @@ class Reader:
         Keys that only one of them has are passed over, as are those that change no shape and no function (dropout).
         """
         recorded = self.state.get("model", {})
-        for key in sorted((recorded.keys() & model.keys()) - FREE_MODEL_KEYS):
-            if recorded[key] != model[key]:
+        for key in model:  # in the schema's order: what others are derived from comes first
+            if key in recorded and key not in FREE_MODEL_KEYS and recorded[key] != model[key]:
                 wrong = f"was written with model.{key}={recorded[key]}, and the config says {model[key]}"
-                right = f"set model.{key}={recorded[key]}, or checkpoint.resume=never with another log.dir"
+                right = f"set model.{key}={recorded[key]}, or take another checkpoint (checkpoint.resume=never takes none)"
                 raise CheckpointError(str(self.path), wrong, right)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a logical tensor that is not there, or not of this shape.
+
+        Raises:
+            CheckpointError: naming it.
+        """
+        tensor = self.manifest.tensors.get(name)
+        right = "set the model section of the config to the one recorded in its manifest.json"
+        if tensor is None:
+            raise CheckpointError(str(self.path), f"has no tensor {name} of shape {shape}", right)
+        if tensor.shape != shape:
+            raise CheckpointError(str(self.path), f"tensor {name} has shape {tensor.shape}, and the model of this config {shape}", right)
 
     def verify(self) -> None:
         """Open every file and compare its header with the manifest.
@@ -95,14 +109,6 @@ class Reader:
             for piece in tensor.slices:
                 self._stored(name, piece)
 
-    def _check(self, name: str, shard: Shard) -> None:
-        tensor = self.manifest.tensors.get(name)
-        right = "set the model section of the config to the one recorded in its manifest.json"
-        if tensor is None:
-            raise CheckpointError(str(self.path), f"has no tensor {name} of shape {shard.global_shape}", right)
-        if tensor.shape != shard.global_shape:
-            wrong = f"tensor {name} has shape {tensor.shape}, and the model of this config {shard.global_shape}"
-            raise CheckpointError(str(self.path), wrong, right)
 
     def _stored(self, name: str, piece: Slice) -> Any:
         """A slice on disk, its header checked: a lazy safetensors slice that reads what it is indexed with."""

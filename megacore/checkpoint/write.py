@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megacore.tensor_parallel.shard import Shard
 logger = logging.getLogger(__name__)
 
 LocalTensor = tuple[Tensor, Shard]  # this rank's piece, and where it stands in the logical tensor
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in its order
 
 
 def save(
@@ -61,7 +63,12 @@ def save(
                 shutil.rmtree(leftover)
             partial.mkdir(parents=True)
         barrier()
-        _write_rank(partial, rank, {name: piece for name, piece in tensors.items() if writes and piece[1].counted})
+        own = {name: piece for name, piece in tensors.items() if writes and piece[1].counted}
+        for name, (tensor, shard) in own.items():
+            assert tensor.shape == shard.local_shape, f"{name}: {tuple(tensor.shape)} is not the slice {shard.local_shape}"
+        # Widest dtype first: every tensor is then aligned, as readers that map the file expect.
+        names = sorted(own, key=lambda name: (-own[name][0].itemsize, name))
+        _write_rank(partial, rank, {name: (own[name][0].dtype, own[name][1]) for name in names}, (own[name][0] for name in names))
         barrier()
         if rank == 0:
             _merge(partial, step, state, world)
@@ -74,41 +81,82 @@ def save(
     return final
 
 
-def _write_rank(folder: Path, rank: int, tensors: dict[str, LocalTensor]) -> None:
-    """Write this rank's slices and its index. A rank without any leaves an empty index, so that a lost one is noticed."""
+def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Tensor], state: dict[str, Any], file_bytes: int) -> Path:
+    """Write the checkpoint of `step` from one process that never holds more than one tensor, and return its folder.
+
+    Args:
+        directory: the run's checkpoints folder.
+        layout: whole logical tensors.
+        tensors: the same, made one after the other when their turn comes, in the order of `layout`.
+        state: as for `save`.
+        file_bytes: a file is closed before it would exceed this; a tensor that alone does has a file of its own.
+    """
+    final = directory / f"step_{step:08d}"
+    partial = final.with_suffix(".partial")
+    partial.mkdir(parents=True)
+    files = pack(layout, file_bytes)
+    for part, names in enumerate(files):  # as if each file were the work of a rank of its own
+        _write_rank(partial, part, {name: (layout[name][0], Shard(layout[name][1])) for name in names}, tensors)
+    _merge(partial, step, state, len(files))
+    _commit(partial, final)
+    return final
+
+
+def pack(layout: Layout, file_bytes: int) -> list[list[str]]:
+    """The names of `layout`, in order, cut into files of at most `file_bytes` (a larger tensor has a file of its own)."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in layout.items():
+        nbytes = dtype.itemsize * prod(shape)
+        if files[-1] and size + nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += nbytes
+    return files
+
+
+def _write_rank(folder: Path, rank: int, pieces: dict[str, tuple[torch.dtype, Shard]], tensors: Iterator[Tensor]) -> None:
+    """Write a rank's slices and its index. A rank without any leaves an empty index, so that a lost one is noticed."""
     file = folder / f"rank_{rank:05d}.safetensors"
     entries = {}
-    for name, (tensor, shard) in tensors.items():
-        assert tensor.shape == shard.local_shape, f"{name}: {tuple(tensor.shape)} is not the slice {shard.local_shape}"
-        if tensor.numel() > 0:  # a rank beyond the end of a size that does not divide holds nothing
+    for name, (dtype, shard) in pieces.items():
+        if prod(shard.local_shape) > 0:  # a rank beyond the end of a size that does not divide holds nothing
             piece = Slice(file=file.name, key=name, offset=shard.offset, shape=shard.local_shape)
-            entries[name] = Logical(shape=shard.global_shape, dtype=str(tensor.dtype).removeprefix("torch."), slices=[piece])
+            entries[name] = Logical(shape=shard.global_shape, dtype=str(dtype).removeprefix("torch."), slices=[piece])
     files = {}
     if entries:
-        files[file.name] = _write_safetensors(file, {name: tensors[name][0] for name in entries})
+        layout = {name: (dtype, shard.local_shape) for name, (dtype, shard) in pieces.items()}
+        files[file.name] = write_safetensors(file, layout, tensors)
     _write_json(_index(folder, rank), Index(files=files, tensors=entries))
 
 
-def _write_safetensors(file: Path, tensors: dict[str, Tensor]) -> int:
+def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor]) -> int:
     """Write a safetensors file, one tensor after the other, and return its size in bytes.
 
     The library's own writer wants every tensor on the CPU at once; this one needs memory for the largest only,
-    where a host with eight devices may not have room for all their weights and moments.
+    where a host with eight devices may not have room for all their weights and moments, or a model may be larger than memory.
+
+    Args:
+        layout: what the file will hold; without elements is left out.
+        tensors: as many tensors in that order, on any device. Each is let go before the next is asked for.
     """
-    # Widest dtype first: every tensor is then aligned, as readers that map the file expect.
-    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in names:
-        start, end = end, end + tensors[name].nbytes
-        header[name] = {"dtype": DTYPE_CODES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    for name, (dtype, shape) in layout.items():
+        start, end = end, end + dtype.itemsize * prod(shape)
+        if end > start:
+            header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
     with file.open("wb") as out:
         out.write(len(head).to_bytes(8, "little") + head)
-        for name in names:
+        for name, expected in layout.items():
+            tensor = next(tensors)
+            assert (tensor.dtype, tensor.shape) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)} is not {expected}"
             # Bytes of a flat copy: numpy knows no bfloat16, and a 0-dim tensor cannot be viewed in another width.
-            out.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            out.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor
         out.flush()
         os.fsync(out.fileno())
         return out.tell()

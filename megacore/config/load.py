@@ -35,21 +35,37 @@ def load(path: str, overrides: list[str] | None = None, world_size: int = 1) -> 
 
     Raises `ConfigError` for the first thing that is wrong. `world_size` is the number of ranks that started.
     """
-    raw = read(path)
+    return resolve(read(path), overrides or [], Path(path).stem, world_size)
+
+
+def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: int) -> Resolved:
+    """`load`, of sections at hand, such as those that a checkpoint recorded; `raw` takes the overrides in.
+
+    `name` is the run's, for what is named after it.
+    """
     origins = dict.fromkeys(flatten(Config().model_dump(by_alias=True)), "default")
     origins.update(dict.fromkeys((key for key in flatten(raw) if key in origins), "file"))
-    for override in overrides or []:
+    for override in overrides:
         key, value = parse_override(override)
         place(raw, key, value)
         origins[key] = "override"
     config = validate(raw)
-    derived = derive(config, Path(path).stem, world_size)
+    derived = derive(config, name, world_size)
     for key, value in derived.items():
         place(raw, key, value)
         origins[key] = "derived"
     config = validate(raw)
     check(config, world_size)
     return Resolved(config, origins)
+
+
+def smallest_world(path: str, overrides: list[str]) -> int:
+    """Ranks that the config asks for, one data-parallel replica if it leaves their number open."""
+    raw = read(path)
+    for override in overrides:
+        place(raw, *parse_override(override))
+    parallel = validate(raw).parallel
+    return parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
 
 
 def read(path: str) -> dict[str, Any]:
@@ -102,9 +118,11 @@ def validate(raw: dict[str, Any]) -> Config:
     if not first["loc"]:  # text that Python takes for JSON and pydantic does not, such as half of a surrogate pair
         raise ConfigError("--config", first["msg"].lower().partition(" at line")[0], "valid JSON, in the file and the overrides") from None
     key = ".".join(str(part) for part in first["loc"][:2])
+    inner = [str(part) for part in first["loc"][3:] if isinstance(part, str)]  # of an object, whose type stands before
     if first["type"] == "extra_forbidden":
-        raise ConfigError(key, "unknown key", nearest(key)) from None
-    raise ConfigError(key, f"{json.dumps(first['input'])} is not valid: {first['msg'].lower()}", describe(key)) from None
+        raise ConfigError(key, " ".join(["unknown key", *inner]), describe(key) if inner else nearest(key)) from None
+    why = ": ".join([*inner, first["msg"].lower()])
+    raise ConfigError(key, f"{json.dumps(first['input'])} is not valid: {why}", describe(key)) from None
 
 
 def nearest(key: str) -> str:
@@ -146,6 +164,9 @@ def type_names(annotation: Any) -> list[str]:
     if typing.get_origin(annotation) is typing.Annotated:
         base, *metadata = typing.get_args(annotation)
         bounds = " and ".join(f"{word} {bound}" for m in metadata for word, bound in limits(m))
-        return [f"{type_names(base)[0]}{' ' + bounds if bounds else ''}"]
+        return [f"{name}{' ' + bounds if bounds else ''}" for name in type_names(base)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = annotation.model_fields.items()
+        return [f"{{{', '.join(f'{n}: {type_names(f.annotation)[0]}' if n == 'type' else n for n, f in fields)}}}"]
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null", dict: "an object"}
     return [names.get(typing.get_origin(annotation) or annotation, "a list of [weight, prefix]")]

@@ -5,7 +5,7 @@ Each refusal names one key, what is wrong with it and what would be right.
 
 from typing import Any
 
-from megacore.config.schema import Config
+from megacore.config.schema import Config, Llama3Rope
 from megacore.errors import ConfigError
 
 
@@ -15,6 +15,14 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     derived: dict[str, Any] = {}
     if model.num_kv_heads is None:
         derived["model.num_kv_heads"] = model.num_heads
+    if model.head_size is None and model.hidden_size % model.num_heads == 0:
+        derived["model.head_size"] = model.hidden_size // model.num_heads
+    if model.attention_scale is None and (head_size := model.head_size or derived.get("model.head_size")):
+        derived["model.attention_scale"] = head_size**-0.5
+    if model.qkv_bias is None:
+        derived["model.qkv_bias"] = model.bias
+    if model.max_positions is None:
+        derived["model.max_positions"] = config.train.seq_len
     if model.ffn_size is None:
         gated = -(-8 * model.hidden_size // 3)
         derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
@@ -67,14 +75,13 @@ def check_model(config: Config) -> None:
     """Sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
     model, parallel, train = config.model, config.parallel, config.train
     assert model.ffn_size is not None
-    divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
+    if model.head_size is None:
+        divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)
     divides("model.num_heads", model.num_heads, "parallel.tensor", parallel.tensor)
     divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
     divides("model.ffn_size", model.ffn_size, "parallel.tensor", parallel.tensor)
-    if model.position == "rope" and model.head_size % 2:
-        wrong = f"rotary positions turn pairs of features, and hidden_size / num_heads = {model.head_size} is odd"
-        raise ConfigError("model.position", wrong, "an even head size, or learned")
+    check_positions(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
     if (parallel.tensor - 1) * -(-model.vocab_size // parallel.tensor) >= model.vocab_size:
         wrong = f"{model.vocab_size} leaves a tensor rank of {parallel.tensor} without a row"
@@ -87,6 +94,21 @@ def check_model(config: Config) -> None:
         divides("train.seq_len", train.seq_len, "parallel.tensor", parallel.tensor) if tokens % parallel.tensor else None
     if model.attention == "fused" and train.precision == "fp64":
         raise ConfigError("model.attention", "the fused softmax keeps its statistics in fp32, below fp64's precision", "sdpa or eager")
+
+
+def check_positions(config: Config) -> None:
+    """Rotary positions need pairs of features; a sequence must fit in the positions."""
+    model, seq_len = config.model, config.train.seq_len
+    if model.position == "rope" and config.head_size % 2:
+        wrong = f"rotary positions turn pairs of features, and model.head_size {config.head_size} is odd"
+        raise ConfigError("model.position", wrong, "an even head size, or learned")
+    if model.position == "learned" and model.rope_scaling is not None:
+        raise ConfigError("model.rope_scaling", "learned positions have no frequencies to scale", "null, or model.position=rope")
+    if isinstance(model.rope_scaling, Llama3Rope) and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor:
+        wrong = f"high_freq_factor {model.rope_scaling.high_freq_factor} is not above low_freq_factor {model.rope_scaling.low_freq_factor}"
+        raise ConfigError("model.rope_scaling", wrong, "a larger high_freq_factor")
+    if config.max_positions < seq_len:
+        raise ConfigError("model.max_positions", f"{config.max_positions} is less than train.seq_len {seq_len}", f"at least {seq_len}")
 
 
 def check_world(config: Config, world_size: int) -> None:

@@ -4,7 +4,7 @@ The classes here hold values and what can be said of one section alone; rules th
 (does the batch divide, does the world fit) are in `rules.py`, files and overrides in `load.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
@@ -15,6 +15,14 @@ Weight = Annotated[float, Field(gt=0.0, le=1e9)]
 Prefix = Annotated[str, Field(min_length=1)]
 WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 
+T = TypeVar("T")
+
+
+def resolved(value: T | None) -> T:
+    """A value that `rules.derive` sets where the config leaves it open."""
+    assert value is not None, "config was not resolved"
+    return value
+
 
 class Section(BaseModel):
     """A section refuses unknown keys and does not coerce types (`"20"` is not 20)."""
@@ -22,32 +30,63 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+class LinearRope(Section):
+    """Rotary frequencies divided by `factor`: positions interpolated (Chen et al. 2023)."""
+
+    type: Literal["linear"]
+    factor: Positive
+
+
+class Llama3Rope(Section):
+    """Low rotary frequencies divided by `factor`, high ones kept, and a ramp between (Grattafiori et al. 2024, Llama 3.1).
+
+    Low are those that turn fewer than `low_freq_factor` times in `original_max_position_embeddings` positions, high those that
+    turn more than `high_freq_factor` times.
+    """
+
+    type: Literal["llama3"]
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: PositiveInt
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="type")]
+
+
 class Model(Section):
+    block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
     num_layers: PositiveInt = 12
     hidden_size: PositiveInt = 768
     num_heads: PositiveInt = 12
     num_kv_heads: PositiveInt | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
+    head_size: PositiveInt | None = Field(None, description="features of one attention head; null: hidden_size / num_heads")
     ffn_size: PositiveInt | None = Field(
         None, description="null: 4 × hidden_size for gelu; 8/3 × hidden_size, rounded up to a multiple of 64, for swiglu"
     )
     vocab_size: PositiveInt = 50304
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_erf", "swiglu"] = Field("gelu", description="gelu: its tanh form, as in GPT-2; gelu_erf: exact")
     position: Literal["learned", "rope"] = "learned"
+    max_positions: PositiveInt | None = Field(
+        None, description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len"
+    )
     rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched for longer texts")
     norm_eps: Positive = Field(1e-5, description="added to the variance inside the square root of every norm")
     bias: bool = Field(True, description="biases in the linear layers and layernorms")
+    qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
+    qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
+    attention_scale: Positive | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
+    embedding_scale: Positive = Field(1.0, description="factor on the token vectors that enter the first block")
+    residual_scale: Positive = Field(1.0, description="factor on what each half of a block adds to the residual")
+    logit_scale: Positive = Field(1.0, description="factor on the logits")
     tie_embeddings: bool = True
     dropout: Fraction = Field(
         0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
     )
     attention: Literal["sdpa", "fused", "eager"] = "sdpa"
     init_std: Positive = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
-
-    @property
-    def head_size(self) -> int:
-        """Features of one attention head."""
-        return self.hidden_size // self.num_heads
 
 
 class Parallel(Section):
@@ -71,6 +110,9 @@ class Train(Section):
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = Field(False, description="torch.compile for every block")
+    deterministic: bool = Field(
+        False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"
+    )
     eval_every: NonNegativeInt = Field(0, description="steps between validations; 0: only after the last step")
     eval_batches: NonNegativeInt = Field(20, description="global batches a validation reads; 0: the whole validation set")
 
@@ -101,6 +143,9 @@ class Checkpoint(Section):
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     async_: bool = Field(False, alias="async")
     resume: str = Field("auto", min_length=1, description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")
+    weights: str | None = Field(
+        None, min_length=1, description="where there is nothing to resume: start at step 0 from the weights alone of this run or checkpoint"
+    )
 
 
 class Engine(Section):
@@ -136,5 +181,15 @@ class Config(Section):
 
     @property
     def kv_heads(self) -> int:
-        assert self.model.num_kv_heads is not None, "config was not resolved"
-        return self.model.num_kv_heads
+        """Key/value heads."""
+        return resolved(self.model.num_kv_heads)
+
+    @property
+    def head_size(self) -> int:
+        """Features of one attention head."""
+        return resolved(self.model.head_size)
+
+    @property
+    def max_positions(self) -> int:
+        """Rows of the learned position table, and the longest text that generation may make."""
+        return resolved(self.model.max_positions)

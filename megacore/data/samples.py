@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from megacore.config import Config
 from megacore.data.indexed import IndexedTokens, check_vocabulary
 from megacore.data.order import derive_key, permute
-from megacore.errors import DataError
+from megacore.errors import ConfigError, DataError
 
 IGNORED = -100  # a target that no loss counts: padding
 
@@ -23,6 +24,13 @@ def open_corpora(spec: Spec, vocab_size: int) -> list[tuple[float, IndexedTokens
     return corpora
 
 
+def training_stream(config: Config) -> "SampleStream":
+    """The stream that `config` trains on. Raises `ConfigError` where it names no corpus, and what `SampleStream` does."""
+    if config.data.train is None:
+        raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
+    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size)
+
+
 class SampleStream:
     """The training samples of a run, by global index: the first epoch's, then the second's, and so on.
 
@@ -39,6 +47,7 @@ class SampleStream:
         opened = open_corpora(spec, vocab_size)
         self.shares = [share for share, _ in opened]
         self.corpora = [tokens for _, tokens in opened]
+        self.counts = [(tokens.num_tokens - 1) // seq_len for tokens in self.corpora]  # samples in an epoch of each
         for tokens in self.corpora:
             if tokens.num_tokens < seq_len + 1:
                 wrong = f"sequence longer than the corpus: {tokens.num_tokens} tokens, and a sample is train.seq_len {seq_len} + 1"
@@ -47,7 +56,7 @@ class SampleStream:
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
         out = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
-        corpus, _, sample = self._locate(indices)
+        corpus, _, sample = self.locate(indices)
         for row, c, start in zip(out, corpus.tolist(), (sample * self.seq_len).tolist(), strict=True):
             row[:] = self.corpora[c].read(start, self.seq_len + 1)
             check_ids(row, self.corpora[c], start, self.vocab_size)
@@ -55,13 +64,13 @@ class SampleStream:
 
     def where(self, index: int) -> tuple[str, int, int]:
         """(prefix, epoch, sample within the corpus) of a global sample index."""
-        corpus, epoch, sample = (int(part[0]) for part in self._locate(np.array([index])))
+        corpus, epoch, sample = (int(part[0]) for part in self.locate(np.array([index])))
         return self.corpora[corpus].prefix, epoch, sample
 
-    def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Corpus, epoch and sample within the corpus of each global index, all ``[n]``."""
         corpus, visit = blend(self.shares, np.asarray(indices, dtype=np.int64))
-        per_epoch = np.array([(tokens.num_tokens - 1) // self.seq_len for tokens in self.corpora])[corpus]
+        per_epoch = np.array(self.counts)[corpus]
         epoch, position = np.divmod(visit, per_epoch)
         sample = np.empty_like(position)
         for c, e in {*zip(corpus.tolist(), epoch.tolist(), strict=True)}:
@@ -84,14 +93,28 @@ def blend(shares: list[float], indices: np.ndarray) -> tuple[np.ndarray, np.ndar
     corpus, visit = np.empty_like(indices), np.empty_like(indices)
     left = np.arange(len(indices))  # positions not yet given to a corpus,
     index = indices  # and their index in the stream of the corpora that remain
-    order = sorted(range(len(shares)), key=lambda c: -shares[c])
-    for level, c in enumerate(order):
-        fraction = round(shares[c] / sum(shares[d] for d in order[level:]) * _ONE)  # exactly _ONE for the last
+    for c, fraction in _fractions(shares):
         before = _part(index, fraction)
         ours = _part(index + 1, fraction) > before
         corpus[left[ours]], visit[left[ours]] = c, before[ours]
         left, index = left[~ours], (index - before)[~ours]
     return corpus, visit
+
+
+def visits(shares: list[float], corpus: int, count: int) -> int:
+    """How many of the first `count` samples of a blended stream are of `corpus`."""
+    for c, fraction in _fractions(shares):
+        part = int(_part(np.array(count), fraction))
+        if c == corpus:
+            return part
+        count -= part
+    raise AssertionError(f"no corpus {corpus}")
+
+
+def _fractions(shares: list[float]) -> list[tuple[int, int]]:
+    """The corpora, largest first, each with its part of what those before it leave; exactly `_ONE` for the last."""
+    order = sorted(range(len(shares)), key=lambda c: -shares[c])
+    return [(c, round(shares[c] / sum(shares[d] for d in order[level:]) * _ONE)) for level, c in enumerate(order)]
 
 
 def _part(count: np.ndarray, fraction: int) -> np.ndarray:

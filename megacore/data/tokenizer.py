@@ -25,6 +25,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes that a token stands for within a text, perhaps part of a character; a special token has none."""
+
 
 class BytesTokenizer:
     """Every byte of the UTF-8 text is a token."""
@@ -39,6 +42,10 @@ class BytesTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the bytes."""
         return bytes(ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The byte itself."""
+        return bytes([token])
 
 
 class SentencePieceTokenizer:
@@ -68,6 +75,16 @@ class SentencePieceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the pieces; special tokens have none."""
         return self._processor.decode([int(i) for i in ids])
+
+    def token_bytes(self, token: int) -> bytes:
+        """The piece's text, its ▁ as spaces; of a byte piece, such as ``<0x0A>``, the byte."""
+        if self._processor.is_byte(token):
+            return bytes([int(self._processor.id_to_piece(token)[3:-1], 16)])
+        if self._processor.is_control(token):
+            return b""
+        if self._processor.is_unknown(token):
+            return self._processor.decode([token]).encode("utf-8")
+        return self._processor.id_to_piece(token).replace("\u2581", " ").encode("utf-8")
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -49,6 +49,10 @@ class NativeEngine:
         for gradient in self.tied:
             all_reduce(gradient, self.mesh.tied)
 
+    def gradients(self) -> dict[str, tuple[Tensor, Shard]]:
+        """See `Engine`."""
+        return {slot.name: (slot.view(buffer.gradients), slot.shard) for buffer in self.buffers for slot in buffer.slots}
+
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The norm of the gradient of the whole model, a replicated or tied parameter counted once; fp64 scalar, scaled."""

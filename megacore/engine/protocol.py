@@ -32,6 +32,12 @@ class Engine(Protocol):
     def reduce_tied(self) -> None:
         """Sums the gradients of the embeddings that the first and the last stage share."""
 
+    def gradients(self) -> dict[str, tuple[Tensor, Shard]]:
+        """The gradients by parameter name, as they are live: after the reductions and before `step`, the global sums.
+
+        For proofs and diagnosis; under fp16 they carry the loss scale.
+        """
+
     def step(self, lr: float) -> StepStatistics:
         """Clips by the global norm, updates the parameters, and clears the gradients."""
 

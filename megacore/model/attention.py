@@ -1,4 +1,6 @@
-"""Causal self-attention, its heads split over the tensor ranks; grouped queries and rotary positions."""
+"""Causal self-attention, its heads split over the tensor ranks; grouped queries, query-key norm and rotary positions."""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -6,9 +8,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
+from megacore.config.schema import LinearRope, Llama3Rope, resolved
 from megacore.kernels.softmax import causal_softmax
 from megacore.mesh import Group
+from megacore.model.cache import latest_mask
 from megacore.model.context import Context
+from megacore.model.norm import HeadNorm
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, is_emulated
 
 
@@ -24,14 +29,14 @@ class Attention(nn.Module):
         super().__init__()
         model, sequence = config.model, config.parallel.sequence
         self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
-        self.head_size = model.head_size
+        self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
         self.implementation = model.attention
         # sdpa keeps no scores, so there is nothing for selective recomputation to drop.
         self.recompute = config.train.recompute == "selective" and model.attention != "sdpa"
         self.qkv = ColumnLinear(
             model.hidden_size,
-            (config.kv_heads, self.queries + 2, model.head_size),
-            bias=model.bias,
+            (config.kv_heads, self.queries + 2, config.head_size),
+            bias=resolved(model.qkv_bias),
             init_std=model.init_std,
             group=group,
             sequence=sequence,
@@ -39,7 +44,7 @@ class Attention(nn.Module):
             device=device,
         )
         self.output = RowLinear(
-            model.num_heads * model.head_size,
+            model.num_heads * config.head_size,
             model.hidden_size,
             bias=model.bias,
             init_std=output_std,
@@ -48,40 +53,61 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
         )
+        self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
+        self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
         # [batch, seq, kv heads, queries + 2, head]
         qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
-        q, k, v = qkv.split([self.queries, 1, 1], dim=3)
-        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head]
+        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head]
         if context.rope is not None:
             q, k = rotate(q, *context.rope), rotate(k, *context.rope)
-        if self.recompute:
+        if context.cache is not None:
+            y = self.attend_all(q, *context.cache.extend(self, k, v))
+        elif self.recompute:
             y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.attend(q, k, v)
         return self.output(y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``softmax(q kᵀ / √head + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
+        """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
         if is_emulated(q):
             return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
         if self.implementation == "sdpa":
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.queries > 1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.queries > 1)
         if self.queries > 1:
             k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
         scores = q @ k.transpose(-2, -1)
         implementation = "auto" if self.implementation == "fused" else "eager"
-        return causal_softmax(scores, self.head_size**-0.5, implementation) @ v
+        return causal_softmax(scores, self.scale, implementation) @ v
+
+    def attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attend` of the latest queries to all keys so far, of which there are more; by sdpa, whatever trains the model."""
+        if is_emulated(q):
+            return self.attend_all(q.float(), k.float(), v.float()).to(q.dtype)
+        mask = latest_mask(q.shape[2], k.shape[2], q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=self.queries > 1)
 
 
-def rope_tables(seq_len: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    seq_len: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device, scaling: LinearRope | Llama3Rope | None = None
+) -> tuple[Tensor, Tensor]:
     """cos and sin ``[seq, head]`` of rotary positions (Su et al. 2021); feature i is paired with i + head/2.
 
     Computed in fp64: at long contexts fp32 angles are off by more than bf16 resolves.
     """
     frequencies = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    if isinstance(scaling, LinearRope):
+        frequencies = frequencies / scaling.factor
+    elif isinstance(scaling, Llama3Rope):
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies).repeat(1, 2)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 

@@ -5,6 +5,7 @@ the config and the tensor group, ``forward(x, context)`` from ``[tokens, hidden]
 the tensor-parallel layers, so that each carries its `Shard`.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,6 +26,9 @@ def swiglu(x: Tensor) -> Tensor:
     """``[tokens, 2 · ffn]``, gate then up → silu(gate) · up (Shazeer 2020)."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "gelu_erf": F.gelu, "swiglu": swiglu}  # by `model.activation`
 
 
 class FeedForward(nn.Module):
@@ -58,7 +62,7 @@ class FeedForward(nn.Module):
             sequence=sequence,
             dtype=dtype,
             device=device,
-            activation=swiglu if gated else gelu,
+            activation=ACTIVATIONS[model.activation],
             recompute=config.train.recompute == "selective",
         )
 
@@ -68,12 +72,12 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+    """``x + scale · attention(norm(x))``, then ``x + scale · feed_forward(norm(x))``; `model.residual_scale` is 1 if not set."""
 
     def __init__(self, index: int, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         model = config.model
-        self.index = index
+        self.index, self.scale = index, model.residual_scale
         # Each block adds twice to the residual: scaled so that its variance does not grow with depth (GPT-2).
         output_std = model.init_std / (2 * model.num_layers) ** 0.5
         self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
@@ -83,5 +87,5 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
-        x = x + context.drop(self.attention(self.norm1(x), context), self.index, "attention")
-        return x + context.drop(self.feed_forward(self.norm2(x)), self.index, "feed_forward")
+        x = x.add(context.drop(self.attention(self.norm1(x), context), self.index, "attention"), alpha=self.scale)
+        return x.add(context.drop(self.feed_forward(self.norm2(x)), self.index, "feed_forward"), alpha=self.scale)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megacore.comm import own_part
 from megacore.mesh import Group
+from megacore.model.cache import KeyValueCache
 from megacore.rng import keep_mask, key_of
 
 
@@ -20,6 +21,8 @@ class Context:
     sequence: bool  # whether activations between parallel regions hold this rank's tokens only
     dropout: float  # 0 in validation
     key: int  # names this microbatch: (seed, step, position in the global batch)
+    start: int = 0  # the position of the first token
+    cache: KeyValueCache | None = None  # in generation: what attention keeps of the tokens before
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
         """Dropout of ``[tokens, hidden]`` with the mask of (microbatch, site): the same in every layout and recomputation.

@@ -9,6 +9,7 @@ from megacore.config import Config
 from megacore.mesh import SOLO, Group
 from megacore.model.attention import rope_tables
 from megacore.model.block import Block
+from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
 from megacore.model.norm import Norm
 from megacore.rng import normal_slice
@@ -17,6 +18,7 @@ from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear, replicated
 from megacore.tensor_parallel.shard import new_parameter, shard_of
 
+BLOCKS: dict[str, type[nn.Module]] = {"gpt": Block}  # by `model.block`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -39,12 +41,12 @@ class Stage(nn.Module):
         if self.first or (self.last and model.tie_embeddings):
             self.embedding = self._vocabulary(dtype, device, owner=self.first)
         if self.first and model.position == "learned":
-            table = replicated((train.seq_len, model.hidden_size), group, self.sequence, decay=True, init_std=model.init_std)
+            table = replicated((config.max_positions, model.hidden_size), group, self.sequence, decay=True, init_std=model.init_std)
             self.position = new_parameter(table, dtype, device)
         if model.position == "rope":
             at_least_fp32 = torch.float64 if dtype == torch.float64 else torch.float32
-            self.rope = rope_tables(train.seq_len, model.head_size, model.rope_theta, at_least_fp32, device)
-        self.blocks = nn.ModuleDict({str(i): Block(i, config, group, dtype, device) for i in layers})
+            self.rope = rope_tables(train.seq_len, config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
+        self.blocks = nn.ModuleDict({str(i): BLOCKS[model.block](i, config, group, dtype, device) for i in layers})
         if self.last:
             self.norm = Norm(model, group, self.sequence, dtype, device)
             if not model.tie_embeddings:
@@ -67,17 +69,24 @@ class Stage(nn.Module):
             owner=owner,
         )
 
-    def forward(self, x: Tensor, key: int = 0) -> Tensor:
+    def forward(self, x: Tensor, key: int = 0, cache: KeyValueCache | None = None) -> Tensor:
         """Tokens ``[batch, seq]`` on the first stage, hidden states on others → hidden states.
 
         Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. `key` names the
-        microbatch for dropout. The last stage's hidden states go to `loss` or `logits`.
+        microbatch for dropout. The last stage's hidden states go to `loss` or `logits`. With a `cache` the tokens
+        follow those that it holds, and it takes them in.
         """
         train = self.config.train
-        batch, seq = x.shape if self.first else (train.micro_batch_size, train.seq_len)
-        rope = None if self.rope is None else (self.rope[0][:seq], self.rope[1][:seq])
+        if self.first:
+            batch, seq = x.shape
+        elif cache is None:
+            batch, seq = train.micro_batch_size, train.seq_len
+        else:
+            batch, seq = cache.batch_size, x.shape[0] // cache.batch_size
+        start = 0 if cache is None else cache.length
+        rope = None if self.rope is None else (self.rope[0][start : start + seq], self.rope[1][start : start + seq])
         dropout = self.config.model.dropout if self.training else 0.0
-        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key)
+        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache)
         if self.first:
             x = self.embed(x, context)
         for block in self.blocks.values():
@@ -85,20 +94,27 @@ class Stage(nn.Module):
                 x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, context)
+        if cache is not None:
+            cache.advance(seq)
         return x
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:
-        """Tokens ``[batch, seq]`` → ``[batch · seq, hidden]``, with learned positions added."""
+        """Tokens ``[batch, seq]`` → ``[batch · seq, hidden]``, scaled, with learned positions added."""
         x = self.embedding(tokens.flatten())
+        if (scale := self.config.model.embedding_scale) != 1.0:
+            x = x * scale
         if self.config.model.position == "learned":
-            positions = self.position[: context.seq_len].repeat(context.batch_size, 1)
+            positions = self.position[context.start : context.start + context.seq_len].repeat(context.batch_size, 1)
             x = x + (own_part(positions, self.group) if self.sequence else positions)
         return context.drop(x, "embedding")
 
     def logits(self, x: Tensor) -> Tensor:
         """The last stage's hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``."""
         head = self.embedding if self.config.model.tie_embeddings else self.head
-        return column_linear(self.norm(x), head.weight, None, self.group, self.sequence)
+        x = self.norm(x)
+        if (scale := self.config.model.logit_scale) != 1.0:
+            x = x * scale  # the same as on the logits, of which there are many more
+        return column_linear(x, head.weight, None, self.group, self.sequence)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least."""
@@ -116,9 +132,12 @@ def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:
 def initialise(module: nn.Module, seed: int) -> None:
     """Fills every parameter by its name and `Shard`: the same logical tensors in every layout and on every device.
 
-    It runs once the module is complete, because only then does a parameter know its full name.
+    It runs once the module is complete, because only then does a parameter know its full name. On the device `meta`,
+    where a model is built for its names and shapes alone, there is nothing to fill.
     """
     for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            continue
         shard = shard_of(parameter)
         if shard.init_std is None:
             parameter.fill_(shard.fill)

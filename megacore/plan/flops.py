@@ -1,13 +1,14 @@
 """Parameters and floating-point operations of a model, counted from its config, and the peaks of known devices.
 
-Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, k = key/value heads × head size.
+Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads × head size (usually h),
+k = key/value heads × head size.
 A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
 """
 
 import re
 from dataclasses import dataclass
 
-from megacore.config.schema import Config
+from megacore.config.schema import Config, resolved
 
 # Elementwise work that a stage's ends do besides products, in operations: it matters only to where the layers are cut.
 EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
@@ -16,13 +17,19 @@ LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
 
 def block_parameters(config: Config, tensor: int = 1) -> int:
     """Parameters of one transformer block on one of `tensor` ranks: attention, feed-forward and two norms."""
-    model = config.model
-    h, f, k, b = model.hidden_size, _ffn_size(config), config.kv_heads * model.head_size, int(model.bias)
+    model, (a, k) = config.model, attention_sizes(config)
+    h, f, b, qkv_b = model.hidden_size, resolved(model.ffn_size), int(model.bias), int(resolved(model.qkv_bias))
     up = (2 if model.activation == "swiglu" else 1) * f
     # Split over the tensor ranks: query, key, value and up by columns (with their biases), output and down by rows.
-    split = (h + b) * (h + 2 * k) + h * h + (h + b) * up + f * h
+    split = (h + qkv_b) * (a + 2 * k) + a * h + (h + b) * up + f * h
     # On every tensor rank: norms, and the biases of the row-split layers, which are added after the sum over ranks.
-    return split // tensor + 2 * norm_parameters(config) + 2 * b * h
+    qk_norms = 2 * config.head_size if model.qk_norm else 0
+    return split // tensor + 2 * norm_parameters(config) + qk_norms + 2 * b * h
+
+
+def attention_sizes(config: Config) -> tuple[int, int]:
+    """Features of all query heads, and of all key or value heads."""
+    return config.model.num_heads * config.head_size, config.kv_heads * config.head_size
 
 
 def norm_parameters(config: Config) -> int:
@@ -37,8 +44,8 @@ def vocabulary_parameters(config: Config, tensor: int = 1) -> int:
 
 
 def position_parameters(config: Config) -> int:
-    """Parameters of the position embedding: s·h if learned; rotary positions have none."""
-    return config.train.seq_len * config.model.hidden_size if config.model.position == "learned" else 0
+    """Parameters of the position embedding: a row a position if learned; rotary positions have none."""
+    return config.max_positions * config.model.hidden_size if config.model.position == "learned" else 0
 
 
 def parameters(config: Config) -> int:
@@ -49,22 +56,22 @@ def parameters(config: Config) -> int:
 
 
 def attention_flops(config: Config, causal: bool) -> float:
-    """Forward operations of scores and weighted values: 2·s·h each; half of both if only the causal triangle is counted.
+    """Forward operations of scores and weighted values: 2·s·a each; half of both if only the causal triangle is counted.
 
     Grouping key/value heads changes neither: every query head still meets s keys.
     """
-    return 4 * config.train.seq_len * config.model.hidden_size * (0.5 if causal else 1.0)
+    return 4 * config.train.seq_len * attention_sizes(config)[0] * (0.5 if causal else 1.0)
 
 
 def block_flops(config: Config, causal: bool) -> float:
     """Forward operations of one transformer block.
 
-    2·h·(h + 2k) for query, key and value, 2·h·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
+    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
     feed-forward products, and `attention_flops`. Norms, activations and residuals are not products and not counted.
     """
-    h, f, k = config.model.hidden_size, _ffn_size(config), config.kv_heads * config.model.head_size
+    h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), attention_sizes(config)
     ffn_products = 3 if config.model.activation == "swiglu" else 2
-    return 2 * h * (h + 2 * k) + 2 * h * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+    return 2 * h * (a + 2 * k) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
 
 
 def head_flops(config: Config) -> float:
@@ -125,11 +132,6 @@ def head_cost(config: Config) -> Cost:
     """What LM head and loss add to the last stage. They are never recomputed."""
     product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
     return Cost(product + loss, 2 * product + loss)
-
-
-def _ffn_size(config: Config) -> int:
-    assert config.model.ffn_size is not None, "config was not resolved"
-    return config.model.ffn_size
 
 
 # Peak operations a second of one device, dense (datasheets often print twice that, for 2:4 sparsity), fp16 and bf16 with

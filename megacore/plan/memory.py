@@ -16,11 +16,11 @@ Bytes of activations: `block_activations`, after Korthikanti et al. 2022.
 
 from dataclasses import dataclass
 
-from megacore.config.schema import Config
+from megacore.config.schema import Config, resolved
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.schedule import GENERATORS
 from megacore.pipeline.simulate import peak_live
-from megacore.plan.flops import block_parameters, norm_parameters, position_parameters, vocabulary_parameters
+from megacore.plan.flops import attention_sizes, block_parameters, norm_parameters, position_parameters, vocabulary_parameters
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
@@ -60,21 +60,21 @@ def block_activations(config: Config, recompute: str) -> int:
 
     A token costs, with e bytes an element, in what the tensor ranks share (or, with sequence parallelism, split):
     4·e·h for the inputs of both norms, of query-key-value and of up; 2·h for the masks of two dropouts; and in what they
-    split: e·(h + 2k) for query, key and value, e·(h + k) more for rotated ones, e·h for attention's output, then for gelu
+    split: e·(a + 2k) for query, key and value, e·(a + k) more for normed or rotated ones, 4 bytes a normed head, e·a for the output of attention, then for gelu
     e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu, the product). SDPA adds an fp32 logarithm a
     head; other attention a·s scores (in low precision unfused, also their softmax in fp32).
 
     For a gelu model with learned positions, f = 4h, bf16 and dropout, this is the published 34·s·b·h/t. `selective` leaves
     out the scores and what follows up; `full` keeps only the block's input, e·h.
     """
-    model, train = config.model, config.train
-    assert model.ffn_size is not None, "config was not resolved"
-    h, k, f, e = model.hidden_size, config.kv_heads * model.head_size, model.ffn_size, ELEMENT_BYTES[train.precision]
+    model, train, (a, k) = config.model, config.train, attention_sizes(config)
+    h, f, e = model.hidden_size, resolved(model.ffn_size), ELEMENT_BYTES[train.precision]
     tokens = _tokens(config)
     if recompute == "full":
         return _shared(config, e * h * tokens)
     shared = 4 * e * h + (2 * h if model.dropout else 0)
-    split = e * (2 * h + 2 * k) + (e * (h + k) if model.position == "rope" else 0)
+    split = e * (2 * a + 2 * k) + (e * (a + k) if model.position == "rope" or model.qk_norm else 0)
+    split += 4 * (model.num_heads + config.kv_heads) if model.qk_norm else 0
     split += e * f * (2 if model.activation == "swiglu" else 1)
     if recompute == "none":
         split += e * f * (2 if model.activation == "swiglu" else 1)

@@ -179,12 +179,12 @@ class RowLinear(nn.Module):
 def replicated(
     shape: tuple[int, ...],
     group: Group,
-    sequence: bool,
+    partial: bool,
     *,
     decay: bool = False,
     fill: float = 0.0,
     init_std: float | None = None,
 ) -> Shard:
-    """The record of a parameter that every tensor rank holds whole and applies, with `sequence`, to its own tokens only."""
-    partial = sequence and group.size > 1
+    """The record of a parameter that every tensor rank holds whole and applies, if `partial`, to its own tokens or heads only."""
+    partial = partial and group.size > 1
     return Shard(shape, None, group.rank, group.size, decay=decay, partial=partial, fill=fill, init_std=init_std)

@@ -24,7 +24,7 @@ class Shard:
     index: int = 0
     count: int = 1
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
-    partial: bool = False  # replicated, but each tensor rank sees only its own tokens: gradients must be summed over tp
+    partial: bool = False  # replicated, but each tensor rank sees only its own tokens or heads: gradients must be summed over tp
     owner: bool = True  # False for the second copy of a tied tensor: not counted in norms, not saved
     init_std: float | None = None  # normal with this deviation; None: filled with `fill`
     fill: float = 0.0

@@ -3,22 +3,25 @@
 from pathlib import Path
 
 from megacore import checkpoint
+from megacore.checkpoint.weights import check_weights
 from megacore.config import Config
 from megacore.data.indexed import Sidecar
-from megacore.data.samples import EvalSamples, SampleStream
+from megacore.data.samples import EvalSamples, training_stream
 from megacore.errors import CheckpointError, ConfigError
 
 
 class Inputs:
-    """The corpora, and on rank 0 the checkpoint to start from. Raises `UserError` for whatever is wrong with them."""
+    """The corpora, and on rank 0 the checkpoint to go on from (`checkpoint`) or the one whose weights to start from (`weights`).
+
+    Raises `UserError` for whatever is wrong with them.
+    """
 
     def __init__(self, config: Config, rank: int) -> None:
-        if config.data.train is None:
-            raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
         train, vocab_size = config.train, config.model.vocab_size
-        self.stream = SampleStream(config.data.train, train.seq_len, train.seed, vocab_size)
+        self.stream = training_stream(config)
         self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
         self.checkpoint = self._checkpoint(config, rank)
+        self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
             assert config.log.dir is not None
             check_writable(Path(config.log.dir))
@@ -32,11 +35,21 @@ class Inputs:
         if path is None:
             return None
         reader = checkpoint.Reader(path)
+        if "engine" not in reader.state:
+            wrong = "holds weights alone, without a run to go on with"
+            raise CheckpointError(str(path), wrong, f"checkpoint.weights={path}, with a log.dir of its own")
         reader.check_model(config.model.model_dump())
         self._check_samples(config, reader)
         if reader.step > config.train.steps:
             wrong = f"is of step {reader.step}, beyond train.steps {config.train.steps}"
             raise CheckpointError(str(path), wrong, "more steps, or checkpoint.resume=never")
+        return path
+
+    def _weights(self, config: Config) -> Path | None:
+        if config.checkpoint.weights is None:
+            return None
+        path = checkpoint.locate(Path(config.checkpoint.weights))
+        check_weights(checkpoint.Reader(path), config)
         return path
 
     def _check_samples(self, config: Config, reader: checkpoint.Reader) -> None:

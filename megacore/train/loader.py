@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megacore.config import Config
+from megacore.data.batches import dealt
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.mesh import Mesh
 from megacore.pipeline.runtime import Microbatch
@@ -16,9 +17,8 @@ from megacore.rng import key_of
 class Loader:
     """A step's microbatches as a pure function of the step.
 
-    Microbatch j of data rank d is the global batch's microbatch ``j · data + d``: which samples share a
-    microbatch, and the key of its dropout, do not depend on the layout. Every tensor and pipeline rank reads its own
-    copy from the memory-mapped file, which is cheaper than a broadcast and needs no collective.
+    `dealt` says which samples are this data rank's. Every tensor and pipeline rank reads its own copy from the
+    memory-mapped file, which is cheaper than a broadcast and needs no collective.
     """
 
     def __init__(self, config: Config, mesh: Mesh, stream: SampleStream) -> None:
@@ -38,13 +38,11 @@ class Loader:
 
     def _read(self, step: int) -> list[Microbatch]:
         train = self.config.train
-        data_ranks = self.mesh.dp.size
         microbatches = []
-        for j in range(self.config.num_microbatches):
-            index = j * data_ranks + self.mesh.dp.rank
-            first = (step - 1) * train.global_batch_size + index * train.micro_batch_size
-            tokens = self.stream.samples(np.arange(first, first + train.micro_batch_size))
-            key = key_of(train.seed, step, index)
+        for indices in dealt(range(step, step + 1), self.mesh.dp.size, train)[0, self.mesh.dp.rank]:
+            tokens = self.stream.samples(indices)
+            position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
+            key = key_of(train.seed, step, position)  # by the microbatch's place in the global batch: the same in every layout
             microbatches.append(place_microbatch(tokens[:, :-1], tokens[:, 1:], self.mesh.device, key))
         return microbatches
 
@@ -71,9 +69,7 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
         count = batches * train.global_batch_size
     for batch in range(batches):
         microbatches = []
-        for j in range(config.num_microbatches):
-            first = batch * train.global_batch_size + (j * mesh.dp.size + mesh.dp.rank) * train.micro_batch_size
-            positions = np.arange(first, first + train.micro_batch_size)
+        for positions in dealt(range(batch + 1, batch + 2), mesh.dp.size, train)[0, mesh.dp.rank]:
             indices = positions * len(samples) // count  # past the end where the position is
             microbatches.append(place_microbatch(*samples.samples(indices), mesh.device))
         yield microbatches

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megacore import checkpoint
+from megacore.checkpoint.weights import WEIGHTS
 from megacore.comm import all_reduce, broadcast_text
 from megacore.config import Config
 from megacore.engine.native import NativeEngine
@@ -16,9 +17,9 @@ from megacore.model.gpt import Stage
 from megacore.pipeline import schedule
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Runtime
-from megacore.tensor_parallel.cross_entropy import IGNORED
+from megacore.train.evaluation import evaluate
 from megacore.train.inputs import Inputs
-from megacore.train.loader import Loader, validation_batches
+from megacore.train.loader import Loader
 from megacore.train.logs import Logs
 from megacore.train.meters import StepTimer, Utilisation, peak_memory
 from megacore.train.stopping import StopRequest
@@ -42,9 +43,9 @@ class Trainer:
         self.plan = schedule.build(
             config.parallel.schedule, mesh.pp.size, config.num_microbatches, config.parallel.chunks, tied=config.model.tie_embeddings
         )
-        self.validation_plan = schedule.forward_only(mesh.pp.size, config.num_microbatches)
         self.loader = Loader(config, mesh, inputs.stream)
-        self.latest: Path | None = None  # the newest checkpoint saved or read
+        self.latest: Path | None = None  # the newest checkpoint saved or resumed from
+        self.origin: Path | None = None  # the checkpoint that gave the first weights
         self.step = self.started = self.resume()
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
@@ -59,14 +60,13 @@ class Trainer:
     def train(self) -> int:
         """The loop."""
         config, train = self.config, self.config.train
-        target_weight = 1.0 / (train.global_batch_size * train.seq_len)
         self.greet()
         timer = StepTimer()
         with StopRequest() as stop:
             while self.step < train.steps:
                 self.step += 1
                 lr = learning_rate(config.optim, self.step, train.steps)
-                loss = self.runtime.run(self.plan, self.loader.step(self.step), target_weight)
+                loss = self.forward_backward()
                 statistics = self.engine.step(lr)
                 timer.step()
 
@@ -74,7 +74,7 @@ class Trainer:
                 done = self.step == train.steps
                 stopping = False
                 if self.step % config.log.every == 0 or done:
-                    stopping = self.report(loss * target_weight, statistics, lr, timer, stop.requested) and not done
+                    stopping = self.report(loss, statistics, lr, timer, stop.requested) and not done
                 every = config.checkpoint.every
                 evaluating = train.eval_every and self.step % train.eval_every == 0 and not done and not stopping
                 saving = (every and (self.step % every == 0 or done)) or stopping
@@ -90,6 +90,17 @@ class Trainer:
                     return STOPPED
         self.conclude()
         return FINISHED
+
+    def forward_backward(self) -> torch.Tensor:
+        """Runs the microbatches of the current step, forward and backward; gradients are then with the engine, reduced.
+
+        Returns this rank's share of the global batch's mean loss: shares add up to it over the world. fp64, on the device.
+        """
+        train = self.config.train
+        target_weight = 1.0 / (train.global_batch_size * train.seq_len)
+        loss = self.runtime.run(self.plan, self.loader.step(self.step), target_weight) * target_weight
+        # Only the last stage has losses, and each of its tensor ranks has the same.
+        return loss.double() if self.mesh.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
 
     def greet(self) -> None:
         """What is about to run, in a few lines."""
@@ -107,13 +118,13 @@ class Trainer:
             self.logs.say(f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)")
         elif self.step:
             self.logs.say(f"resumed after step {self.step} of {train.steps}")
+        elif self.origin:
+            self.logs.say(f"starting from the weights of {self.origin}")
 
     def report(self, loss: torch.Tensor, statistics: StepStatistics, lr: float, timer: StepTimer, stop_requested: bool) -> bool:
         """Logs a step, and agrees on whether to stop. `loss` is this rank's share of the global mean."""
-        # Only the last stage has losses, and each of its tensor ranks has the same.
-        own_loss = loss.double() if self.mesh.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
         # Sums, then maxima; the norm and the skips are already the same on every rank.
-        shares = all_reduce(torch.stack([own_loss, torch.full_like(own_loss, float(stop_requested))]), self.mesh.world)
+        shares = all_reduce(torch.stack([loss, torch.full_like(loss, float(stop_requested))]), self.mesh.world)
         # Synchronises: from here the device has done the step, and the clock can be read.
         loss_value, stops, grad_norm, skipped = torch.cat([shares, torch.stack([statistics.grad_norm, statistics.skipped])]).tolist()
         seconds = timer.read()
@@ -138,22 +149,11 @@ class Trainer:
         )
         return stops > 0
 
-    @torch.no_grad()
     def validate(self) -> float | None:
         """The mean loss over the validation set (or `eval_batches` of it), in nats a token; None without one."""
         if self.inputs.validation is None:
             return None
-        self.stage.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # losses, targets
-        for batch in validation_batches(self.config, self.mesh, self.inputs.validation):
-            sums[0] += self.runtime.run(self.validation_plan, batch)
-            sums[1] += sum((microbatch.targets != IGNORED).sum() for microbatch in batch)
-        self.stage.train()
-        # Data ranks add up; of the others, one tensor rank of the last stage speaks for all.
-        if not self.stage.last or self.mesh.tp_rank > 0:
-            sums.zero_()
-        total, count = all_reduce(sums, self.mesh.world).tolist()
-        loss = total / count
+        loss = evaluate(self.config, self.runtime, self.mesh, self.inputs.validation).loss
         if self.step > self.started:  # else it is on record already
             self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
@@ -194,14 +194,20 @@ class Trainer:
         self.logs.say(f"saved {self.latest}")
 
     def resume(self) -> int:
-        """Restores what `checkpoint.resume` names; returns the step that it was saved after, 0 for a fresh start."""
+        """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`; returns the step to go on from."""
         # Rank 0 looked: others might see a shared file system in another state.
-        path = broadcast_text(str(self.inputs.checkpoint or ""), self.mesh.world, self.mesh.device)
-        if not path:
+        found = (self.inputs.checkpoint, self.inputs.weights)
+        whole, weights = (broadcast_text(str(path or ""), self.mesh.world, self.mesh.device) for path in found)
+        if not whole and not weights:
             return 0
-        self.latest = Path(path)
-        reader = checkpoint.Reader(self.latest)
+        reader = checkpoint.Reader(Path(whole or weights))
         for name, (tensor, shard) in self.engine.tensors().items():
-            reader.read_into(name, shard, tensor)
-        self.engine.load_state(reader.state["engine"])
+            if whole or name.startswith(WEIGHTS):
+                reader.read_into(name, shard, tensor)
+        # Which also rounds the weights just read into the parameters that compute.
+        self.engine.load_state(reader.state["engine"] if whole else self.engine.state())
+        if not whole:
+            self.origin = reader.path
+            return 0
+        self.latest = reader.path
         return reader.step

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from megacore.data.indexed import IndexedWriter
+from megacore.verify.workers import free_port
 from tests import training
-from tests.pool import ROOT, free_port
+from tests.pool import ROOT
 
 PRETRAIN = str(ROOT / "launch/pretrain.py")
 ENVIRONMENT = {

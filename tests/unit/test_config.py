@@ -55,6 +55,12 @@ def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -
         assert refused[1] == f"unknown key (did you mean {nearest}?)"
 
 
+LLAMA3 = '{"type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_position_embeddings":64}'
+ROPE_SCALING = (
+    "{type: linear, factor} or {type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings} or null"
+)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "accepted"),
     [
@@ -71,6 +77,11 @@ def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -
         ("optim.beta2", "1.0", "a number, at least 0.0, below 1.0"),
         ("model.norm", "batchnorm", "layernorm or rmsnorm"),
         ("model.num_kv_heads", "0", "a whole number above 0 or null"),
+        ("model.qkv_bias", "1", "true or false or null"),
+        *(("model.rope_scaling", value, ROPE_SCALING) for value in ("2", "[]", '{"factor": 2}', '{"type": "yarn", "factor": 2}')),
+        ("model.rope_scaling", '{"type": "linear"}', ROPE_SCALING),
+        ("model.rope_scaling", '{"type": "linear", "factor": "2"}', ROPE_SCALING),
+        ("model.rope_scaling", '{"type": "linear", "factor": 2, "low_freq_factor": 1}', ROPE_SCALING),
         ("parallel.data", "every", "a whole number above 0 or auto"),
         ("data.train", '[["a", 1]]', "a string or a list of [weight, prefix] or null"),
         ("data.valid", "[]", "a string or a list of [weight, prefix] or null"),
@@ -99,6 +110,10 @@ RULES: list[tuple[str, int, str, str]] = [
     ("model.num_kv_heads=3 parallel.tensor=2", 2, "model.num_kv_heads", "2 or 4 would be"),
     ("model.ffn_size=7 parallel.tensor=2", 2, "model.ffn_size", "6 or 8 would be"),
     ("model.hidden_size=36 model.position=rope", 1, "model.position", "an even head size, or learned"),
+    ("model.head_size=7 model.position=rope", 1, "model.position", "an even head size, or learned"),
+    (f"model.rope_scaling={LLAMA3}", 1, "model.rope_scaling", "null, or model.position=rope"),
+    (f"model.position=rope model.rope_scaling={LLAMA3.replace('4,', '1,')}", 1, "model.rope_scaling", "a larger high_freq_factor"),
+    ("model.max_positions=1023", 1, "model.max_positions", "at least 1024"),
     ("model.vocab_size=9 parallel.tensor=4", 4, "model.vocab_size", "a larger vocabulary or a smaller parallel.tensor"),
     ("model.num_layers=3 parallel.pipeline=4", 4, "parallel.pipeline", "at most model.num_layers 3"),
     ("parallel.sequence=true parallel.tensor=2 train.seq_len=9", 2, "train.seq_len", "8 or 10 would be"),
@@ -130,6 +145,9 @@ def test_every_rule_refuses_in_one_line(load_raw: Load, overrides: str, world: i
         ("train.micro_batch_size=4", 2),
         ("optim.min_lr=3e-4", 1),
         ("model.num_layers=4 parallel.pipeline=4", 4),
+        ("model.hidden_size=770 model.head_size=64", 1),
+        ("model.max_positions=1024", 1),
+        (f"model.position=rope model.rope_scaling={LLAMA3}", 1),
         ("optim.schedule=wsd optim.warmup_steps=900 optim.decay_steps=100", 1),
     ],
 )
@@ -174,6 +192,11 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
     [
         ("model.num_heads=6", 1, "model.num_kv_heads", 6),
         ("", 1, "model.ffn_size", 4 * 768),
+        ("model.num_heads=6", 1, "model.head_size", 128),
+        ("model.head_size=16", 1, "model.attention_scale", 0.25),
+        ("model.hidden_size=192", 1, "model.attention_scale", 0.25),
+        ("model.bias=false", 1, "model.qkv_bias", False),
+        ("train.seq_len=99", 1, "model.max_positions", 99),
         ("model.activation=swiglu", 1, "model.ffn_size", 2048),
         ("model.activation=swiglu model.hidden_size=120", 1, "model.ffn_size", 320),  # 8/3 × 120, already a multiple of 64
         ("model.activation=swiglu model.hidden_size=132", 1, "model.ffn_size", 384),  # 352, rounded up
@@ -184,7 +207,7 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
         ("train.steps=20 optim.warmup_steps=30", 1, "optim.decay_steps", 30),
     ],
 )
-def test_derived_values(load_raw: Load, overrides: str, world: int, key: str, value: int) -> None:
+def test_derived_values(load_raw: Load, overrides: str, world: int, key: str, value: float) -> None:
     """Each is documented at its key in the schema; another value would be another model or another schedule."""
     resolved = load_raw({}, *overrides.split(), world=world)
     assert flatten(resolved.config.model_dump(by_alias=True))[key] == value
@@ -207,6 +230,7 @@ def test_batch_equation(load_raw: Load, microbatches: int, data: int) -> None:
         {"checkpoint": {"every": 5}, "log": {"dir": "elsewhere"}},
         {"data": {"train": [[0.5, "a"], [2, "b"]], "valid": "c"}, "optim": {"lr": 1, "eps": 1e-12}},
         {"model": {"num_kv_heads": 4, "activation": "swiglu"}, "parallel": {"timeout_seconds": 0.5}},
+        {"model": {"position": "rope", "rope_scaling": json.loads(LLAMA3), "head_size": 10, "logit_scale": 0.3}},
     ],
 )
 def test_resolved_config_round_trips(load_raw: Load, raw: dict[str, Any]) -> None:

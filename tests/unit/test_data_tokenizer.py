@@ -31,6 +31,14 @@ def test_lossless(trained: Tokenizer, text: str) -> None:
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size)
 
 
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_of_tokens_are_the_texts(trained: Tokenizer, text: str) -> None:
+    """Text written token by token, and bits per byte, would miss or double a byte."""
+    for tokenizer in (trained, load_tokenizer("bytes")):
+        assert b"".join(tokenizer.token_bytes(int(token)) for token in tokenizer.encode(text)) == text.encode()
+    assert trained.end_of_document is not None and trained.token_bytes(trained.end_of_document) == b""
+
+
 def test_bytes_are_bytes() -> None:
     """The id of a byte is its value; half a character decodes to a replacement instead of failing."""
     tokenizer = load_tokenizer("bytes")

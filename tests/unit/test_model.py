@@ -31,6 +31,10 @@ VARIANTS = {
     "one key head, rope": "model.num_kv_heads=1 model.position=rope",
     "gelu, no bias, untied": "model.bias=false model.tie_embeddings=false",
     "swiglu with biases": "model.activation=swiglu model.norm=rmsnorm",
+    "query-key norm, wide heads": f"{LLAMA} model.qk_norm=true model.head_size=12 model.num_kv_heads=2",
+    "biases on queries, keys, values": f"{LLAMA} model.qkv_bias=true",
+    "scales, more positions": "model.embedding_scale=3 model.attention_scale=0.2 model.residual_scale=0.4 model.logit_scale=0.3 "
+    "model.max_positions=20",
 }
 Configure = Callable[..., Config]
 
@@ -72,7 +76,7 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Logits ``[batch, seq, vocab]`` of `tokens` ``[batch, seq]``: a head at a time, rotary positions as complex numbers."""
     model, seq = config.model, tokens.shape[1]
-    head, group = model.head_size, model.num_heads // config.kv_heads
+    head, group = config.head_size, model.num_heads // config.kv_heads
 
     def norm(x: Tensor, name: str) -> Tensor:
         if model.norm == "rmsnorm":
@@ -83,7 +87,12 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
     def linear(x: Tensor, name: str) -> Tensor:
         y = torch.tensordot(x, p[name + ".weight"], dims=([-1], [-1]))
-        return y + p[name + ".bias"] if model.bias else y
+        return y + p[name + ".bias"] if (model.qkv_bias if name.endswith("qkv") else model.bias) else y
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        if not model.qk_norm:
+            return x
+        return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * p[name + ".weight"]
 
     def positioned(x: Tensor) -> Tensor:
         if model.position != "rope":
@@ -93,7 +102,7 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
         pairs = pairs * torch.exp(1j * torch.arange(seq)[:, None] * frequency)
         return torch.cat((pairs.real, pairs.imag), -1)
 
-    x = p["embedding.weight"][tokens]
+    x = p["embedding.weight"][tokens] * model.embedding_scale
     if model.position == "learned":
         x = x + p["position"][:seq]
     for i in range(model.num_layers):
@@ -101,17 +110,18 @@ def plain_gpt(config: Config, p: dict[str, Tensor], tokens: Tensor) -> Tensor:
         heads = []
         for h in range(model.num_heads):
             q, k, v = (qkv[:, :, h // group, j] for j in (h % group, group, group + 1))
-            scores = positioned(q) @ positioned(k).transpose(1, 2) / head**0.5
+            q, k = normed(q, f"blocks.{i}.attention.query_norm"), normed(k, f"blocks.{i}.attention.key_norm")
+            scores = positioned(q) @ positioned(k).transpose(1, 2) * model.attention_scale
             scores[:, *torch.triu_indices(seq, seq, 1)] = -torch.inf
             heads.append(scores.softmax(-1) @ v)
-        x = x + linear(torch.cat(heads, -1), f"blocks.{i}.attention.output")
+        x = x + linear(torch.cat(heads, -1), f"blocks.{i}.attention.output") * model.residual_scale
         up = linear(norm(x, f"blocks.{i}.norm2"), f"blocks.{i}.feed_forward.up")
         if model.activation == "swiglu":
             up = up[:, :, 0] * up[:, :, 0].sigmoid() * up[:, :, 1]
         else:
             up = 0.5 * up * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
-        x = x + linear(up, f"blocks.{i}.feed_forward.down")
-    return norm(x, "norm") @ p["embedding.weight" if model.tie_embeddings else "head.weight"].T
+        x = x + linear(up, f"blocks.{i}.feed_forward.down") * model.residual_scale
+    return norm(x, "norm") @ p["embedding.weight" if model.tie_embeddings else "head.weight"].T * model.logit_scale
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -5,6 +5,7 @@ from itertools import combinations
 import pytest
 
 from megacore.config import Config
+from megacore.config.load import resolve
 from megacore.pipeline.partition import split_layers, stage_costs, stage_layers
 from megacore.plan.flops import embedding_cost, head_cost, layer_cost
 
@@ -46,9 +47,9 @@ def test_more_stages_than_layers_is_refused() -> None:
         split_layers(3, 4, 1.0, 0.0, 0.0)
 
 
-def small(**parallel: object) -> Config:
+def small(**parallel: int) -> Config:
     model = {"num_layers": 5, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 1024}
-    return Config.model_validate({"model": model, "parallel": {"data": 1, **parallel}, "train": {"seq_len": 32}})
+    return resolve({"model": model, "parallel": parallel, "train": {"seq_len": 32}}, [], "small", parallel.get("pipeline", 1)).config
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 5])

@@ -1,0 +1,66 @@
+"""Proves that every layout computes what one process does: every gradient, parameter, moment, loss and norm."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser
+from megacore.errors import ConfigError, UserError
+
+EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
+MORE = """The config is made small, its structure kept (kinds of layers, ties, biases, grouped heads, remainders, schedule,
+recomputation, dropout), and trained for three steps by real gloo ranks on this machine's CPU, in every layout, and by plain
+code on one process in fp64. A table shows the largest relative difference of each parameter (its gradients, its value,
+its moments) in each layout; where a layout differs, the first module, tensor, microbatch and direction at which it does
+is searched for and named.
+Exit status: 0 equal, 1 not equal, 2 bad arguments."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument("--layouts", metavar="NAMES", help="such as tp2,pp4,tp2pp2dp2sp (default: all axes alone and together, to 8 ranks)")
+    parser.add_argument(
+        "--precision",
+        default="fp64",
+        choices=("fp64", "bf16"),
+        help="bf16: each difference must be explained by what bf16 itself costs one process (default: %(default)s)",
+    )
+    against = "compare with another version of the code, layout by layout, instead of one process"
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
+    plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
+    parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as model.bias=false")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """The proof; returns the exit status."""
+    from rich.console import Console
+
+    from megacore.verify.layouts import DEFAULT
+    from megacore.verify.layouts import parse as parse_layout
+    from megacore.verify.report import show
+    from megacore.verify.run import Options, prove
+
+    args = parse(argv)
+    names = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)
+    if not names:
+        raise ConfigError("--layouts", "names none", "such as tp2,pp2")
+    layouts = [parse_layout(name) for name in dict.fromkeys(names)]
+    options = Options(args.config, args.overrides, layouts, args.precision, args.against, args.plant)
+    with Console(stderr=True).status("starting") as status:
+        proof = prove(options, lambda result: status.update(f"{result.layout.name} done"))
+    show(proof)
+    return 0 if proof.holds else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,125 @@
+"""How far two records are apart. numpy only: the process that compares needs no torch."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+# Below this part of the largest tensor of its kind, a tensor counts as zero but for rounding: a key's bias, which softmax
+# does not see, has a gradient of exactly that.
+NOTHING = 1e-6
+
+
+ORDER = ("loss", "gradient", "grad_norm", "adam_m", "adam_v", "parameter", "valid_loss")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor or figure on one rank."""
+
+    kind: str  # gradient, parameter, adam_m, adam_v; figure for losses and norms
+    step: int  # after whose update a parameter or moment was read; 0: where it starts from
+    name: str
+    rank: int
+    relative: float  # root mean square of the difference over that of the reference
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """When in a run this comes about, to be sorted by."""
+        return self.step, ORDER.index(self.name if self.kind == "figure" else self.kind)
+
+    def describe(self) -> str:
+        """In words."""
+        what = f"{self.kind} of {self.name}" if self.kind != "figure" else self.name
+        return f"{what}, step {self.step}" if self.step else f"first value of {self.name}"
+
+
+class Records:
+    """The records of all ranks of a run, from a folder."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.ranks: list[dict[str, np.ndarray]] = []
+        self.places: list[dict[str, tuple[list[int], list[int]]]] = []
+        self.figures: list[dict[str, dict[str, float]]] = []
+        for rank in range(world):
+            with safe_open(folder / f"record_{rank}.safetensors", framework="numpy") as file:
+                metadata = file.metadata()
+                self.ranks.append({key: file.get_tensor(key).astype(np.float64) for key in file.keys()})  # noqa: SIM118 (no mapping)
+            self.places.append(json.loads(metadata["places"]))
+            self.figures.append(json.loads(metadata["figures"]))
+
+
+def rms(x: np.ndarray) -> float:
+    """Root mean square; infinite where anything is not finite."""
+    value = math.sqrt(float(np.mean(np.square(x)))) if x.size else 0.0
+    return value if math.isfinite(value) else math.inf
+
+
+def against_reference(layout: Records, reference: Records) -> list[Difference]:
+    """Every tensor and figure of every rank, replicas too, against the one process that `reference` holds."""
+    whole = reference.ranks[0]
+    largest: dict[str, float] = {}
+    for key, tensor in whole.items():
+        kind = key.partition("|")[0]
+        largest[kind] = max(largest.get(kind, 0.0), rms(tensor))
+    found = []
+    for rank, (tensors, places) in enumerate(zip(layout.ranks, layout.places, strict=True)):
+        for key, tensor in tensors.items():
+            kind = key.partition("|")[0]
+            offset, shape = places[key]
+            if key not in whole or tuple(shape) != whole[key].shape:
+                found.append(difference(key, rank, math.inf))
+                continue
+            cut = whole[key][tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))]
+            scale = max(rms(whole[key]), NOTHING * largest[kind])
+            found.append(difference(key, rank, rms(tensor - cut) / scale if scale else rms(tensor)))
+    return found + figures(layout, reference.figures[0])
+
+
+def rank_by_rank(ours: Records, theirs: Records) -> list[Difference]:
+    """Two records of the same layout: the same pieces on the same ranks."""
+    found = []
+    for rank, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
+        for key in sorted(mine.keys() | other.keys()):
+            if key not in mine or key not in other or mine[key].shape != other[key].shape:
+                found.append(difference(key, rank, math.inf))
+            else:
+                scale = rms(other[key])
+                found.append(difference(key, rank, rms(mine[key] - other[key]) / scale if scale else rms(mine[key])))
+    return found + figures(ours, theirs.figures[0])
+
+
+def difference(key: str, rank: int, relative: float) -> Difference:
+    """Of the tensor that a record holds under `key`."""
+    when, _, name = key.partition("|")
+    kind, _, step = when.partition(" ")
+    return Difference(kind, int(step), name, rank, relative)
+
+
+def figures(layout: Records, reference: dict[str, dict[str, float]]) -> list[Difference]:
+    """Losses, gradient norms and the validation loss on every rank."""
+    found = []
+    for rank, by_step in enumerate(layout.figures):
+        for step, expected in reference.items():
+            for name, value in expected.items():
+                measured = by_step.get(step, {}).get(name, math.nan)
+                relative = abs(measured - value) / abs(value)
+                found.append(Difference("figure", int(step), name, rank, relative if math.isfinite(relative) else math.inf))
+    return found
+
+
+def missing(layout: Records, reference: Records) -> list[str]:
+    """What the reference has and no rank of the layout, or a layout's part of it leaves out."""
+    lacking = []
+    for key, whole in reference.ranks[0].items():
+        covered = np.zeros(whole.shape, dtype=bool)
+        for tensors, places in zip(layout.ranks, layout.places, strict=True):
+            if key in tensors:
+                start = places[key][0]
+                covered[tuple(slice(s, s + size) for s, size in zip(start, tensors[key].shape, strict=True))] = True
+        if not covered.all():
+            lacking.append(difference(key, 0, math.inf).describe())
+    return lacking

@@ -1,0 +1,67 @@
+"""Layouts by name: tp2pp2dp2sp is tensor 2 × pipeline 2 × data 2 with sequence parallelism."""
+
+import re
+from dataclasses import dataclass
+
+from megacore.config import Config
+from megacore.errors import ConfigError
+
+MAX_WORLD = 64  # processes that one machine is asked for
+
+# Every axis alone, in twos and fours, and together up to eight ranks.
+DEFAULT = (
+    "one", "tp2", "tp2sp", "tp4", "tp4sp", "pp2", "pp4", "dp2", "dp4",
+    "tp2pp2", "tp2pp2sp", "tp2dp2sp", "pp2dp2", "tp4pp2sp", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2sp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks along each axis; `one` is the real trainer on one process."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline * self.data
+
+    def overrides(self) -> list[str]:
+        """As `section.key=value`."""
+        sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "data")]
+        return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}"]
+
+
+AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+
+
+def parse(name: str) -> Layout:
+    """`tp2pp2dp2sp`, in any order of its parts. Raises `ConfigError` for what is no layout."""
+    parts = re.findall(r"(tp|pp|dp)([1-9]\d{0,2})|(sp)", name)
+    sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
+    sequence = any(sp for *_, sp in parts)
+    whole = "".join(axis + size + sp for axis, size, sp in parts) == name
+    if name != "one" and (not whole or not parts or len(sizes) + sequence != len(parts)):
+        raise ConfigError("--layouts", f"{name!r} is no layout", "such as tp2, pp4, tp2pp2dp2 or tp4sp (sp: sequence parallelism)")
+    layout = Layout(name, sequence=sequence, **sizes)
+    if sequence and layout.tensor == 1:
+        raise ConfigError("--layouts", f"{name}: sequence parallelism splits tokens over tensor ranks, and there is one", f"tp2{name}")
+    if layout.world > MAX_WORLD:
+        raise ConfigError("--layouts", f"{name} has {layout.world} ranks", f"at most {MAX_WORLD}")
+    return layout
+
+
+def impossible(layout: Layout, config: Config) -> str | None:
+    """Why a config's structure does not allow the layout, in a few words; None where it does."""
+    if config.kv_heads % layout.tensor:
+        return f"{config.kv_heads} key/value heads over {layout.tensor} tensor ranks"
+    assert config.model.ffn_size is not None
+    if config.model.ffn_size % layout.tensor:
+        return f"{config.model.ffn_size} feed-forward features over {layout.tensor} tensor ranks"
+    if config.model.num_layers < layout.pipeline:
+        return f"{config.model.num_layers} layers over {layout.pipeline} stages"
+    return None

@@ -1,0 +1,124 @@
+"""The first place where a layout parts from one process: module, tensor, microbatch and direction."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from megacore.verify.compare import rms
+
+ORDER = {"forward": 0, "recompute": 1, "backward": 2}
+MAX_INTERLEAVED = 8  # blocks along the features that a rank may hold a part of each: q, k, v; gate, up; …
+
+
+@dataclass(frozen=True)
+class Event:
+    """One tensor that a module took, gave or was given a gradient of. The gradient of an output comes before that of an input."""
+
+    order: int
+    microbatch: int
+    direction: str
+    module: str
+    what: str
+    visit: int
+
+    @property
+    def place(self) -> tuple[int, str, str, str, int]:
+        """What is the same in every layout."""
+        return self.microbatch, self.direction, self.module, self.what, self.visit
+
+    def describe(self) -> str:
+        """In words."""
+        if self.module in ("logits", "loss"):  # no modules, but places all the same
+            where, what = "", f"the {self.module}"
+        else:
+            where, what = f"module {self.module}, ", f"its {self.what}"
+        if self.direction == "backward":
+            what = f"gradient of {what}"
+        elif self.direction == "recompute":
+            what += ", computed again for backward"
+        direction = "backward" if self.direction == "backward" else "forward"
+        return f"{where}{what}, microbatch {self.microbatch}, {direction}"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first event that differs, on which ranks, by how much, and the last one before it that agreed on the same rank."""
+
+    event: Event
+    ranks: list[int]
+    relative: float
+    agreed: Event | None
+
+
+def read(path: Path) -> dict[Event, np.ndarray]:
+    """A rank's trace, in its order."""
+    events = {}
+    for key, value in load_file(path).items():
+        order, microbatch, direction, module, what, visit = key.split("|")
+        events[Event(int(order), int(microbatch), direction, module, what, int(visit))] = value.astype(np.float64)
+    return dict(sorted(events.items(), key=lambda item: item[0].order))
+
+
+def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound: float, *, same_layout: bool = False) -> Parting | None:
+    """Compares the traces in two folders; None where every activation and gradient agrees within `bound`.
+
+    `reference` holds the trace of one process, or with `same_layout` one of each rank. Of what parts, what comes first in
+    the reference counts: forward before backward, by microbatch, then in the order of execution.
+    """
+    parted: dict[tuple[int, int, int], tuple[Event, list[int], float, Event | None]] = {}
+    for rank in range(world):
+        expected = read(reference / f"trace_{rank if same_layout else 0}.safetensors")
+        by_place = {event.place: (event, value) for event, value in expected.items()}
+        agreed: dict[tuple[int, str], Event] = {}
+        for event, value in read(layout / f"trace_{rank}.safetensors").items():
+            if event.place not in by_place:
+                continue
+            original, whole = by_place[event.place]
+            relative = apart(value, whole, rank % tensor, tensor)
+            if relative is None:
+                continue
+            if relative <= bound:
+                agreed[event.microbatch, event.direction] = event
+                continue
+            key = (ORDER[event.direction], event.microbatch, original.order)
+            _, ranks, most, before = parted.get(key, (original, [], 0.0, agreed.get((event.microbatch, event.direction))))
+            parted[key] = (original, [*ranks, rank], max(most, relative), before)
+    if not parted:
+        return None
+    return Parting(*parted[min(parted)])
+
+
+def apart(value: np.ndarray, whole: np.ndarray, tensor_rank: int, tensor_ranks: int) -> float | None:
+    """How far a rank's tensor is from the part of the whole that it is most like; None if it can be no part of it.
+
+    A module's activations may be whole on every tensor rank, cut along the tokens or along the features: which it is
+    follows from the shapes, and where the features are interleaved the best fit is taken.
+    """
+    scale = max(rms(whole), 1e-12)
+    differences = [rms(value - part) / scale for part in parts(whole, value.shape, tensor_rank, tensor_ranks)]
+    return min(differences, default=None)
+
+
+def parts(whole: np.ndarray, shape: tuple[int, ...], rank: int, ranks: int) -> Iterator[np.ndarray]:
+    """Every part of `whole` with a shape that a tensor rank may hold."""
+    if whole.ndim != len(shape):
+        return
+    if whole.shape == shape:
+        yield whole
+        return
+    cut = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
+    if len(cut) != 1 or ranks == 1:
+        return
+    (dim,) = cut
+    size, piece = whole.shape[dim], shape[dim]
+    start = rank * -(-size // ranks)
+    if start + piece <= size:
+        yield np.take(whole, range(start, start + piece), dim)
+    for blocks in range(2, MAX_INTERLEAVED + 1):
+        if size % (blocks * ranks) == 0 and piece * ranks == size:
+            split = whole.reshape(*whole.shape[:dim], blocks, size // blocks, *whole.shape[dim + 1 :])
+            mine = range(rank * piece // blocks, (rank + 1) * piece // blocks)
+            yield np.take(split, mine, dim + 1).reshape(shape)

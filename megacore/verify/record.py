@@ -1,0 +1,98 @@
+"""What a run computes, tensor by tensor, in one file a rank."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megacore.comm import all_reduce
+from megacore.config import load
+from megacore.engine.optimizer import learning_rate
+from megacore.mesh import Mesh, pick_device
+from megacore.pipeline.schedule import Action, Op
+from megacore.place import place_from_environment
+from megacore.rng import normal_slice
+from megacore.tensor_parallel.shard import Shard
+from megacore.train.inputs import Inputs
+from megacore.train.trainer import Trainer
+from megacore.verify.trace import Trace
+
+SPREAD = 0.1  # of what is added to parameters that start constant
+
+
+class Record:
+    """Tensors by kind and logical name with their place in the logical tensor, and the figures of each step."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.path = folder / f"record_{rank}.safetensors"
+        self.held: dict[str, Tensor] = {}
+        self.places: dict[str, list[list[int]]] = {}  # offset, and the logical tensor's shape
+        self.by_step: dict[str, dict[str, float]] = {}
+
+    def tensors(self, kind: str, values: dict[str, tuple[Tensor, Shard]]) -> None:
+        """Adds this rank's pieces, copied as they are now."""
+        for name, (tensor, shard) in values.items():
+            key = f"{kind}|{name}"
+            self.held[key] = tensor.detach().clone().contiguous()
+            self.places[key] = [list(shard.offset), list(shard.global_shape)]
+
+    def figures(self, step: int, loss: float | None = None, grad_norm: float | None = None, valid_loss: float | None = None) -> None:
+        """Adds what is measured at a step."""
+        given = {"loss": loss, "grad_norm": grad_norm, "valid_loss": valid_loss}
+        self.by_step.setdefault(str(step), {}).update({name: value for name, value in given.items() if value is not None})
+
+    def close(self) -> None:
+        """Writes the file."""
+        save_file(self.held, self.path, {"places": json.dumps(self.places), "figures": json.dumps(self.by_step)})
+
+
+def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: int | None) -> None:
+    """One rank of the real trainer, for `train.steps` steps; writes this rank's record to `out`.
+
+    The rank is the environment's, as a launcher sets it. `traced_step`: also writes what every module computes then.
+    """
+    place = place_from_environment()
+    config = load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    trainer = Trainer(config, mesh, Inputs(config, place.rank))
+    engine, stage, methods = trainer.engine, trainer.stage, trainer.runtime.methods
+    for name, parameter in stage.named_parameters():
+        held, shard = engine.tensors()[f"model/{name}"]
+        held.copy_(starting_value(name, shard, parameter.data))
+    engine.load_state(engine.state())
+    record = Record(out, place.rank)
+    record.tensors("parameter 0", {name: engine.tensors()[f"model/{name}"] for name, _ in stage.named_parameters()})
+
+    plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD)}
+
+    def announced(op: Op, trace: Trace, action: Action) -> None:
+        trace.enter(action.microbatch * mesh.dp.size + mesh.dp.rank, op.value)
+        plain[op](action)
+
+    for trainer.step in range(1, config.train.steps + 1):
+        with Trace(stage, out if trainer.step == traced_step else None, place.rank) as trace:
+            methods.update({op: partial(announced, op, trace) for op in plain})
+            loss = all_reduce(trainer.forward_backward(), mesh.world).item()
+        record.tensors(f"gradient {trainer.step}", engine.gradients())
+        statistics = engine.step(learning_rate(config.optim, trainer.step, config.train.steps))
+        record.figures(trainer.step, loss, statistics.grad_norm.item())
+        for name, piece in engine.tensors().items():
+            kind, _, logical = name.partition("/")
+            record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
+    record.figures(trainer.step, valid_loss=trainer.validate())
+    record.close()
+    trainer.logs.close()
+    mesh.close()
+
+
+def starting_value(name: str, shard: Shard, value: Tensor) -> Tensor:
+    """A parameter's value to start from, in its own dtype. Those that start constant (biases, norms) get some noise: a bias
+    of zero, or a norm of one, hides many a mistake."""
+    if shard.init_std is not None or not shard.global_shape:
+        return value
+    dim = shard.dim or 0
+    start = shard.offset[dim]
+    noise = normal_slice(("verify", name), shard.global_shape, SPREAD, dim, start, start + shard.local_shape[dim])
+    return (value.double() + noise).to(value.dtype)

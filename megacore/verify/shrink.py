@@ -1,0 +1,113 @@
+"""Makes a config small enough to prove on two cores, and keeps what could break: ratios, remainders, ties, features."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.config import Config, load
+from megacore.config.load import flatten
+from megacore.data.indexed import IndexedWriter
+from megacore.verify.layouts import Layout
+
+HEAD_SIZE = 8
+SEQ_LEN = 16
+MICROBATCHES = 8  # of the global batch: two a rank with four data ranks, so that accumulation is seen everywhere
+
+
+def load_whole(path: str, overrides: list[str]) -> Config:
+    """The user's config, resolved for one process. Raises `ConfigError` for what is wrong with it."""
+    return load(path, [*overrides, *Layout("one").overrides(), "parallel.backend=auto", "train.device=cpu"]).config
+
+
+def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
+    """The small config's sections, of which only what differs from the defaults.
+
+    Kept: every kind and flag of the model, grouping of heads, whether sizes divide by the tensor ranks and layers by
+    the stages, ties, biases, dropout, schedule, recomputation, the optimizer's settings. Changed: sizes, and what would
+    hide a difference: clipping is always active, the learning rate is there from the first step, and weights are as large as
+    gives activations of the user's size.
+    """
+    model, train = user.model, user.train
+    assert model.ffn_size is not None
+    tensor = max(layout.tensor for layout in layouts)
+    stages = max(layout.pipeline for layout in layouts)
+
+    kv_heads = tensor if user.kv_heads % tensor == 0 else min(user.kv_heads, tensor)
+    heads = kv_heads * min(model.num_heads // user.kv_heads, 4)
+    head_size = min(user.head_size, HEAD_SIZE)
+    width = model.num_heads * user.head_size
+    hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
+    ffn = max(tensor, -(-round(model.ffn_size / model.hidden_size * hidden) // tensor) * tensor)
+    seq_len = min(train.seq_len, SEQ_LEN)
+    micro_batch = min(train.micro_batch_size, 2)
+    small: dict[str, dict[str, Any]] = {
+        "model": {
+            "num_layers": min(model.num_layers, stages + (model.num_layers % stages > 0)),
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_size": head_size,
+            "hidden_size": hidden,
+            "ffn_size": ffn,
+            "vocab_size": min(model.vocab_size, 64 + model.vocab_size % tensor),
+            "max_positions": seq_len + (8 if user.max_positions > train.seq_len else 0),
+            "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
+            "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
+        },
+        "train": {
+            "steps": steps,
+            "seq_len": seq_len,
+            "micro_batch_size": micro_batch,
+            "global_batch_size": micro_batch * MICROBATCHES,
+            "precision": precision,
+            "device": "cpu",
+            "compile": False,
+            "eval_every": 0,
+            "eval_batches": 0,
+        },
+        "optim": {
+            "warmup_steps": 0,
+            "lr": user.optim.lr or 1e-3,
+            "min_lr": user.optim.min_lr,
+            "decay_steps": 2 * steps,
+            "grad_clip": 0.1 if user.optim.grad_clip else 0.0,
+        },
+        "data": {"train": None, "valid": None, "tokenizer": None},
+        "checkpoint": {"every": 0, "resume": "never", "weights": None},
+        "engine": {"bucket_mib": 0.01},  # several buckets, so that their order matters
+        "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
+        "log": {"dir": None, "every": 1, "tensorboard": False, "prometheus_port": None},
+    }
+    defaults = flatten(Config().model_dump(mode="json", by_alias=True))
+    values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        # Only what differs: another version of the code, which may not know every key, can then read it too.
+        if key in defaults and value != defaults[key]:
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+    return sections
+
+
+def write_case(folder: Path, sections: dict[str, dict[str, Any]]) -> Path:
+    """Writes the small config and its corpora into `folder`; returns the config's path.
+
+    The tokens are uniform, so that every row of the vocabulary is met; the validation set ends within a sample, and
+    within a batch.
+    """
+    train = sections["train"]
+    seq_len = train["seq_len"]
+    rng = np.random.default_rng(0)
+    vocab_size = sections["model"]["vocab_size"]
+    lengths = {"train": (train["steps"] + 1) * train["global_batch_size"] * seq_len + 1}
+    lengths["valid"] = (train["global_batch_size"] + 3) * seq_len + 1 + seq_len // 3
+    for name, length in lengths.items():
+        with IndexedWriter(str(folder / name), np.uint16) as writer:
+            for document in np.array_split(rng.integers(0, vocab_size, length), 5):
+                writer.write(document.astype(np.uint16))
+                writer.end_document()
+    data = {name: str(folder / name) for name in lengths}
+    path = folder / "verify.json"
+    path.write_text(json.dumps(sections | {"data": data}), encoding="utf-8")
+    return path

@@ -1,0 +1,96 @@
+"""What every module computes for every microbatch, forward and backward, in the order in which it happens."""
+
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megacore.model.gpt import Stage
+from megacore.tensor_parallel.shard import shard_of
+
+
+class Trace:
+    """While entered, records a stage's activations and their gradients; without a folder it does nothing.
+
+    An event's key is ``order|microbatch|direction|module|what|visit``: direction is forward, recompute (a forward pass
+    within backward) or backward; what is an input or output, "weight" or another parameter (then its gradient).
+    """
+
+    def __init__(self, stage: Stage, folder: Path | None, rank: int = 0) -> None:
+        self.stage, self.folder, self.rank = stage, folder, rank
+        self.events: dict[str, Tensor] = {}
+        self.visits: Counter[tuple[Any, ...]] = Counter()
+        self.handles: list[Any] = []
+        self.microbatch, self.phase = 0, "forward"
+
+    def enter(self, microbatch: int, phase: str) -> None:
+        """From here on `phase` (forward or backward) of the microbatch with this index in the global batch runs."""
+        self.microbatch, self.phase = microbatch, phase
+
+    def note(self, module: str, what: str, value: Any) -> None:
+        """Records a tensor and, when it comes, its gradient."""
+        if self.folder is None or not isinstance(value, Tensor):
+            return
+        microbatch = self.microbatch
+        self._add(microbatch, "forward" if self.phase == "forward" else "recompute", module, what, value)
+        if value.requires_grad and self.phase == "forward":
+            value.register_hook(lambda gradient: self._add(microbatch, "backward", module, what, gradient))
+
+    def _add(self, microbatch: int, direction: str, module: str, what: str, value: Tensor) -> None:
+        event = (microbatch, direction, module, what)
+        key = "|".join(map(str, (len(self.events), *event, self.visits[event])))
+        self.visits[event] += 1
+        self.events[key] = value.detach().clone().contiguous()
+
+    def __enter__(self) -> "Trace":
+        if self.folder is None:
+            return self
+        for name, module in self.stage.named_modules():
+            if module is not self.stage:
+                self._watch(name, module)
+        for name, parameter in self.stage.named_parameters():
+            tied = name == "embedding.weight" and not (self.stage.first and self.stage.last)
+            # One rank's share of a partial gradient, or one copy's of a tied one, equals nothing elsewhere.
+            if not shard_of(parameter).partial and not tied:
+                module, _, what = name.rpartition(".")
+                hook = lambda gradient, module=module, what=what: self._add(self.microbatch, "backward", module, what, gradient)  # noqa: E731
+                self.handles.append(parameter.register_hook(hook))
+        for name in ("logits", "loss"):
+            self._wrap(name)
+        return self
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for i, value in enumerate(args):
+                self.note(name, f"input {i}" if i else "input", value)
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for i, value in enumerate(output if isinstance(output, tuple) else (output,)):
+                self.note(name, f"output {i}" if i else "output", value)
+
+        if not isinstance(module, nn.ModuleDict | nn.ModuleList):
+            self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _wrap(self, name: str) -> None:
+        method = getattr(self.stage, name)
+
+        def traced(*args: Any) -> Tensor:
+            value = method(*args)
+            self.note(name, "output", value)
+            return value
+
+        setattr(self.stage, name, traced)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.folder is None:
+            return
+        for handle in self.handles:
+            handle.remove()
+        for name in ("logits", "loss"):
+            delattr(self.stage, name)
+        if error is None:
+            save_file({key: torch.atleast_1d(value) for key, value in self.events.items()}, self.folder / f"trace_{self.rank}.safetensors")

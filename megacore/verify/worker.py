@@ -1,0 +1,68 @@
+"""A rank's process: `python -m megacore.verify.worker` reads tasks from stdin, a JSON object a line, and answers each on stdout.
+
+It is started in the checkout whose code it is to run, so that two versions can be compared.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+PROTOCOL = 1  # what the two sides of this pipe, maybe of different versions of the code, must agree on
+
+
+def serve() -> None:
+    """Answers tasks until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the model prints must not be taken for an answer
+    import torch
+
+    from megacore.verify import record, reference  # noqa: F401  (seconds: now rather than in the first task)
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(json.dumps({"protocol": PROTOCOL}), file=answers, flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        os.environ.update(task["environment"])
+        try:
+            with planted(task["plant"]):
+                perform(task)
+            answer: dict[str, Any] = {"error": None, "finished": time.monotonic()}
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            answer = {"error": reason, "traceback": traceback.format_exc(), "finished": time.monotonic()}
+        print(json.dumps(answer), file=answers, flush=True)  # before the group goes: the peers' complaints come after the cause
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def perform(task: dict[str, Any]) -> None:
+    """Runs what the task asks for."""
+    from megacore.config import load
+    from megacore.verify.record import run_layout
+    from megacore.verify.reference import run_reference
+
+    out = Path(task["out"])
+    if task["kind"] == "reference":
+        plain = ["train.precision=fp64", "train.recompute=none"]
+        run_reference(load(task["config"], plain).config, out, task["rounding"], task["traced_step"])
+    else:
+        run_layout(task["config"], task["overrides"], out, task["traced_step"])
+
+
+def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
+    """The context manager `module:function` makes, to be entered around a task: a mistake made on purpose."""
+    if plant is None:
+        return contextlib.nullcontext()
+    module, _, function = plant.partition(":")
+    return getattr(importlib.import_module(module), function)()
+
+
+if __name__ == "__main__":
+    serve()

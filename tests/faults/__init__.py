@@ -1,0 +1,60 @@
+"""Mistakes that people make in parallel training, planted one at a time, and the check that catches each.
+
+    python -m tests.faults                 plants every fault and prints what caught it
+    python -m tests.faults --write         the same, as docs/faults.md
+    python -m tests.faults --silent 10     the same checks on the code as it is: none may speak
+
+A fault is a context manager that changes the code of a running process; `launch/verify.py --plant tests.faults.tensor:NAME`
+enters one too. Here is the catalogue they enter themselves in; `checks.py` runs them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake: what it is, where it shows, and what the check must say of it."""
+
+    mistake: str
+    plant: Plant
+    layout: str
+    found: str  # what the check says first, without figures
+    overrides: tuple[str, ...] = ()
+    check: str = "verify"  # verify, resume or samples
+
+    @property
+    def name(self) -> str:
+        """The planting function's."""
+        return self.plant.__name__
+
+    @property
+    def path(self) -> str:
+        """module:function, as `--plant` takes it."""
+        return f"{self.plant.__module__}:{self.name}"
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(mistake: str, layout: str, found: str, *overrides: str, check: str = "verify") -> Callable[[Plant], Plant]:
+    """Enters a planting function in the catalogue."""
+
+    def enter(plant: Plant) -> Plant:
+        FAULTS.append(Fault(mistake, plant, layout, found, overrides, check))
+        return plant
+
+    return enter
+
+
+@contextlib.contextmanager
+def both(*plants: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Several changes that make one fault."""
+    with contextlib.ExitStack() as stack:
+        for plant in plants:
+            stack.enter_context(plant)
+        yield

@@ -1,0 +1,43 @@
+"""The command line of the catalogue."""
+
+import sys
+
+import tests.faults
+from megacore.cli import Parser
+from tests.faults.checks import FAULTS, ROOT, Checks, document
+
+
+def main(argv: list[str]) -> int:
+    """Plants every fault, or runs the checks without; returns the exit status."""
+    parser = Parser("python -m tests.faults", tests.faults.__doc__)
+    parser.add_argument("--silent", type=int, metavar="TIMES", help="run the checks without any fault, this many times")
+    parser.add_argument("--write", action="store_true", help="write docs/faults.md, when every fault was caught as it says")
+    parser.add_argument("names", nargs="*", metavar="FAULT", help="some faults only")
+    args = parser.parse_args(argv)
+    chosen = [fault for fault in FAULTS if not args.names or fault.name in args.names]
+    checks, wrong = Checks(), 0
+    try:
+        if args.silent:
+            cases = {(fault.check, fault.layout, fault.overrides): fault for fault in chosen}
+            for times in range(1, args.silent + 1):
+                spoke = [(fault, said) for fault in cases.values() if (said := checks.run(fault, planted=False))]
+                wrong += len(spoke)
+                print(f"{times}: {len(cases) - len(spoke)} of {len(cases)} checks silent", *spoke, sep="\n  ", flush=True)
+            return int(wrong > 0)
+        for fault in chosen:
+            said = checks.run(fault)
+            wrong += said != fault.found
+            verdict = f"caught by {fault.check}: {said}" if said else "NOT CAUGHT"
+            print(f"{fault.name} ({fault.layout})\n  {fault.mistake}\n  {verdict}", flush=True)
+            if said and said != fault.found:
+                print(f"  but expected: {fault.found}", flush=True)
+    finally:
+        checks.close()
+    print(f"{len(chosen) - wrong} of {len(chosen)} faults caught as the catalogue says")
+    if args.write and not wrong:
+        (ROOT / "docs/faults.md").write_text(document(), encoding="utf-8")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

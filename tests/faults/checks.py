@@ -1,0 +1,89 @@
+"""Runs a fault, or the code as it is, through the check that must catch it."""
+
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from megacore.verify.layouts import parse
+from megacore.verify.report import explain
+from megacore.verify.run import ROOT, Options, prove
+from megacore.verify.worker import planted
+from megacore.verify.workers import Workers
+from tests import training
+from tests.faults import FAULTS, Fault, data, pipeline, tensor
+from tests.pool import Pool
+
+__all__ = ["FAULTS", "Checks", "data", "document", "pipeline", "tensor"]  # the modules enter their faults as they are imported
+
+CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
+
+
+class Checks:
+    """Runs faults, or the code as it is, through the checks; processes are kept from one to the next."""
+
+    def __init__(self) -> None:
+        self.workers, self.pool = Workers(ROOT), Pool()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.workers.close()
+        self.pool.close()
+
+    def run(self, fault: Fault, *, planted: bool = True) -> str:
+        """What the fault's check says, figures left out; empty where it finds nothing wrong."""
+        plant = fault.path if planted else None
+        if fault.check == "resume":
+            with tempfile.TemporaryDirectory() as folder:
+                return self.pool.run(1, resumed, folder, plant)[0]
+        options = Options(CONFIG, [*OVERRIDES, *fault.overrides], [parse(fault.layout)], plant=plant)
+        proof = prove(options, workers=self.workers)
+        if proof.holds:
+            return ""
+        first = next(iter(explain(proof.results[0])))
+        for beginning in (f"{fault.layout} parts first in ", f"{fault.layout}: "):
+            first = first.removeprefix(beginning)
+        return re.sub(r", step \d+: .* off on .*", "", first)
+
+
+def resumed(folder: str, plant: str | None) -> str:
+    """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
+    training.write_config(Path(folder), training.write_corpus(Path(folder)), train={"steps": 4}, checkpoint={"every": 2, "keep": 3})
+    config, whole, second = (f"{folder}/{name}" for name in ("config.json", "whole", "second"))
+    training.run_rank(config, [], whole)
+    with planted(plant):
+        training.run_rank(config, [f"checkpoint.resume={whole}/checkpoints/step_00000002"], second)
+    expected, found = (training.metrics(run) for run in (whole, second))
+    if [figures["step"] for figures in found] != [3, 4]:
+        return f"steps {', '.join(str(figures['step']) for figures in found)} in place of 3, 4"
+    for before, after in zip(expected[2:], found, strict=True):
+        for name in ("loss", "grad_norm"):
+            if before[name] != after[name]:
+                return f"another {name} in step {after['step']}"
+    return ""
+
+
+def document() -> str:
+    """docs/faults.md: the catalogue with what each check says first."""
+    counts = Counter(fault.check for fault in FAULTS)
+    rows = [f"| {f.mistake} | {f.layout} | {f.check} | {f.found} |" for f in FAULTS]
+    return HEAD.format(total=len(FAULTS), **counts) + "\n".join(rows) + "\n"
+
+
+HEAD = """# Planted faults
+
+What a proof is worth is what it catches. These are {total} mistakes that people make in parallel training; each is planted,
+alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
+bit by bit with one that is not. The same checks are silent on the code as it is.
+
+```bash
+python -m tests.faults                 # plants all of them, prints what caught each (two minutes on two cores)
+python -m tests.faults --silent 10     # every check ten times on the code as it is: none may speak
+python launch/verify.py --config configs/gpt_tiny.json --layouts tp2 --plant tests.faults.tensor:column_gradient_unsummed   # one in full
+```
+
+`tests/faults/` holds them; the tests run every one, and hold this table to what they find.
+
+| mistake | layout | caught by | what it says first |
+|---|---|---|---|
+"""

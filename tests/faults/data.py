@@ -1,0 +1,150 @@
+"""Mistakes of data parallelism, of the loss and of going on after an interruption."""
+
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from megacore import checkpoint, comm
+from megacore.data.samples import EvalSamples
+from megacore.engine import native, reduce
+from megacore.train import loader, trainer
+from tests.faults import both, fault
+from tests.faults.collectives import not_started, twice
+
+patch = mock.patch.object
+
+
+@fault(
+    "gradients are not reduced over data ranks",
+    "dp2",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def data_reduction_dropped() -> Any:
+    return patch(reduce, "all_reduce_start", not_started)
+
+
+@fault(
+    "… are reduced twice",
+    "dp2",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def data_reduction_doubled() -> Any:
+    return patch(reduce, "all_reduce_start", twice(comm.all_reduce_start))
+
+
+@fault(
+    "… are reduced over the tensor ranks instead",
+    "tp2dp2",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def data_reduction_over_tensor_ranks() -> Any:
+    build = native.GradientReducer
+    return patch(native, "GradientReducer", lambda buffers, dp, tp, bucket_mib: build(buffers, tp, dp, bucket_mib))
+
+
+@fault(
+    "a bucket is reduced before its last gradient has arrived",
+    "dp2",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def bucket_reduced_too_early() -> Any:
+    init = reduce.GradientReducer.__init__
+
+    def hasty(self: Any, *rest: Any) -> None:
+        init(self, *rest)
+        for bucket in self.buckets:
+            bucket.members = max(1, bucket.members - 1)
+
+    def at_once(x: Tensor, group: Any) -> comm.Done:  # else it would be a race, and missed at times
+        comm.all_reduce(x, group)
+        return comm.Done()
+
+    return both(patch(reduce.GradientReducer, "__init__", hasty), patch(reduce, "all_reduce_start", at_once))
+
+
+@fault("data ranks read the same samples", "dp2", "module embedding, its input, microbatch 1, forward")
+def data_ranks_read_the_same() -> Any:
+    init = loader.Loader.__init__
+
+    def first_only(self: Any, config: Any, mesh: Any, stream: Any) -> None:
+        init(self, config, mesh, stream)
+        self.mesh = mock.Mock(dp=mock.Mock(size=mesh.dp.size, rank=0), device=mesh.device)
+
+    return patch(loader.Loader, "__init__", first_only)
+
+
+@fault("the loss is the mean over a rank's own tokens", "dp2", "gradient of the loss, microbatch 0, backward")
+def loss_mean_per_rank() -> Any:
+    gradient = native.NativeEngine.loss_gradient
+    return patch(native.NativeEngine, "loss_gradient", lambda self, scale: gradient(self, scale * self.mesh.dp.size))
+
+
+@fault("the loss is summed over microbatches, not averaged", "one", "gradient of the loss, microbatch 0, backward")
+def loss_summed_over_microbatches() -> Any:
+    gradient = native.NativeEngine.loss_gradient
+    return patch(native.NativeEngine, "loss_gradient", lambda self, scale: gradient(self, scale * 8))
+
+
+@fault(
+    "each microbatch's gradient replaces the one before",
+    "one",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def gradients_overwritten() -> Any:
+    backward = native.NativeEngine.backward
+
+    def alone(self: Any, output: Any, gradient: Tensor, *, last: bool) -> None:
+        self.reducer.clear()
+        backward(self, output, gradient, last=last)
+
+    return patch(native.NativeEngine, "backward", alone)
+
+
+@fault("the last, uneven batch of a validation is left out", "one", "training agrees; the validation loss does not")
+def uneven_last_batch_dropped() -> Any:
+    length = EvalSamples.__len__
+    return patch(EvalSamples, "__len__", lambda self: length(self) // 16 * 16)
+
+
+@fault("padding behind the end of a validation counts as targets", "one", "training agrees; the validation loss does not")
+def padding_counted() -> Any:
+    samples = EvalSamples.samples
+
+    def counted(self: Any, indices: Any) -> Any:
+        inputs, targets = samples(self, indices)
+        return inputs, targets.clip(min=0)
+
+    return patch(EvalSamples, "samples", counted)
+
+
+@fault("a resumed run repeats the step that it was saved after", "one", "steps 2, 3, 4 in place of 3, 4", check="resume")
+def resume_repeats_a_step() -> Any:
+    resume = trainer.Trainer.resume
+    return patch(trainer.Trainer, "resume", lambda self: max(0, resume(self) - 1))
+
+
+@fault("… begins one sample early", "one", "another loss in step 3", check="resume")
+def resume_repeats_a_sample() -> Any:
+    init = trainer.Trainer.__init__
+
+    def early(self: Any, *rest: Any) -> None:
+        init(self, *rest)
+        if self.step:
+            samples = self.loader.stream.samples
+            self.loader.stream.samples = lambda indices: samples(indices - 1)
+
+    return patch(trainer.Trainer, "__init__", early)
+
+
+@fault("… starts with moments of zero", "one", "another loss in step 4", check="resume")
+def moments_not_restored() -> Any:
+    read = checkpoint.Reader.read_into
+    skip = ("adam_m", "adam_v")
+    return patch(checkpoint.Reader, "read_into", lambda self, name, *rest: None if name.startswith(skip) else read(self, name, *rest))
+
+
+@fault("… counts the optimizer's steps from zero, so that bias correction starts again", "one", "another loss in step 4", check="resume")
+def updates_not_restored() -> Any:
+    load = native.NativeEngine.load_state
+    return patch(native.NativeEngine, "load_state", lambda self, state: load(self, state | {"updates": 0.0}))

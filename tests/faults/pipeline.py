@@ -1,0 +1,161 @@
+"""Mistakes of pipelines, recomputation, gradient norm and optimizer."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megacore import comm
+from megacore.engine import native
+from megacore.model import context, norm
+from megacore.pipeline import runtime
+from megacore.tensor_parallel import linear
+from tests.faults import fault
+
+patch = mock.patch.object
+
+
+@fault(
+    "the two copies of tied embeddings keep their own gradients",
+    "pp2",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def tied_gradients_unsummed() -> Any:
+    return patch(native.NativeEngine, "reduce_tied", lambda self: None)
+
+
+@fault(
+    "… sum them twice",
+    "pp2",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+)
+def tied_gradients_summed_twice() -> Any:
+    once = native.NativeEngine.reduce_tied
+
+    def again(self: Any) -> None:
+        once(self)
+        once(self)
+
+    return patch(native.NativeEngine, "reduce_tied", again)
+
+
+@fault(
+    "all microbatches are received into one buffer",
+    "pp4",
+    "module blocks.1, gradient of its output, microbatch 0, backward",
+    "model.num_layers=4",
+)
+def stale_activation() -> Any:
+    shared: dict[Any, Tensor] = {}
+    post, empty = runtime.Runtime._post, torch.empty
+
+    def into_one(self: Any, action: Any) -> Any:
+        def held(shape: Any, **options: Any) -> Tensor:
+            return shared.setdefault(action.op, empty(shape, **options)).detach()
+
+        with patch(torch, "empty", held):
+            return post(self, action)
+
+    return patch(runtime.Runtime, "_post", into_one)
+
+
+@fault(
+    "backward takes the oldest graph where the schedule goes back from the newest",
+    "pp2",
+    "module blocks.0, gradient of its output, microbatch 0, backward",
+    "parallel.schedule=gpipe",
+)
+def graph_of_another_microbatch() -> Any:
+    backward = runtime.Runtime._backward
+
+    def oldest_first(self: Any, action: Any) -> None:
+        if not self.stage.last:
+            oldest, edges = min(self.edges), self.edges
+            edges[oldest], edges[action.microbatch] = edges[action.microbatch], edges[oldest]
+        backward(self, action)
+
+    return patch(runtime.Runtime, "_backward", oldest_first)
+
+
+@fault(
+    "recomputation draws another dropout mask",
+    "one",
+    "module blocks.0.feed_forward.down, gradient of its output, microbatch 0, backward",
+    "model.dropout=0.1",
+    "train.recompute=full",
+)
+def recompute_draws_another_mask() -> Any:
+    drop, seen = context.Context.drop, set()
+
+    def again(self: Any, x: Tensor, *site: object) -> Tensor:
+        visit = (self.key, *site)
+        site = (*site, "again") if visit in seen else site
+        seen.add(visit)
+        return drop(self, x, *site)
+
+    return patch(context.Context, "drop", again)
+
+
+@fault("the gradient norm counts what every tensor rank holds once a rank", "tp2", "every gradient agrees; the gradient norm does not")
+def norm_counts_replicas() -> Any:
+    init = native.NativeEngine.__init__
+
+    def count_all(self: Any, *rest: Any) -> None:
+        init(self, *rest)
+        self.counted = [buffer.rows_where(lambda slot: True) for buffer in self.buffers]
+
+    return patch(native.NativeEngine, "__init__", count_all)
+
+
+@fault("each stage clips by its own norm", "pp2", "every gradient agrees; the gradient norm does not")
+def clip_per_stage() -> Any:
+    return patch(native, "all_reduce", lambda x, group: x if group.name == "model" else comm.all_reduce(x, group))
+
+
+@fault("clipping divides by the square of the norm", "one", "every gradient agrees; the gradient norm does not")
+def clip_by_squared_norm() -> Any:
+    norm = native.NativeEngine.grad_norm
+    return patch(native.NativeEngine, "grad_norm", lambda self: norm(self).square())
+
+
+@fault(
+    "weight decay on norms",
+    "one",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first blocks.0.norm1.weight",
+)
+def weight_decay_on_norms() -> Any:
+    make = linear.replicated
+    return patch(norm, "replicated", lambda *args, **options: make(*args, **(options | {"decay": True})))
+
+
+@fault(
+    "Adam without bias correction",
+    "one",
+    "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
+)
+def no_bias_correction() -> Any:
+    step = native.AdamW.step
+
+    def late(self: Any, *rest: Any) -> None:
+        self.set_updates(1e6)
+        step(self, *rest)
+
+    return patch(native.AdamW, "step", late)
+
+
+@fault(
+    "moments kept in fp32 under fp64 master weights",
+    "one",
+    "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first embedding.weight",
+)
+def moments_in_low_precision() -> Any:
+    step = native.AdamW.step
+
+    def rounded(self: Any, *rest: Any) -> None:
+        step(self, *rest)
+        for index in range(len(self.buffers)):
+            for moment in self.moments(index):
+                moment.copy_(moment.float())
+
+    return patch(native.AdamW, "step", rounded)

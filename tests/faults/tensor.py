@@ -1,0 +1,207 @@
+"""Mistakes of tensor and sequence parallelism."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megacore import comm
+from megacore.engine import reduce
+from megacore.mesh import SOLO
+from megacore.model import context, gpt
+from megacore.tensor_parallel import cross_entropy, embedding, linear
+from megacore.train import trainer
+from tests.faults import both, fault
+from tests.faults.collectives import not_started, twice
+
+patch = mock.patch.object
+
+
+class RANK:
+    """What a fault remembers of the rank that it is planted in."""
+
+    mesh: Any = None
+
+
+def remembered_mesh() -> Any:
+    """Keeps the trainer's mesh for a fault that needs another group of it."""
+    init = trainer.Trainer.__init__
+
+    def remember(self: Any, config: Any, mesh: Any, inputs: Any) -> None:
+        RANK.mesh = mesh
+        init(self, config, mesh, inputs)
+
+    return patch(trainer.Trainer, "__init__", remember)
+
+
+@fault(
+    "backward of a column-parallel layer does not sum its input's gradient",
+    "tp2",
+    "module norm, gradient of its output, microbatch 0, backward",
+)
+def column_gradient_unsummed() -> Any:
+    return patch(linear, "all_reduce_start", not_started)
+
+
+@fault("… sums it twice", "tp2", "module norm, gradient of its output, microbatch 0, backward")
+def column_gradient_summed_twice() -> Any:
+    return patch(linear, "all_reduce_start", twice(comm.all_reduce_start))
+
+
+@fault("… does not scatter-sum it under sequence parallelism", "tp2sp", "module norm, gradient of its output, microbatch 0, backward")
+def column_gradient_unscattered() -> Any:
+    return patch(linear, "reduce_scatter_start", lambda x, group: (comm.own_part(x, group).clone(), comm.Done()))
+
+
+@fault(
+    "a row-parallel layer does not sum its partial results",
+    "tp2",
+    "module blocks.0.attention.output, its output, microbatch 0, forward",
+)
+def row_output_unsummed() -> Any:
+    return patch(linear, "leave_tensor_parallel", lambda x, group, sequence: x)
+
+
+@fault("… sums them twice", "tp2", "module blocks.0.attention.output, its output, microbatch 0, forward")
+def row_output_summed_twice() -> Any:
+    once = comm.leave_tensor_parallel
+    return patch(linear, "leave_tensor_parallel", lambda x, group, sequence: once(once(x, group, sequence), group, sequence))
+
+
+@fault("… over the wrong group (the data ranks)", "tp2dp2", "module blocks.0.attention.output, its output, microbatch 0, forward")
+def row_output_summed_over_data() -> Any:
+    build = trainer.Stage
+
+    def wrong(config: Any, layers: Any, group: Any, device: Any) -> Any:
+        stage = build(config, layers, group, device)
+        for layer in stage.modules():
+            if isinstance(layer, linear.RowLinear):
+                layer.group = RANK.mesh.dp
+        return stage
+
+    return both(remembered_mesh(), patch(trainer, "Stage", wrong))
+
+
+@fault(
+    "the tokens that sequence-parallel ranks gather are in the wrong order",
+    "tp2sp",
+    "module blocks.0.attention.qkv, its output, microbatch 0, forward",
+)
+def tokens_gathered_in_wrong_order() -> Any:
+    gather = comm.all_gather
+    return patch(linear, "all_gather", lambda x, group: gather(x, group).roll(x.shape[0], 0))
+
+
+@fault(
+    "a row-parallel layer's bias is added on every rank, before the sum",
+    "tp2",
+    "module blocks.0.attention.output, its output, microbatch 0, forward",
+)
+def bias_added_on_every_rank() -> Any:
+    def forward(self: linear.RowLinear, x: Tensor) -> Tensor:
+        x = x if self.activation is None else self.activation(x)
+        return comm.leave_tensor_parallel(linear.column_linear(x, self.weight, self.bias, SOLO, False), self.group, self.sequence)
+
+    return patch(linear.RowLinear, "forward", forward)
+
+
+@fault(
+    "norm gradients of sequence-parallel ranks are not summed",
+    "tp2sp",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first blocks.0.norm1.weight",
+)
+def partial_gradients_unsummed() -> Any:
+    return patch(reduce, "all_reduce", lambda x, group: x)
+
+
+@fault("the embedding of split vocabulary is not summed", "tp2", "module embedding, its output, microbatch 0, forward")
+def embedding_unsummed() -> Any:
+    return patch(embedding, "leave_tensor_parallel", lambda x, group, sequence: x)
+
+
+@fault("vocabulary rows are counted by the rounded-down size of a piece", "tp2", "the loss, microbatch 0, forward", "model.vocab_size=65")
+def vocabulary_offset_rounded_down() -> Any:
+    loss = cross_entropy.vocab_parallel_cross_entropy
+
+    def wrong(logits: Tensor, targets: Tensor, group: Any, first_row: int) -> Tensor:
+        return loss(logits, targets, group, group.rank * (65 // group.size))
+
+    return patch(gpt, "vocab_parallel_cross_entropy", wrong)
+
+
+@fault("the softmax of the loss runs over a rank's own vocabulary only", "tp2", "the loss, microbatch 0, forward")
+def softmax_over_own_vocabulary() -> Any:
+    gather = comm.all_gather
+
+    def own_sum(x: Tensor, group: Any) -> Tensor:
+        every = gather(x, group)
+        every[..., 0] = torch.where(torch.arange(group.size)[:, None] == group.rank, every[..., 0], -torch.inf)
+        return every
+
+    return patch(cross_entropy, "all_gather", own_sum)
+
+
+@fault(
+    "a gated layer is cut as one list of features, so that a rank has only gates",
+    "tp2",
+    "module blocks.0.feed_forward.down, its output, microbatch 0, forward",
+    "model.activation=swiglu",
+)
+def gate_and_up_cut_as_one() -> Any:
+    init = linear.ColumnLinear.__init__
+
+    def wrong(self: Any, in_size: int, out_shape: tuple[int, ...], *, split: int = 0, **rest: Any) -> None:
+        init(self, in_size, out_shape, split=0, **rest)
+
+    return patch(linear.ColumnLinear, "__init__", wrong)
+
+
+@fault(
+    "grouped queries are paired with key/value heads by the wrong stride",
+    "tp2",
+    "module blocks.0.attention.output, its input, microbatch 0, forward",
+    "model.num_kv_heads=2",
+    "model.attention=eager",
+)
+def grouped_heads_by_wrong_stride() -> Any:
+    return patch(Tensor, "repeat_interleave", lambda self, n, dim: self.repeat(*(n if d == dim else 1 for d in range(self.dim()))))
+
+
+@fault(
+    "rotary positions are counted from a rank's own first token",
+    "tp2sp",
+    "module blocks.0.attention.output, its input, microbatch 0, forward",
+    "model.position=rope",
+)
+def rope_offset_by_rank() -> Any:
+    init = gpt.Stage.__init__
+
+    def remember(self: Any, config: Any, layers: Any, group: Any, device: Any) -> None:
+        init(self, config, layers, group, device)
+        if self.rope is not None:
+            self.rope = tuple(table.roll(-group.rank * len(table) // group.size, 0) for table in self.rope)
+
+    return patch(gpt.Stage, "__init__", remember)
+
+
+@fault("weights are drawn from the rank's own generator", "tp2", "initialisation depends on the layout: first embedding.weight")
+def weights_drawn_by_rank() -> Any:
+    draw = gpt.normal_slice
+
+    def wrong(key: Any, shape: Any, std: float, dim: int, start: int, stop: int) -> Tensor:
+        shape = tuple(stop - start if d == dim else n for d, n in enumerate(shape))
+        return draw(key, shape, std, dim, 0, stop - start)
+
+    return patch(gpt, "normal_slice", wrong)
+
+
+@fault(
+    "tensor ranks drop out different elements of the same activation",
+    "tp2",
+    "module blocks.0, its input, microbatch 0, forward",
+    "model.dropout=0.1",
+)
+def dropout_differs_by_tensor_rank() -> Any:
+    drop = context.Context.drop
+    return patch(context.Context, "drop", lambda self, x, *site: drop(self, x, *site, self.group.rank))
