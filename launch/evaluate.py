@@ -1,0 +1,151 @@
+"""Measures a trained or imported model on a prepared corpus: nats a token, perplexity, bits a byte. In any layout."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser, rank_exit_status
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.errors import ConfigError, DataError
+from megacore.place import Place
+
+if TYPE_CHECKING:
+    from megacore.checkpoint import Reader
+    from megacore.data.samples import EvalSamples
+    from megacore.train.evaluation import Evaluation
+
+EXAMPLE = "python launch/evaluate.py --checkpoint runs/quickstart --data data/stdlib_valid"
+MORE = """Every token of the corpus but its first is a target, predicted from those before it in its window of train.seq_len.
+  nats a token  = sum over targets of -ln p(target) / targets     the validation loss of a training log
+  perplexity    = exp(nats a token)
+  bits a byte   = sum over targets of -log2 p(target) / bytes of UTF-8 text that the targets spell
+A run's own validation reads train.eval_batches batches: --batches with that number gives its figure. The precision is the
+run's; overrides change it (train.precision=fp32) and name a layout, whose ranks a launcher starts:
+  torchrun --nproc-per-node 4 launch/evaluate.py --checkpoint runs/quickstart parallel.tensor=2 parallel.pipeline=2"""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
+    parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
+    parser.add_argument("--data", metavar="PREFIX", help="of the corpus's .bin and .idx (default: the run's data.valid)")
+    parser.add_argument("--batches", type=int, default=0, help="batches to read, spread evenly over the corpus (default: 0, all of it)")
+    parser.add_argument("--tokenizer", help="bytes or a sentencepiece .model, to count text (default: the run's data.tokenizer)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures there")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
+    args = parser.parse_intermixed_args(argv)
+    if args.batches < 0:
+        raise ConfigError("--batches", f"{args.batches} is not usable", "0 or more")
+    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
+        raise ConfigError("--json", f"{args.json} cannot be written", "a file in a folder that exists")
+    return args
+
+
+def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_size: int) -> Config:
+    """The checkpoint's model and batches, in the layout that the overrides name."""
+    batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
+    data = {key: sections["data"][key] for key in ("valid", "tokenizer")}
+    if args.data is not None:
+        data["valid"] = args.data
+    if args.tokenizer is not None:
+        data["tokenizer"] = args.tokenizer
+    train = {key: sections["train"][key] for key in batches}
+    raw = {"model": sections["model"], "data": data, "train": train | {"eval_batches": args.batches}}
+    config = resolve(raw, args.overrides, "evaluation", world_size).config
+    if config.data.valid is None:
+        raise ConfigError("--data", "no corpus is given, and the run has no data.valid", "the prefix that launch/prepare.py wrote")
+    return config
+
+
+def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
+    """The bytes of text that each token of the model stands for, ``[vocab]``; None where the run names no tokenizer."""
+    from megacore.data.indexed import Sidecar
+    from megacore.data.tokenizer import load_tokenizer
+
+    name, vocab_size = config.data.tokenizer, config.model.vocab_size
+    if name is None:
+        return None
+    tokenizer = load_tokenizer(name)
+    right = "the tokenizer that the model was trained with"
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError("--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right)
+    for corpus in samples.corpora:
+        known = Sidecar.load(corpus.prefix)
+        if known is not None and known.vocab_size != tokenizer.vocab_size:
+            wrong = f"was prepared with {known.tokenizer} of {known.vocab_size} tokens, and {name} has {tokenizer.vocab_size}"
+            raise DataError(corpus.prefix, wrong, f"a corpus prepared with {name}")
+    return [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)] + [0] * (vocab_size - tokenizer.vocab_size)
+
+
+def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", args: argparse.Namespace) -> None:
+    """The figures as a table, and as JSON where that is asked for."""
+    from rich.console import Console
+    from rich.table import Table
+
+    figures: dict[str, str | int | float | list[str] | None] = {
+        "checkpoint": str(reader.path),
+        "step": reader.step,
+        "data": [tokens.prefix for tokens in samples.corpora],
+        "targets": evaluation.targets,
+        "bytes": evaluation.text_bytes or None,
+        "nats_per_token": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "bits_per_byte": evaluation.bits_per_byte,
+    }
+    table = Table(show_header=False)
+    for name, value in figures.items():
+        if isinstance(value, list):
+            text = ", ".join(value)
+        elif isinstance(value, float):
+            text = f"{value:.6g}"
+        else:
+            text = f"{value:,}" if isinstance(value, int) else value or "unknown: no tokenizer is named"
+        table.add_row(name.replace("_per_", " a ").replace("_", " "), text)
+    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+    if args.json is not None:
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
+        args.json.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+
+
+def run(argv: list[str], place: Place) -> int:
+    """One rank's part: rank 0 prints. Returns the exit status, or raises `UserError`."""
+    args = parse(argv)
+
+    import torch
+
+    from megacore import checkpoint
+    from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
+    from megacore.data.samples import EvalSamples
+    from megacore.mesh import pick_device
+    from megacore.model.gpt import Stage
+    from megacore.pipeline.partition import stage_layers
+    from megacore.pipeline.runtime import Runtime
+    from megacore.train.evaluation import evaluate
+    from megacore.train.ranks import joined, own_mistakes
+
+    with own_mistakes(place):
+        reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
+        config = evaluation_config(recorded_sections(reader), args, place.world_size)
+        check_weights(reader, config)
+        assert config.data.valid is not None
+        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size)
+        sizes = text_sizes(config, samples)
+        device = pick_device(config, place)
+    with joined(config, place, device) as mesh:
+        stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, device)
+        load_weights(reader, stage)
+        token_bytes = None if sizes is None else torch.tensor(sizes, device=device)
+        result = evaluate(config, Runtime(stage, None, mesh.pp), mesh, samples, token_bytes)
+    if place.rank == 0:
+        report(result, reader, samples, args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(rank_exit_status(run))

@@ -1,0 +1,50 @@
+"""Weights without a run around them: to write text, to evaluate, to start another run from."""
+
+from typing import Any
+
+from megacore.checkpoint.read import Reader
+from megacore.config import Config
+from megacore.errors import CheckpointError
+from megacore.model.gpt import Stage, whole_model
+from megacore.tensor_parallel.shard import shard_of
+
+WEIGHTS = "model/"  # of the weights' names in a checkpoint; optimizer moments stand beside them
+
+
+def recorded_sections(reader: Reader) -> dict[str, Any]:
+    """The sections of the config that the checkpoint was written with, as in a config's file.
+
+    Raises:
+        CheckpointError: it was written without.
+    """
+    sections = reader.state.get("config")
+    if not isinstance(sections, dict):
+        raise CheckpointError(str(reader.path), "does not hold the run's config", "a checkpoint of launch/pretrain.py or of an import")
+    return sections
+
+
+def check_weights(reader: Reader, config: Config) -> None:
+    """Refuses a checkpoint whose weights are not those of the config's model, whatever layout reads them.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, of another shape, or too many; or the first key of the
+            model section that differs.
+    """
+    reader.check_model(config.model.model_dump())
+    expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in whole_model(config, "meta").named_parameters()}
+    for name, shape in expected.items():
+        reader.check(name, shape)
+    for name in reader.names:
+        if name.startswith(WEIGHTS) and name not in expected:
+            right = "set the model section of the config to that of the checkpoint"
+            raise CheckpointError(str(reader.path), f"holds the tensor {name}, which the model of this config does not have", right)
+
+
+def load_weights(reader: Reader, stage: Stage) -> None:
+    """Fills a stage's parameters with its slices of the checkpoint's weights, in the parameters' dtype and on their device.
+
+    Raises:
+        CheckpointError: one is not there, of another shape, or cannot be read.
+    """
+    for name, parameter in stage.named_parameters():
+        reader.read_into(f"{WEIGHTS}{name}", shard_of(parameter), parameter.data)

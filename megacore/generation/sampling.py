@@ -1,0 +1,31 @@
+"""Which token comes next."""
+
+import torch
+from torch import Tensor
+
+
+class Sampler:
+    """Draws tokens from logits: the same ones for the same seed, on every device and in every layout.
+
+    Args:
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: only this many likeliest tokens can be drawn,
+        top_p: and of those only the likeliest that together have this probability (Holtzman et al. 2020, nucleus sampling).
+        seed: of the draws.
+        vocab_size: ids from here on are never drawn: rows of a padded vocabulary, which stand for no text.
+    """
+
+    def __init__(self, temperature: float, top_k: int, top_p: float, seed: int, vocab_size: int) -> None:
+        self.temperature, self.top_k, self.top_p, self.vocab_size = temperature, top_k, top_p, vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def choose(self, logits: Tensor) -> int:
+        """The id of the next token, from its logits ``[vocab]``."""
+        logits = logits[: self.vocab_size].float().cpu()  # the CPU draws for every device
+        if self.temperature == 0.0:
+            return int(logits.argmax())
+        values, ids = logits.topk(min(self.top_k, len(logits)))
+        probabilities = (values / self.temperature).softmax(-1)
+        likelier = probabilities.cumsum(-1) - probabilities  # what stands before each; 0 for the first, which so always stays
+        probabilities[likelier >= self.top_p] = 0.0
+        return int(ids[probabilities.multinomial(1, generator=self.generator)])

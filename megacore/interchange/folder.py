@@ -1,0 +1,139 @@
+"""Model folders as Hugging Face lays them out: config.json, and safetensors in one file or in several with an index."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import path as os_path
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megacore.checkpoint import Layout, pack, write_safetensors
+from megacore.checkpoint.manifest import DTYPE_CODES
+from megacore.errors import CheckpointError, ConfigError
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FLOATS = {DTYPE_CODES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+WHOLE = "copy the whole folder again"
+
+
+class Folder:
+    """An open model folder. Its files are mapped, and a tensor is read when it is asked for.
+
+    Raises:
+        CheckpointError: naming the file or the tensor that is missing, damaged, or of a dtype that is no float's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise CheckpointError(
+                str(path), "there is no such folder", "a local one, with config.json and safetensors: nothing is downloaded"
+            )
+        self.config = read_json(path / CONFIG)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, safe_open] = {}  # by the tensors in them
+        for name in self._file_names():
+            self._open(path / name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, in the dtype and on the pages of its file."""
+        return self._files[name].get_tensor(name)
+
+    def _file_names(self) -> list[str]:
+        if (self.path / INDEX).is_file():
+            index = self.path / INDEX
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
+                raise CheckpointError(str(index), "has no weight_map from tensors to files of this folder", WHOLE)
+            for name in sorted(set(names.values())):
+                if not (self.path / name).is_file():
+                    raise CheckpointError(str(index), f"names {name}, which is missing", WHOLE)
+            return sorted(set(names.values()))
+        if (self.path / SINGLE).is_file():
+            return [SINGLE]
+        if pickled := sorted(file.name for file in self.path.glob("*.bin")):
+            right = "convert it to safetensors: transformers does with save_pretrained, where you trust the file"
+            raise CheckpointError(str(self.path), f"holds {pickled[0]}, a pickle, which could run code and is not loaded", right)
+        raise CheckpointError(str(self.path), f"has neither {SINGLE} nor {INDEX}", "a folder with the model's weights as safetensors")
+
+    def _open(self, file: Path) -> None:
+        try:
+            opened = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(str(file), f"is damaged or cut off: {error}", WHOLE) from error
+        for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+            if name in self._files:
+                raise CheckpointError(str(file), f"holds the tensor {name} a second time", "each tensor in one file")
+            header = opened.get_slice(name)
+            if header.get_dtype() not in FLOATS:
+                wrong = f"tensor {name} is {header.get_dtype()}"
+                raise CheckpointError(str(file), wrong, f"{' '.join(sorted(FLOATS))}; quantized weights cannot be converted")
+            self.shapes[name], self._files[name] = tuple(header.get_shape()), opened
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `CheckpointError` where there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(str(file), "is missing", "a model folder has one") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(str(file), f"is no JSON: {error}", WHOLE) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(str(file), "holds no JSON object", WHOLE)
+    return value
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object as transformers does, sorted and indented."""
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_weights(folder: Path, layout: Layout, tensors: Iterator[Tensor], file_bytes: int) -> int:
+    """Write the tensors of `layout` as they come, in files of at most `file_bytes`; returns how many files."""
+    files = pack(layout, file_bytes)
+    if len(files) == 1:
+        write_safetensors(folder / SINGLE, layout, tensors)
+        return 1
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_safetensors(file, {name: layout[name] for name in names}, tensors)
+        weight_map |= dict.fromkeys(names, file.name)
+    total = sum(dtype.itemsize * torch.Size(shape).numel() for dtype, shape in layout.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return len(files)
+
+
+@contextmanager
+def aside(output: Path) -> Iterator[Path]:
+    """A folder `output`.partial to write in. It becomes `output` where the block ends well, and is deleted where it does not.
+
+    Raises:
+        ConfigError: `output` holds something already, or cannot be made.
+        CheckpointError: the disk refused.
+    """
+    output = Path(os_path.abspath(output))
+    partial = output.with_name(output.name + ".partial")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ConfigError("--output", f"{output} is there already", "a folder that is not, or empty")
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError as error:
+        wrong = f"{partial} is there: of a conversion that is running, or was killed"
+        raise ConfigError("--output", wrong, "delete it if none is running, or another folder") from error
+    except OSError as error:
+        raise ConfigError("--output", f"{partial} cannot be made: {error.strerror}", "a folder that can be made and written") from error
+    try:
+        yield partial
+        partial.rename(output)
+    except BaseException as error:
+        rmtree(partial)
+        if isinstance(error, OSError):
+            raise CheckpointError(str(output), f"could not be written: {error.strerror or error}", "nothing was kept of it") from error
+        raise

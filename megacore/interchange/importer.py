@@ -1,0 +1,138 @@
+"""From a model in somebody else's files to a run's folder of ours."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import Layout, Reader, save_stream
+from megacore.checkpoint.weights import WEIGHTS
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.errors import CheckpointError
+from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
+from megacore.interchange.families import family_for_hf, tensors
+from megacore.interchange.folder import CONFIG, Folder, aside, write_json
+from megacore.interchange.mapped import Mapped, stored_name
+from megacore.interchange.nanogpt import HEAD, IGNORED, NanoGPT, nanogpt_tensors
+from megacore.interchange.tokenizer import SENTENCEPIECE, copy_tokenizer
+from megacore.tensor_parallel.shard import Shard
+
+FILE_BYTES = 4 << 30
+LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model of another project, its files open."""
+
+    path: Path
+    architecture: str
+    model: dict[str, Any]  # the `model` section that is the same function
+    mapped: Callable[[Config], list[Mapped]]
+    ignored: tuple[re.Pattern[str], ...]  # tensors that are none of the model's parameters
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+    def names(self, mapped: list[Mapped]) -> dict[str, str]:
+        """The name in the files of every tensor in `Mapped.peers`.
+
+        Raises:
+            CheckpointError: naming a tensor that is missing, of another shape, or none of the model's.
+        """
+        found = {}
+        for name, shape in ((name, shape) for tensor in mapped for name, shape in tensor.peers.items()):
+            stored = stored_name(name, self.shapes)
+            right = f"a whole {self.architecture} of the sizes in its configuration"
+            if stored is None:
+                raise CheckpointError(str(self.path), f"has no tensor {name} of shape {shape}", right)
+            if self.shapes[stored] != shape:
+                raise CheckpointError(str(self.path), f"tensor {stored} has shape {self.shapes[stored]}, not {shape}", right)
+            found[name] = stored
+        embedding = found[next(iter(mapped[0].peers))]
+        for stored in sorted(self.shapes.keys() - set(found.values())):
+            tied = stored == HEAD and torch.equal(self.read(stored), self.read(embedding))  # some store it under both names
+            if not tied and not any(pattern.fullmatch(stored) for pattern in self.ignored):
+                wrong = f"holds the tensor {stored}, which no {self.architecture} of its configuration has"
+                raise CheckpointError(str(self.path), wrong, "a model without additions")
+        return found
+
+
+def hf_peer(path: Path) -> Peer:
+    """A model folder of Hugging Face's. Raises `CheckpointError` where no family here expresses it."""
+    folder = Folder(path)
+    family = family_for_hf(folder.config, str(path / CONFIG))
+    try:
+        model = family.read(folder.config)
+    except CheckpointError as error:
+        raise CheckpointError(str(path / CONFIG), error.wrong, error.right) from error
+    return Peer(path, family.architecture, model, lambda config: tensors(family, config), family.ignored, folder.shapes, folder.read)
+
+
+def nanogpt_peer(path: Path) -> Peer:
+    """A ``ckpt.pt`` of nanoGPT."""
+    file = NanoGPT(path)
+    return Peer(path, "nanoGPT", file.model, nanogpt_tensors, IGNORED, file.shapes, file.read)
+
+
+PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}
+
+
+def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers: int | None, say: Callable[[str], None]) -> None:
+    """Write `peer` as the new run `output`: its config.json, and a checkpoint of step 0 that holds weights alone.
+
+    Only one logical tensor is in memory at a time, until the comparison with transformers, which holds one whole model
+    (cut to `compare_layers`).
+
+    Args:
+        overrides: `section.key=value`, of the run's config.
+        say: takes a line for the user.
+
+    Raises:
+        UserError: whatever is wrong; `output` is then as it was.
+    """
+    transformers = transformers_if_installed()
+    sections: dict[str, Any] = {
+        "model": peer.model,
+        "train": {"seq_len": min(peer.model["max_positions"], LONGEST), "precision": "fp32"},
+        "log": {"dir": str(output)},
+    }
+    if (peer.path / SENTENCEPIECE).is_file():
+        sections["data"] = {"tokenizer": str(output / "tokenizer" / SENTENCEPIECE)}
+    config = resolve(sections, overrides, output.name, 1).config
+    check_layers(compare_layers, config)
+    mapped = peer.mapped(config)
+    names = peer.names(mapped)
+    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    with aside(output) as partial:
+        settings = config.model_dump(mode="json", by_alias=True)
+        write_json(partial / CONFIG, settings)
+        (partial / "tokenizer").mkdir()
+        if not copy_tokenizer(peer.path, partial / "tokenizer"):
+            (partial / "tokenizer").rmdir()
+        layout: Layout = {f"{WEIGHTS}{tensor.name}": (dtype, tensor.shape) for tensor in mapped}
+        origin = {"path": str(peer.path), "architecture": peer.architecture}
+        state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
+        reader = Reader(save_stream(partial / "checkpoints", 0, layout, _joined(peer, mapped, names, dtype), state, FILE_BYTES))
+        say(f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)")
+        for tensor in mapped:
+            for name, ours in tensor.split(reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))).items():
+                require_same(peer.path, names[name], peer.read(names[name]).to(dtype), ours)
+        say(f"read back: all {len(names)} tensors are those of {peer.architecture}, in every bit")
+        if not peer.path.is_dir():
+            say("logits were not compared: they can be with a model of transformers only")
+        elif transformers is None:
+            say("logits were not compared: transformers is not installed")
+        else:
+            say(compare_logits(transformers, config, reader, dtype, peer.path, compare_layers))
+    say(f"wrote {output}")
+
+
+def _joined(peer: Peer, mapped: list[Mapped], names: dict[str, str], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Our tensors, one after the other."""
+    for tensor in mapped:
+        yield tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(dtype)

@@ -1,0 +1,123 @@
+"""nanoGPT's ``ckpt.pt``: a dictionary of tensors and plain values, read without running anything in it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.config.schema import resolved
+from megacore.errors import CheckpointError
+from megacore.interchange.mapped import Mapped, Shape, lm_head, qkv_shape, renamed
+
+COMPILED = "_orig_mod."  # before the names of a model that was compiled
+IGNORED = (re.compile(r"transformer\.h\.\d+\.attn\.bias"),)  # the causal mask, where PyTorch had no fused attention
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+
+
+class NanoGPT:
+    """An open ``ckpt.pt``, its tensors mapped and not loaded.
+
+    Raises:
+        CheckpointError: no such file, damaged, with code in it, or of a model that is none of nanoGPT's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        checkpoint = load_plain(path)
+        self._tensors: dict[str, Tensor] = {name.removeprefix(COMPILED): t for name, t in self._entry(checkpoint, "model").items()}
+        arguments = self._entry(checkpoint, "model_args")
+        if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in self._tensors.values()):
+            raise CheckpointError(str(path), "model holds something else than floating-point tensors", "a ckpt.pt of nanoGPT's train.py")
+        head, embedding = self._tensors.get(HEAD), self._tensors.get(EMBEDDING)
+        tied = head is None or embedding is None or torch.equal(head, embedding)  # one tensor, stored under both names
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.model = self._model(arguments) | {"tie_embeddings": tied}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the pages of the file."""
+        return self._tensors[name]
+
+    def _entry(self, checkpoint: Any, key: str) -> dict[str, Any]:
+        entry = checkpoint.get(key) if isinstance(checkpoint, dict) else None
+        if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
+            raise CheckpointError(str(self.path), f"holds no {key}", "a ckpt.pt of nanoGPT's train.py")
+        return entry
+
+    def _model(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The `model` section of nanoGPT's `model_args`."""
+        bias, dropout = arguments.get("bias", True), arguments.get("dropout", 0.0)  # the first versions always had biases
+        known = {*SIZES, "bias", "dropout"}
+        if strangers := sorted(arguments.keys() - known):
+            wrong = f"model_args has {strangers[0]}={arguments[strangers[0]]!r}, which nanoGPT does not know"
+            raise CheckpointError(str(self.path), wrong, f"only {' '.join(sorted(known))}")
+        for key in SIZES:
+            if type(arguments.get(key)) is not int or arguments[key] < 1:
+                raise CheckpointError(str(self.path), f"model_args has {key}={arguments.get(key)!r}", "a whole number above 0")
+        if type(bias) is not bool or not isinstance(dropout, float | int):
+            raise CheckpointError(str(self.path), f"model_args has bias={bias!r} and dropout={dropout!r}", "true or false, and a number")
+        return {
+            "num_layers": arguments["n_layer"],
+            "hidden_size": arguments["n_embd"],
+            "num_heads": arguments["n_head"],
+            "vocab_size": arguments["vocab_size"],
+            "max_positions": arguments["block_size"],
+            "activation": "gelu_erf",  # tanh's form in versions before mid-2023, whose files do not tell: model.activation=gelu
+            "bias": bias,
+            "dropout": dropout,
+        }
+
+
+def load_plain(path: Path) -> Any:
+    """What ``torch.save`` wrote, if it is tensors, containers and plain values alone; tensors are mapped from the file.
+
+    A pickle can name any function to be called on loading; torch's unpickler of `weights_only` calls none but those that build tensors.
+    """
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror or error}", "nanoGPT's ckpt.pt") from error
+    except Exception as error:  # a damaged or malicious file may make the unpickler raise anything
+        wrong = "is damaged, or holds more than tensors and plain values: that could run code, and is not loaded"
+        raise CheckpointError(str(path), wrong, "a ckpt.pt of nanoGPT's train.py") from error
+
+
+def nanogpt_tensors(config: Config) -> list[Mapped]:
+    """nanoGPT's names: GPT-2's, with weights ``[out, in]``."""
+    model = config.model
+    h, f = model.hidden_size, resolved(model.ffn_size)
+    tensors = [
+        renamed("embedding.weight", (model.vocab_size, h), EMBEDDING),
+        renamed("position", (config.max_positions, h), "transformer.wpe.weight"),
+    ]
+    for i in range(model.num_layers):
+        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
+        for kind, inputs in (("weight", lambda size: (size,)), ("bias", lambda size: ())):
+            if kind == "bias" and not model.bias:
+                continue
+            tensors += [
+                renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.ln_1.{kind}"),
+                stacked_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs(h)), f"{theirs}.attn.c_attn.{kind}"),
+                renamed(f"{ours}.attention.output.{kind}", (h, *inputs(h)), f"{theirs}.attn.c_proj.{kind}"),
+                renamed(f"{ours}.norm2.{kind}", (h,), f"{theirs}.ln_2.{kind}"),
+                renamed(f"{ours}.feed_forward.up.{kind}", (f, *inputs(h)), f"{theirs}.mlp.c_fc.{kind}"),
+                renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs(f)), f"{theirs}.mlp.c_proj.{kind}"),
+            ]
+    tensors += [renamed(f"norm.{kind}", (h,), f"transformer.ln_f.{kind}") for kind in ("weight", "bias") if kind == "weight" or model.bias]
+    return tensors + lm_head(config)
+
+
+def stacked_qkv(name: str, shape: Shape, peer: str) -> Mapped:
+    """``[heads, 3, head, …]`` that the peer keeps as ``[3 · heads · head, …]``: all queries, all keys, all values."""
+    heads, three, head, *rest = shape
+
+    def join(theirs: dict[str, Tensor]) -> Tensor:
+        return theirs[peer].reshape(three, heads, head, *rest).transpose(0, 1).contiguous()
+
+    def split(ours: Tensor) -> dict[str, Tensor]:
+        return {peer: ours.transpose(0, 1).reshape(three * heads * head, *rest)}
+
+    return Mapped(name, shape, {peer: (three * heads * head, *rest)}, join, split)

@@ -1,0 +1,283 @@
+"""The settings of peers' models, their `config.json`, to and from our `model` section.
+
+Reading refuses every setting that would make theirs another function than ours, by name; settings that only concern training
+(dropout) or numerics are passed over. What a file leaves out is what transformers takes where it is missing; sizes must be there.
+"""
+
+from typing import Any
+
+from megacore.config import Config
+from megacore.errors import CheckpointError
+
+CONFIG = "config.json"
+REQUIRED = object()
+
+
+def get(hf: dict[str, Any], key: str, default: Any, kind: type | tuple[type, ...]) -> Any:
+    """`hf[key]` of a type, or the default that the peer takes where it is missing (null counts as missing where that is so there)."""
+    value = hf.get(key, default)
+    if value is REQUIRED:
+        raise CheckpointError(CONFIG, f"has no {key}", f"a config.json with {key}")
+    if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+        raise CheckpointError(CONFIG, f"{key} is {value!r}", "a value as transformers writes it")
+    return value
+
+
+def require(hf: dict[str, Any], key: str, default: Any, *right: Any) -> None:
+    """`hf[key]`, or else the peer's default, must be one of `right`: any other is a function that our models do not compute."""
+    if hf.get(key, default) not in right:
+        known = " or ".join("null" if value is None else str(value).lower() for value in right)
+        raise CheckpointError(CONFIG, f"{key} is {hf.get(key, default)!r}, which no model here has", f"{key} {known}")
+
+
+def number(hf: dict[str, Any], key: str, default: Any = REQUIRED, kind: type | tuple[type, ...] = (int, float)) -> Any:
+    """A number above 0."""
+    value = get(hf, key, default, kind)
+    if value is not None and value <= 0:
+        raise CheckpointError(CONFIG, f"{key} is {value}", "a number above 0")
+    return value
+
+
+def whole(hf: dict[str, Any], key: str, default: Any = REQUIRED) -> Any:
+    """A whole number above 0."""
+    return number(hf, key, default, int)
+
+
+def flag(hf: dict[str, Any], key: str, default: bool) -> bool:
+    """true or false."""
+    return bool(get(hf, key, default, bool))
+
+
+# GPT-2
+
+GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
+
+
+def read_gpt2(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "activation_function", "gelu_new", *GPT2_ACTIVATIONS)
+    require(hf, "scale_attn_by_inverse_layer_idx", False, False)
+    require(hf, "add_cross_attention", False, False)
+    hidden, heads = whole(hf, "n_embd"), whole(hf, "n_head")
+    head_size = head_size_of(hidden, heads, "n_embd", "n_head")
+    return {
+        "num_layers": whole(hf, "n_layer"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_size": head_size,
+        "ffn_size": whole(hf, "n_inner", None) or 4 * hidden,
+        "vocab_size": whole(hf, "vocab_size"),
+        "norm": "layernorm",
+        "norm_eps": number(hf, "layer_norm_epsilon", 1e-5),
+        "activation": GPT2_ACTIVATIONS[hf.get("activation_function", "gelu_new")],
+        "position": "learned",
+        "max_positions": whole(hf, "n_positions"),
+        "bias": True,
+        "qkv_bias": True,
+        "attention_scale": head_size**-0.5 if flag(hf, "scale_attn_weights", True) else 1.0,
+        "tie_embeddings": flag(hf, "tie_word_embeddings", True),
+        "init_std": number(hf, "initializer_range", 0.02),
+    }
+
+
+def write_gpt2(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = config.model
+    return heading(config, "GPT2LMHeadModel", "gpt2") | {
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_heads,
+        "n_inner": model.ffn_size,
+        "n_positions": config.max_positions,
+        "activation_function": {"gelu": "gelu_new"}.get(model.activation, "gelu"),
+        "layer_norm_epsilon": model.norm_eps,
+        "scale_attn_weights": model.attention_scale != 1.0,
+        "embd_pdrop": model.dropout,
+        "resid_pdrop": model.dropout,
+        "attn_pdrop": 0.0,
+    }
+
+
+def head_size_of(hidden: int, heads: int, hidden_key: str, heads_key: str) -> int:
+    """The head size of a peer that wants all heads to make up the hidden size."""
+    if hidden % heads:
+        raise CheckpointError(CONFIG, f"{hidden_key} {hidden} is not a multiple of {heads_key} {heads}", "sizes that divide")
+    return hidden // heads
+
+
+def heading(config: Config, architecture: str, model_type: str) -> dict[str, Any]:
+    """What every config.json has. Token ids are null, lest the peer take its own defaults, of another vocabulary."""
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "torch_dtype": "float64" if config.train.precision == "fp64" else "float32",
+        "vocab_size": config.model.vocab_size,
+        "tie_word_embeddings": config.model.tie_embeddings,
+        "initializer_range": config.model.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+# Llama and those after it: RMS norms, swiglu, rotary positions
+
+
+def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """What Llama and its descendants share; `settings` are the family's own of our `model` section."""
+    require(hf, "hidden_act", "silu", "silu", "swish")
+    require(hf, "quantization_config", None, None)
+    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+        raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
+    hidden, heads = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
+    head_size = whole(hf, "head_dim", None) or head_size_of(hidden, heads, "hidden_size", "num_attention_heads")
+    theta, scaling = read_rope(hf)
+    return {
+        "num_layers": whole(hf, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": whole(hf, "num_key_value_heads", None) or heads,
+        "head_size": head_size,
+        "ffn_size": whole(hf, "intermediate_size"),
+        "vocab_size": whole(hf, "vocab_size"),
+        "norm": "rmsnorm",
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "position": "rope",
+        "max_positions": whole(hf, "max_position_embeddings"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "bias": False,
+        "qkv_bias": False,
+        "attention_scale": head_size**-0.5,
+        "tie_embeddings": flag(hf, "tie_word_embeddings", False),
+        "init_std": number(hf, "initializer_range", 0.02),
+    } | settings
+
+
+def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    rope = get(hf, "rope_parameters", None, dict) or get(hf, "rope_scaling", None, dict) or {}
+    theta = number({"rope_theta": 10000.0} | hf | rope, "rope_theta")
+    require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
+    kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    require(kind, "rope_type", None, "default", "linear", "llama3")
+    if kind["rope_type"] == "default":
+        return theta, None
+    scaling = {"type": kind["rope_type"], "factor": number(rope, "factor")}
+    if kind["rope_type"] == "llama3":
+        scaling |= {key: number(rope, key) for key in ("low_freq_factor", "high_freq_factor")}
+        # Where it is missing, transformers takes a value of the top level, or else all positions.
+        fallback = hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", REQUIRED))
+        scaling["original_max_position_embeddings"] = whole(rope, "original_max_position_embeddings", fallback)
+    return theta, scaling
+
+
+def write_rope(config: Config) -> dict[str, Any]:
+    """Rotary settings as transformers 4 has them, which 5 reads as well."""
+    scaling = config.model.rope_scaling
+    settings = None if scaling is None else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"})
+    return {"rope_theta": config.model.rope_theta, "rope_scaling": settings}
+
+
+def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
+    """What Llama and its descendants share; `settings` are the family's own of their config.json."""
+    model = config.model
+    return (
+        heading(config, architecture, model_type)
+        | {
+            "num_hidden_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.num_kv_heads,
+            "head_dim": model.head_size,
+            "intermediate_size": model.ffn_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": model.norm_eps,
+            "max_position_embeddings": config.max_positions,
+            "attention_dropout": 0.0,
+        }
+        | write_rope(config)
+        | settings
+    )
+
+
+def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
+    """Llama's and Granite's `attention_bias`, of queries, keys, values and output, and `mlp_bias`."""
+    attention, mlp = flag(hf, "attention_bias", False), flag(hf, "mlp_bias", False)
+    if attention != mlp:
+        raise CheckpointError(CONFIG, f"attention_bias is {attention} and mlp_bias {mlp}, which no model here has", "both alike")
+    return {"bias": attention, "qkv_bias": attention}
+
+
+def write_biases(config: Config) -> dict[str, Any]:
+    """The settings that `read_biases` reads."""
+    return {"attention_bias": config.model.bias, "mlp_bias": config.model.bias}
+
+
+def read_llama(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    head_size_of(whole(hf, "hidden_size"), whole(hf, "num_attention_heads"), "hidden_size", "num_attention_heads")  # LlamaConfig's rule
+    return read_llama_like(hf, **read_biases(hf))
+
+
+def write_llama(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "LlamaForCausalLM", "llama", **write_biases(config))
+
+
+def read_mistral(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "sliding_window", 4096, None)
+    return read_llama_like({"num_key_value_heads": 8} | hf)
+
+
+def write_mistral(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "MistralForCausalLM", "mistral", sliding_window=None)
+
+
+def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "use_sliding_window", False, False)
+    return read_llama_like({"num_key_value_heads": 32} | hf, qkv_bias=True)
+
+
+def write_qwen2(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
+
+
+def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "use_sliding_window", False, False)
+    require(hf, "attention_bias", False, False)
+    return read_llama_like({"num_key_value_heads": 32, "head_dim": 128} | hf, qk_norm=True)
+
+
+def write_qwen3(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, attention_bias=False)
+
+
+def read_granite(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`. Its logits are *divided* by `logits_scaling`, and scores multiplied by 1 unless it says otherwise."""
+    scales = {
+        "embedding_scale": number(hf, "embedding_multiplier", 1.0),
+        "attention_scale": number(hf, "attention_multiplier", 1.0),
+        "residual_scale": number(hf, "residual_multiplier", 1.0),
+        "logit_scale": 1.0 / number(hf, "logits_scaling", 1.0),
+    }
+    return read_llama_like(hf, **read_biases(hf), **scales)
+
+
+def write_granite(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = config.model
+    scales = {
+        "embedding_multiplier": model.embedding_scale,
+        "attention_multiplier": model.attention_scale,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": float(f"{1.0 / model.logit_scale:.15g}"),  # 49 and not 48.99999999999999
+    }
+    return write_llama_like(config, "GraniteForCausalLM", "granite", **write_biases(config), **scales)

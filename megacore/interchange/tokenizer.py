@@ -1,0 +1,139 @@
+"""The tokenizer that goes along with an exported model, so that transformers' AutoTokenizer gives the ids the model was trained on."""
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megacore.data.tokenizer import SentencePieceTokenizer
+from megacore.errors import ConfigError
+from megacore.interchange.folder import write_json
+
+SENTENCEPIECE = "tokenizer.model"
+FAST = ("tokenizer.json", "tokenizer_config.json")
+FILES = (
+    SENTENCEPIECE, *FAST, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+PROBES = 2000  # texts that both tokenizers must encode alike
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was done about the tokenizer, for the user, and the special tokens' ids, for the model's config."""
+
+    finding: str
+    token_ids: dict[str, int] = field(default_factory=dict)
+
+
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Copy the tokenizer's files from one model folder to another; whether there were any."""
+    found = [source / name for name in FILES if (source / name).is_file()]
+    for file in found:
+        shutil.copy(file, target)
+    return bool(found)
+
+
+def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformers: ModuleType) -> Written:
+    """Write tokenizer files to a model folder that has its config.json already.
+
+    Args:
+        name: `bytes`; a sentencepiece ``.model``; a folder with the tokenizer files of a model, or the tokenizer.model among them: then
+            all of them are copied; None: not known.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it has more tokens than the model's `vocab_size`.
+    """
+    if name is None:
+        return Written("tokenizer: the run names none, so none was written (--tokenizer names one)")
+    if name == "bytes":
+        return Written("tokenizer: bytes are their own ids, so there is no file to write")
+    path = Path(name)
+    if path.name == SENTENCEPIECE and (path.parent / FAST[1]).is_file():
+        path = path.parent
+    if path.is_dir():
+        if not copy_tokenizer(path, folder):
+            raise ConfigError("--tokenizer", f"{path} holds no tokenizer files", "a model's folder, a sentencepiece .model or bytes")
+        finding = f"tokenizer: files copied from {path}"
+    else:
+        ours = SentencePieceTokenizer(name)
+        shutil.copy(path, folder / SENTENCEPIECE)
+        if not _write_fast(path, ours, folder, transformers):
+            for file in FAST:
+                (folder / file).unlink(missing_ok=True)
+            what = f"tokenizer: {path} copied as {SENTENCEPIECE} alone, for sentencepiece itself"
+            return Written(f"{what}: transformers would give other ids for some texts")
+        finding = f"tokenizer: {path}, and as {FAST[0]} for AutoTokenizer, which gives the same ids for {PROBES} random texts"
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if len(theirs) > vocab_size:
+        raise ConfigError("--tokenizer", f"{name} has {len(theirs)} tokens, and the model {vocab_size}", "the tokenizer of this model")
+    ids = {f"{kind}_token_id": getattr(theirs, f"{kind}_token_id") for kind in ("bos", "eos")}
+    return Written(finding, {key: value for key, value in ids.items() if value is not None})
+
+
+def _write_fast(path: Path, ours: SentencePieceTokenizer, folder: Path, transformers: ModuleType) -> bool:
+    """Write a sentencepiece model for AutoTokenizer as well; whether it gives the same ids."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString(path.read_bytes())
+    trained, normal = model.trainer_spec, model.normalizer_spec
+    if trained.model_type != trained.BPE or normal.precompiled_charsmap or normal.add_dummy_prefix or normal.remove_extra_whitespaces:
+        return False  # not what `train_sentencepiece` makes
+    write_json(folder / FAST[0], fast_tokenizer(model))
+    kinds = {trained.unk_piece: "unk", trained.bos_piece: "bos", trained.eos_piece: "eos"}
+    special = {f"{kinds[piece.piece]}_token": piece.piece for piece in model.pieces if piece.piece in kinds}
+    # Special tokens are never read out of a text: "</s>" in a text is three letters and more.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True, "clean_up_tokenization_spaces": False}
+    write_json(folder / FAST[1], settings | special)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return all(theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist() for text in probes(model))
+
+
+def fast_tokenizer(model: Any) -> dict[str, Any]:
+    """A sentencepiece BPE model (its ModelProto), of text taken as it is, in the format of tokenizer.json.
+
+    sentencepiece joins the neighbours whose union is the best piece; here each union is a rule, in the pieces' order, for every way to
+    cut the piece in two.
+    """
+    kind = model.SentencePiece
+    ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    normal = [piece for piece in model.pieces if piece.type == kind.NORMAL]
+    usable = {piece.piece for piece in normal}
+    merges = []
+    for piece in sorted(normal, key=lambda piece: -piece.score):
+        halves = [(piece.piece[:i], piece.piece[i:]) for i in range(1, len(piece.piece))]
+        halves = [(left, right) for left, right in halves if left in usable and right in usable]
+        merges += sorted(halves, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    added = [
+        {"id": i, "content": piece.piece, "special": piece.type != kind.USER_DEFINED, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for i, piece in enumerate(model.pieces)
+        if piece.type in (kind.USER_DEFINED, kind.CONTROL, kind.UNKNOWN)
+    ]
+    space, escaped = {"String": " "}, {"String": "\u2581"}
+    unescape = {"type": "Replace", "pattern": escaped, "content": " "}
+    return {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {"type": "Replace", "pattern": space, "content": "\u2581"},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [unescape, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE",
+            "unk_token": model.trainer_spec.unk_piece,
+            "fuse_unk": True,
+            "byte_fallback": model.trainer_spec.byte_fallback,
+            "vocab": ids,
+            "merges": merges,
+        },
+    }
+
+
+def probes(model: Any) -> list[str]:
+    """Texts of random pieces in random order, special ones spelt out among them, and characters that may have no piece."""
+    pieces = [piece.piece.replace("\u2581", " ") for piece in model.pieces] + ["é", "文", "😀", "\t", "\0", "  ", "\r\n", "\ufeff"]
+    chosen = random.Random(0)
+    return ["".join(chosen.choices(pieces, k=chosen.randrange(1, 20))) for _ in range(PROBES)]

@@ -1,0 +1,49 @@
+"""What every script does whose ranks a launcher starts: say its mistakes once, join the mesh, fail clearly."""
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megacore.config import Config
+from megacore.errors import UserError
+from megacore.mesh import Mesh
+from megacore.place import Place
+from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
+from megacore.train.determinism import compute_deterministically
+from megacore.train.failure import GRACE_SECONDS, fail
+
+
+@contextmanager
+def own_mistakes(place: Place) -> Iterator[None]:
+    """Around what a rank opens by itself: a `UserError` that rank 0 does not share is said by the rank that has it."""
+    try:
+        yield
+    except UserError as error:
+        if place.rank > 0:  # what only this machine lacks must be said; what all lack, rank 0 has said by then
+            time.sleep(GRACE_SECONDS)
+            print(f"rank {place.rank} on {socket.gethostname()}: {error}", file=sys.stderr)
+        raise
+
+
+@contextmanager
+def joined(config: Config, place: Place, device: torch.device) -> Iterator[Mesh]:
+    """The mesh, for as long as the block runs; whatever is raised in it ends the job with this rank's reason."""
+    if device.type == "cpu":
+        share_cores(place.local_world_size)
+        multiply_with_onednn()
+        keep_freed_memory()
+    if config.train.deterministic:
+        with own_mistakes(place):
+            compute_deterministically()
+    mesh = None
+    try:
+        mesh = Mesh(config, place, device)
+        yield mesh
+    except BaseException as error:
+        fail(error, place, mesh)
+        raise
+    mesh.close()

@@ -1,0 +1,85 @@
+"""Models on their way through `launch/checkpoint.py export` and `import`, and what tests look at there."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from launch.checkpoint import run
+from megacore.checkpoint import Reader, locate, save
+from megacore.checkpoint.weights import load_weights
+from megacore.config.load import load, resolve
+from megacore.model.gpt import Stage, whole_model
+from megacore.tensor_parallel.shard import Shard
+
+
+def export(source: Path, output: Path, *options: object) -> Path:
+    """`launch/checkpoint.py export`; returns the folder."""
+    run(["export", str(source), "--format", "hf", "--output", str(output), *map(str, options)])
+    return output
+
+
+def take_in(source: Path, output: Path, *options: object, kind: str = "hf") -> Path:
+    """`launch/checkpoint.py import`; returns the run's folder."""
+    run(["import", str(source), "--format", kind, "--output", str(output), *map(str, options)])
+    return output
+
+
+def assert_nothing_written(output: Path) -> None:
+    """Neither the folder nor what was to become it."""
+    assert not output.exists() and not output.with_name(output.name + ".partial").exists()
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def model_of(run_folder: Path) -> Stage:
+    """Our model, by a run's config.json and its newest checkpoint."""
+    model = whole_model(load(str(run_folder / "config.json")).config).eval()
+    load_weights(Reader(locate(run_folder)), model)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Stage, rows: Tensor) -> Tensor:
+    """``[batch, seq, vocab]`` of tokens ``[batch, seq]``."""
+    return model.logits(model(rows)).view(*rows.shape, -1)
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, of the largest value."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+SIZES = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61}
+
+
+def random_run(folder: Path, data: dict[str, Any] | None = None, **model: Any) -> Stage:
+    """A run of random weights, biases and norms off zero and one, that two ranks saved in slices. Returns the model."""
+    sections = {"model": SIZES | model, "train": {"seq_len": 16, "precision": "fp32"}, "data": data or {}}
+    config = resolve(sections, [], "test", 1).config
+    stage = whole_model(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    for parameter in stage.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config.model_dump_json(by_alias=True))
+    state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
+    barrier = Barrier(2)
+
+    def rank(index: int) -> None:
+        slices = {}
+        for name, parameter in stage.named_parameters():
+            shard = Shard(tuple(parameter.shape), dim=0, index=index, count=2)
+            slices[f"model/{name}"] = parameter.data[shard.start :][: shard.local_shape[0]], shard
+        save(folder / "checkpoints", 3, slices, state, rank=index, world=2, writes=True, barrier=barrier.wait, keep=1)
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(rank, range(2)))
+    return stage

@@ -1,0 +1,239 @@
+"""Evaluating and fine-tuning: `launch/evaluate.py` gives the training log's figures in any layout, and weights alone start a run."""
+
+import contextlib
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from launch.evaluate import run
+from megacore.checkpoint import Reader, locate, save
+from megacore.checkpoint.weights import load_weights
+from megacore.config import Config, load
+from megacore.data.indexed import IndexedTokens
+from megacore.data.prepare import prepare
+from megacore.errors import CheckpointError, ConfigError, DataError
+from megacore.interchange.importer import PEERS, import_model
+from megacore.interchange.settings import read_gpt2
+from megacore.model.gpt import whole_model
+from megacore.place import Place, place_from_environment
+from megacore.tensor_parallel.shard import Shard
+from megacore.train.inputs import Inputs
+from tests import training
+from tests.pool import ROOT
+
+TP2PP2 = ["parallel.tensor=2", "parallel.pipeline=2"]
+# Both are sums of the same fp32 losses, each of a relative rounding of 6e-8; another layout sums logits in another order.
+ROUNDING = 1e-6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with source code as bytes and the config of a GPT-2-shaped model for it."""
+    folder = tmp_path_factory.mktemp("text")
+    sources = [str(ROOT / f"megacore/train/{name}.py") for name in ("inputs", "loader", "logs", "meters", "stopping")]
+    prepare(sources, str(folder / "code"), "bytes", valid_fraction=0.2)
+    training.write_config(
+        folder,
+        str(folder / "code"),
+        model={"num_layers": 2, "vocab_size": 257},
+        train={"steps": 30, "eval_every": 10, "eval_batches": 0},
+        optim={"lr": 1e-2},
+        data={"train": str(folder / "code"), "valid": str(folder / "code_valid"), "tokenizer": "bytes"},
+        checkpoint={"every": 30},
+    )
+    return folder
+
+
+def config_of(text: Path, log_dir: Path, *overrides: str) -> Config:
+    return load(str(text / "config.json"), [*overrides, f"log.dir={log_dir}"]).config
+
+
+@pytest.fixture(scope="module")
+def base(pool: Any, text: Path) -> Path:
+    """A run's folder, trained on the text."""
+    assert pool.run(1, training.run_rank, str(text / "config.json"), [], str(text / "base")) == [0]
+    return text / "base"
+
+
+def figures_of(arguments: list[str], out: str) -> dict[str, Any] | None:
+    """What rank 0 measured."""
+    place = place_from_environment()
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert run([*arguments, "--json", out], place) == 0
+    return json.loads(Path(out).read_text()) if place.rank == 0 else None
+
+
+def validations(folder: Path) -> dict[int, float]:
+    """Validation losses by step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["valid_loss"] for line in lines if "valid_loss" in line}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, []), (4, TP2PP2), (2, ["parallel.tensor=2", "parallel.sequence=true"]), (2, ["parallel.data=2"])]
+)
+def test_evaluate_is_the_logs_validation(pool: Any, text: Path, base: Path, tmp_path: Path, ranks: int, layout: list[str]) -> None:
+    """Another weighting of batches or targets, or weights of another step, would part from the log."""
+    figures = pool.run(ranks, figures_of, ["--checkpoint", str(base), *layout], f"{tmp_path}/figures.json")[0]
+    assert figures["nats_per_token"] == pytest.approx(validations(base)[30], rel=ROUNDING)
+    assert figures["nats_per_token"] != pytest.approx(validations(base)[20], rel=100 * ROUNDING)
+    corpus = IndexedTokens(str(text / "code_valid"))
+    assert figures["targets"] == figures["bytes"] == corpus.num_tokens - 1, "of bytes, every token but the first is a byte to predict"
+    assert figures["bits_per_byte"] == pytest.approx(figures["nats_per_token"] / math.log(2), rel=1e-12)
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["nats_per_token"]), rel=1e-12)
+
+
+def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Path, tmp_path: Path) -> None:
+    """Against plain PyTorch: the corpus cut into windows of 16, the last one shorter. A mean of batches' means, the fault, is another number."""
+    figures = pool.run(1, figures_of, ["--checkpoint", str(base)], f"{tmp_path}/figures.json")[0]
+    model = whole_model(config_of(text, base)).eval()
+    load_weights(Reader(locate(base)), model)
+    tokens = torch.from_numpy(IndexedTokens(str(text / "code_valid")).read(0, figures["targets"] + 1).astype("int64"))
+    losses = []
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 16):
+            window = tokens[start : start + 17]
+            losses.append(cross_entropy(model.logits(model(window[None, :-1])), window[1:], reduction="none").double())
+    assert figures["nats_per_token"] == pytest.approx(float(torch.cat(losses).mean()), rel=ROUNDING)
+    batches = [torch.cat(losses[i : i + 8]).mean() for i in range(0, len(losses), 8)]
+    assert figures["nats_per_token"] != pytest.approx(float(torch.stack(batches).mean()), rel=100 * ROUNDING)
+
+
+def test_part_of_a_corpus_is_the_logs_part(pool: Any, text: Path, tmp_path: Path) -> None:
+    """`--batches` must take the samples that `train.eval_batches` takes, and count their text alone."""
+    config = str(text / "config.json")
+    assert pool.run(1, training.run_rank, config, ["train.steps=2", "train.eval_batches=3", "checkpoint.every=2"], f"{tmp_path}/run") == [0]
+    figures = pool.run(1, figures_of, ["--checkpoint", f"{tmp_path}/run", "--batches", "3"], f"{tmp_path}/figures.json")[0]
+    assert figures["nats_per_token"] == pytest.approx(validations(tmp_path / "run")[2], rel=ROUNDING)
+    assert figures["targets"] == figures["bytes"] == 3 * 8 * 16
+
+
+def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
+    """Bits per byte of a sentencepiece corpus: the bytes are the text's own, which prepare counted before there were tokens."""
+    prepared = prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400").splits[str(tmp_path / "pieces")]
+    model = {"vocab_size": 400, "num_layers": 1}
+    path = training.write_config(tmp_path, str(tmp_path / "pieces"), model=model, data={"tokenizer": f"{tmp_path}/pieces.model"})
+    weights = training.write_weights(tmp_path / "checkpoints", load(path, []).config)
+    figures = pool.run(1, figures_of, ["--checkpoint", str(weights), "--data", str(tmp_path / "pieces")], f"{tmp_path}/figures.json")[0]
+    assert 0 <= prepared.text_bytes - figures["bytes"] < 16, "the first token is no target"
+    nats = figures["nats_per_token"] * figures["targets"]
+    assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / figures["bytes"], rel=1e-12)
+
+
+def evaluate_mistake(arguments: list[str]) -> str:
+    with pytest.raises((CheckpointError, ConfigError, DataError)) as raised:
+        run(arguments, Place())
+    return str(raised.value)
+
+
+def test_mistakes_in_evaluating(text: Path, base: Path, tmp_path: Path) -> None:
+    """One clear line each, before any rank waits."""
+    checkpoint = ["--checkpoint", str(base)]
+    assert evaluate_mistake([*checkpoint, "--data", "nowhere"]).startswith("data error: nowhere.bin: missing")
+    assert evaluate_mistake([*checkpoint, "data.valid=null"]).startswith("config error: --data: no corpus is given")
+    assert evaluate_mistake([*checkpoint, "--json", str(tmp_path)]).startswith("config error: --json: ")
+    prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400")
+    assert "beyond a vocabulary of 257" in evaluate_mistake([*checkpoint, "--data", str(tmp_path / "pieces")])
+    assert evaluate_mistake([*checkpoint, "--tokenizer", str(tmp_path / "pieces.model")]).startswith("config error: --tokenizer: ")
+
+
+# --- fine-tuning -------------------------------------------------------------------------------------------------------
+
+
+def fine_tune(pool: Any, text: Path, log_dir: Path, weights: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
+    """Its logged steps."""
+    arguments = [f"checkpoint.weights={weights}", "train.seed=1", "optim.lr=3e-3", *overrides]
+    assert pool.run(ranks, training.run_rank, str(text / "config.json"), arguments, str(log_dir)) == [0] * ranks
+    return training.metrics(log_dir)
+
+
+def test_fine_tuning_lowers_the_validation_loss(pool: Any, text: Path, tmp_path: Path) -> None:
+    """Of an imported GPT-2 with more positions than the run's sequences have tokens."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    import_model(PEERS["hf"](tmp_path / "gpt2"), tmp_path / "import", [], None, lambda line: None)
+
+    arguments = ["--checkpoint", str(tmp_path / "import"), "--data", str(text / "code_valid"), "train.seq_len=16"]
+    before = pool.run(1, figures_of, arguments, f"{tmp_path}/figures.json")[0]["nats_per_token"]
+    fine_tune(pool, text, tmp_path / "run", tmp_path / "import", "model.max_positions=32")
+    assert validations(tmp_path / "run")[30] < 0.8 * before
+
+
+def test_the_example_config_is_gpt2() -> None:
+    """configs/finetune_gpt2.json would refuse the model that it is for."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    published = json.loads(transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).to_json_string())
+    config = load(str(ROOT / "configs/finetune_gpt2.json"), []).config
+    imported, ours = read_gpt2(published), config.model.model_dump()
+    assert {key: ours[key] for key in imported} == imported
+    assert config.checkpoint.weights is not None
+
+
+def test_fine_tuning_starts_from_the_weights_alone(pool: Any, text: Path, base: Path, tmp_path: Path) -> None:
+    """Step 1 on, its own samples, schedule and moments; the first loss is the trained model's, and the same in every layout."""
+    steps = fine_tune(pool, text, tmp_path / "run", base, "train.steps=4")
+    assert [figures["step"] for figures in steps] == [1, 2, 3, 4] and steps[0]["lr"] == 3e-3 / 5
+    assert steps[0]["loss"] < 0.75 * math.log(257), "the base's loss, not a fresh model's"
+    moments = Reader(tmp_path / "run/checkpoints/step_00000004")
+    assert moments.state["engine"]["updates"] == 4
+    spread = fine_tune(pool, text, tmp_path / "spread", base, "train.steps=4", *TP2PP2, ranks=4)
+    assert [m["loss"] for m in spread] == pytest.approx([m["loss"] for m in steps], rel=1e-5)
+    assert [m["grad_norm"] for m in spread] == pytest.approx([m["grad_norm"] for m in steps], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_interrupted_fine_tuning_goes_on_from_its_own(pool: Any, text: Path, base: Path, tmp_path: Path, precision: str) -> None:
+    """`checkpoint.weights` counts only where there is nothing to resume: else every restart would begin anew."""
+    shutil.copytree(base, tmp_path / "base")
+    options = ["checkpoint.every=2", "optim.decay_steps=5", f"train.precision={precision}"]
+    whole = fine_tune(pool, text, tmp_path / "whole", base, *options, "train.steps=4")
+    fine_tune(pool, text, tmp_path / "run", tmp_path / "base", *options, "train.steps=2")
+    shutil.rmtree(tmp_path / "base")
+    again = fine_tune(pool, text, tmp_path / "run", tmp_path / "base", *options, "train.steps=4")
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in again] == [(m["step"], m["loss"], m["grad_norm"]) for m in whole]
+
+
+def altered(text: Path, folder: Path, change: str) -> Path:
+    """An import in which one tensor is missing, too many, or of another shape."""
+    reader = Reader(training.write_weights(folder / "good", config_of(text, folder)))
+    tensors = {name: (reader.read(name, Shard(t.shape)), Shard(t.shape)) for name, t in reader.manifest.tensors.items()}
+    if change == "missing":
+        del tensors["model/norm.bias"]
+    else:
+        name = "model/norm.bias" if change == "shape" else "model/blocks.2.norm1.bias"
+        tensors[name] = (tensors["model/norm.bias"][0][:31], Shard((31,)))
+    return save(folder / change, 0, tensors, reader.state, rank=0, world=1, writes=True, barrier=lambda: None, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("missing", "has no tensor model/norm.bias of shape (32,)"),
+        ("shape", "tensor model/norm.bias has shape (31,), and the model of this config (32,)"),
+        ("extra", "holds the tensor model/blocks.2.norm1.bias, which the model of this config does not have"),
+    ],
+)
+def test_other_weights_are_refused_by_name(text: Path, tmp_path: Path, change: str, line: str) -> None:
+    path = altered(text, tmp_path, change)
+    with pytest.raises(CheckpointError) as raised:
+        Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={path}"), rank=0)
+    assert str(raised.value).startswith(f"checkpoint error: {path}: {line}") and not (tmp_path / "run").exists()
+
+
+def test_resume_and_weights_are_told_apart(text: Path, base: Path, tmp_path: Path) -> None:
+    """Weights alone cannot be resumed; another model's cannot be a start."""
+    weights = training.write_weights(tmp_path / "import", config_of(text, tmp_path))
+    with pytest.raises(CheckpointError, match="holds weights alone.*checkpoint.weights="):
+        Inputs(config_of(text, tmp_path / "run", f"checkpoint.resume={weights}"), rank=0)
+    with pytest.raises(CheckpointError, match="model.num_heads=4, and the config says 2"):
+        Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={base}", "model.num_heads=2"), rank=0)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={tmp_path}/nowhere"), rank=0)

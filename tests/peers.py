@@ -1,0 +1,110 @@
+"""Models of transformers as independent references: tiny ones with random weights, in fp32 as they are or all in fp64."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 53  # does not divide by 2
+
+GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LLAMA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
+STRETCHED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+
+# model_type and settings. Every setting that changes what is computed is somewhere off its default.
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 untied, exact gelu": ("gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "scale_attn_weights": False}),
+    "llama": ("llama", LLAMA),
+    "llama tied, stretched, biases": (
+        "llama",
+        LLAMA | {"tie_word_embeddings": True, "rope_scaling": STRETCHED, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral, wide heads": ("mistral", LLAMA | {"head_dim": 12, "sliding_window": None}),
+    "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "qwen3": ("qwen3", LLAMA | {"head_dim": 16, "num_attention_heads": 6}),
+    "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Within it, transformers' fp64 models are fp64 throughout: norms, softmax and rotary angles would go through fp32."""
+    default = torch.get_default_dtype()
+    with (
+        patch.multiple(torch, float32=torch.float64, float=torch.float64),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+
+
+def build(name: str) -> Any:
+    """The model `name` in the default dtype, with random weights: biases and norms off zero and one."""
+    # Here and not at the top: workers read this file too.
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    kind, settings = PEERS[name]
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, bos_token_id=None, eos_token_id=None, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model.train()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Inputs and targets ``[4, 12]``, the same in every process."""
+    rows = torch.randint(VOCAB_SIZE, (4, 13), generator=torch.Generator().manual_seed(1))
+    return rows[:, :-1], rows[:, 1:]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a peer's model is, and what it computes of `tokens`."""
+
+    settings: dict[str, Any]  # the config.json that transformers would save
+    weights: dict[str, Tensor]  # what it would store: a tied LM head is left out
+    logits: Tensor  # [4, 12, vocab]
+    loss: float  # mean over the targets
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Any) -> "Reference":
+        """Runs the model forward and backward."""
+        settings = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+        inputs, targets = tokens()
+        logits = model(inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        parameters = dict(model.named_parameters())
+        weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        return cls(settings, weights, logits.detach(), loss.item(), {name: p.grad for name, p in parameters.items() if p.grad is not None})
+
+
+@cache
+def reference(name: str) -> dict[str, Reference]:
+    """By `train.precision`. fp32 first: what transformers imports only now must not see `widened`'s types."""
+    single = Reference.of(build(name))
+    with widened():
+        return {"fp32": single, "fp64": Reference.of(build(name))}

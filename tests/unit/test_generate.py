@@ -1,0 +1,251 @@
+"""Text with a cache is the text of whole forward passes; draws follow their distribution; characters appear whole."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch.generate import run
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.data.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
+from megacore.errors import UserError
+from megacore.generation import decoding
+from megacore.generation.decoding import Decoder
+from megacore.generation.sampling import Sampler
+from megacore.generation.text import TextStream
+from megacore.mesh import Mesh
+from megacore.model import attention
+from megacore.model.cache import KeyValueCache
+from megacore.model.gpt import Stage, whole_model
+from megacore.place import Place
+from tests import training
+
+WINDOW, VOCAB_SIZE = 12, 61
+PROMPT = [3, 1, 4, 1, 5]
+
+# Weights so large that every token before changes the logits: at the usual 0.02 a wrong position would hardly show.
+SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE, "init_std": 0.2}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2},
+    "scaled": {"position": "rope", "qk_norm": True, "attention_scale": 0.7, "logit_scale": 0.5, "tie_embeddings": False},
+    "eager": {"attention": "eager", "num_kv_heads": 1},
+    "fused": {"attention": "fused", "position": "rope"},
+}
+# fp32 rounds to 6e-8; the cached pass sums the same numbers in other orders, in 3 layers, with logits of about 10.
+TOLERANCE = 1e-4
+
+
+def config_of(**model: Any) -> Config:
+    """A small resolved config of one process."""
+    raw = {"model": SIZES | model, "train": {"seq_len": WINDOW, "precision": "fp32", "device": "cpu"}}
+    return resolve(raw, [], "test", 1).config
+
+
+def decoder_of(config: Config) -> Decoder:
+    """The config's model, on this process alone."""
+    return Decoder(whole_model(config).eval(), Mesh(config, Place(), torch.device("cpu")))
+
+
+def full_logits(model: Stage, tokens: list[int]) -> torch.Tensor:
+    """Behind the last token, from a pass over all of them without a cache."""
+    with torch.no_grad():
+        return model.logits(model(torch.tensor([tokens])))[-1]
+
+
+def written_by_full_passes(model: Stage, count: int, sampler: Sampler) -> list[int]:
+    """`Decoder.generate` without its cache: every token costs a pass over all that the model sees."""
+    tokens, first = list(PROMPT), 0
+    for _ in range(count):
+        if len(tokens) - first > WINDOW:
+            first = len(tokens) - WINDOW // 2
+        tokens.append(sampler.choose(full_logits(model, tokens[first:])))
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cache_does_not_change_the_text(model: str) -> None:
+    """Greedy and drawn, to three times the model's positions."""
+    decoder = decoder_of(config_of(**MODELS[model]))
+    for temperature in (0.0, 1.0):
+        samplers = [Sampler(temperature, 20, 0.9, 7, VOCAB_SIZE) for _ in range(2)]
+        text = list(decoder.generate(PROMPT, 3 * WINDOW, samplers[0]))
+        assert text == written_by_full_passes(decoder.stage, 3 * WINDOW, samplers[1])
+        assert len(set(text)) > 2, "a text of one token would prove nothing"
+
+
+def worst_logits(config: Config, pieces: tuple[int, ...]) -> float:
+    """The largest difference between logits of cached passes over `pieces` of a text and of whole passes."""
+    decoder = decoder_of(config)
+    tokens = torch.randint(VOCAB_SIZE, (sum(pieces),), generator=torch.Generator().manual_seed(0)).tolist()
+    worst, read = 0.0, 0
+    for size in pieces:
+        logits = decoder.read(tokens[read : read + size])
+        read += size
+        assert logits is not None
+        worst = max(worst, float((logits - full_logits(decoder.stage, tokens[:read])).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_cached_logits_are_those_of_whole_passes(model: str) -> None:
+    """A prompt, single tokens, several at once behind others, and single ones again."""
+    assert worst_logits(config_of(**MODELS[model]), (5, 1, 1, 3, 1, 1)) < TOLERANCE
+
+
+class StartsAnew(KeyValueCache):
+    """The fault of positions that are counted from the new tokens alone."""
+
+    held = 0
+
+    def extend(self, *args: Any) -> Any:
+        self.length = self.held
+        kept = super().extend(*args)
+        self.length = 0
+        return kept
+
+    def advance(self, new: int) -> None:
+        self.held += new
+
+
+class OffByOne(KeyValueCache):
+    """The fault of a count that takes the prompt for one token shorter: every key behind it is one place too early."""
+
+    def advance(self, new: int) -> None:
+        super().advance(new - (self.length == 0))
+
+
+def first_to_first(new: int, total: int, device: torch.device) -> torch.Tensor:
+    """The fault of a mask whose first query, not its last, lines up with the keys."""
+    return torch.ones(new, total, dtype=torch.bool, device=device).tril()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault"),
+    [(decoding, "KeyValueCache", StartsAnew), (decoding, "KeyValueCache", OffByOne), (attention, "latest_mask", first_to_first)],
+)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any, model: str) -> None:
+    monkeypatch.setattr(module, name, fault)
+    assert worst_logits(config_of(**MODELS[model]), (5, 1, 1, 1)) > 100 * TOLERANCE
+    assert worst_logits(config_of(**MODELS[model]), (5, 3)) > 100 * TOLERANCE
+
+
+def test_a_text_ends_with_its_end() -> None:
+    """Tokens behind the end of a document would be another one's."""
+    decoder = decoder_of(config_of())
+    text = list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)))
+    assert list(decoder.generate(PROMPT, 8, Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE), end=text[3])) == text[: text.index(text[3]) + 1]
+
+
+def test_a_long_prompt_is_seen_from_its_end() -> None:
+    decoder = decoder_of(config_of())
+    greedy = Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)
+    prompt = [i % VOCAB_SIZE for i in range(3 * WINDOW)]
+    assert next(decoder.generate(prompt, 1, greedy)) == greedy.choose(full_logits(decoder.stage, prompt[-WINDOW:]))
+
+
+# --- which token ------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 0.0, 9.0])  # the last is beyond the vocabulary
+
+
+def frequencies(sampler: Sampler, draws: int) -> torch.Tensor:
+    chosen = torch.tensor([sampler.choose(LOGITS) for _ in range(draws)])
+    return torch.bincount(chosen, minlength=len(LOGITS)) / draws
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "kept"),
+    [
+        (1.0, 50, 1.0, [0, 1, 2, 3, 4]),
+        (2.0, 3, 1.0, [0, 1, 3]),
+        (1.0, 50, 0.7, [1, 3]),  # 0.49 + 0.30: the second is needed to reach 0.7
+        (1.0, 50, 0.3, [1]),
+        (1.0, 1, 1.0, [1]),
+        (0.0, 50, 1.0, [1]),
+    ],
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, kept: list[int]) -> None:
+    """Tokens outside top-k or top-p never come, the others as often as their probabilities say."""
+    expected = torch.zeros(len(LOGITS))
+    expected[kept] = (LOGITS[kept] / (temperature or 1.0)).exp()
+    expected /= expected.sum()
+    draws = 4000
+    found = frequencies(Sampler(temperature, top_k, top_p, 3, len(LOGITS) - 1), draws)
+    assert bool((found[expected == 0] == 0).all())
+    assert bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all())  # five standard deviations
+
+
+def test_a_seed_is_a_text() -> None:
+    samplers = [Sampler(1.0, 50, 1.0, seed, 5) for seed in (1, 1, 2)]
+    first, again, other = ([sampler.choose(LOGITS) for _ in range(50)] for sampler in samplers)
+    assert first == again != other
+
+
+# --- text while it is made ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
+    path.write_bytes(train_sentencepiece(Path(__file__).read_text(encoding="utf-8").split("\n"), 400))
+    return str(path)
+
+
+def pieces_of(tokenizer: Any, tokens: list[int]) -> Iterator[str]:
+    stream = TextStream(tokenizer)
+    yield from map(stream.push, tokens)
+    yield stream.end()
+
+
+def test_text_appears_in_whole_characters(sentencepiece: str) -> None:
+    """A character of several tokens must not appear as replacement signs, nor a space between words be lost."""
+    text = "  two words, naïve 日本 😀\n"
+    for tokenizer in (BytesTokenizer(), load_tokenizer(sentencepiece)):
+        pieces = list(pieces_of(tokenizer, tokenizer.encode(text).tolist()))
+        assert "".join(pieces) == text and len(pieces) > 10
+    assert list(pieces_of(BytesTokenizer(), [97, 0xC3])) == ["a", "", "\ufffd"]
+
+
+# --- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    raw = {"model": SIZES | {"vocab_size": 256}, "train": {"seq_len": WINDOW}, "data": {"tokenizer": "bytes"}}
+    return str(training.write_weights(tmp_path_factory.mktemp("weights"), resolve(raw, [], "test", 1).config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--checkpoint", "nowhere"], "checkpoint error: nowhere: holds no checkpoint"),
+        (["--prompt", ""], "config error: --prompt: has no tokens"),
+        (["--prompt-file", "nowhere.txt"], "data error: nowhere.txt: cannot be read"),
+        (["--prompt", "a", "--prompt-file", "b"], "config error: --prompt-file: not allowed with argument --prompt"),
+        (["--top-p", "0"], "config error: --top-p: 0.0 is not usable"),
+        (["parallel.tensor=2"], "config error: parallel: tensor 2"),
+        (["model.hidden_size=64"], "checkpoint error: CHECKPOINT: was written with model.hidden_size=32"),
+        (["model.max_positions=24"], "checkpoint error: CHECKPOINT: tensor model/position has shape (12, 32)"),
+        (["--tokenizer", "SENTENCEPIECE"], "config error: --tokenizer: SENTENCEPIECE is of another kind than the run's bytes"),
+        (["--tokenizer", "SENTENCEPIECE", "data.tokenizer=null"], "config error: --tokenizer: SENTENCEPIECE has 400 tokens, and the"),
+        (["data.tokenizer=null"], "config error: --tokenizer: the run names no tokenizer"),
+    ],
+)
+def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, arguments: list[str], line: str) -> None:
+    names = {"CHECKPOINT": checkpoint, "SENTENCEPIECE": sentencepiece}
+    for name, path in names.items():
+        arguments, line = [a.replace(name, path) for a in arguments], line.replace(name, path)
+    with pytest.raises(UserError) as raised:
+        run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], Place())
+    assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
+
+
+def test_as_many_ranks_as_the_layout(checkpoint: str) -> None:
+    """Ranks beyond the layout would each write a text of their own."""
+    with pytest.raises(UserError, match="config error: parallel: tensor 2 × pipeline 1, and 4 ranks started"):
+        run(["--checkpoint", checkpoint, "parallel.tensor=2"], Place(rank=0, world_size=4))

@@ -1,0 +1,309 @@
+"""Models to and from Hugging Face's format: nothing changes on the way, and a conversion that would change something is refused."""
+
+import dataclasses
+import json
+import shutil
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import Reader, locate
+from megacore.errors import CheckpointError, ConfigError
+from megacore.interchange import exporter, importer
+from megacore.interchange.folder import Folder
+from megacore.interchange.mapped import Mapped
+from tests import peers
+from tests.conversion import assert_nothing_written, export, logits, model_of, random_run, relative, stored, take_in
+from tests.peers import PEERS
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+
+# fp32 rounds to 6e-8; a few blocks and sums over some ten features leave it below this. What a wrong mapping makes is tested below.
+TOLERANCE = 1e-5
+
+OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2, exact gelu, untied": {"activation": "gelu_erf", "tie_embeddings": False, "ffn_size": 40},
+    "llama, grouped queries": {
+        "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2,
+    },
+    "qwen2": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "qkv_bias": True, "norm_eps": 1e-6},
+    "qwen3": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "qk_norm": True, "head_size": 8},
+    "granite": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "logit_scale": 0.25, "residual_scale": 0.5},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensor]]:
+    """`theirs(name)`: the folder that transformers saved model `name` of tests/peers.py to, and its logits of `peers.tokens`."""
+    made: dict[str, tuple[Path, Tensor]] = {}
+
+    def make(name: str) -> tuple[Path, Tensor]:
+        if name not in made:
+            model = peers.build(name).eval()
+            folder = tmp_path_factory.mktemp("theirs") / "model"
+            shards = {"max_shard_size": "20KB"} if name == "llama" else {}
+            model.save_pretrained(folder, **shards)
+            with torch.no_grad():
+                made[name] = folder, model(peers.tokens()[0]).logits
+        return made[name]
+
+    return make
+
+
+def opened_by_transformers(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_theirs_in_and_out_again(name, theirs, tmp_path):
+    """Every family: our logits are theirs, and what comes out again is what went in, in every bit."""
+    folder, expected = theirs(name)
+    run = take_in(folder, tmp_path / "run")
+    assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
+    back = export(run, tmp_path / "back")
+    before, after = stored(folder), stored(back)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    with torch.no_grad():
+        assert relative(opened_by_transformers(back)(peers.tokens()[0]).logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OWN)
+def test_ours_out(name, dtype, tmp_path, capsys):
+    """transformers computes what our model does, whose weights are rounded alike, from a checkpoint in slices."""
+    model = random_run(tmp_path / "run", **OWN[name])
+    folder = export(tmp_path / "run", tmp_path / "out", "--dtype", {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
+    assert {tensor.dtype for tensor in stored(folder).values()} == {dtype}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    rows = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        assert relative(logits(model, rows), opened_by_transformers(folder)(rows).logits) < TOLERANCE
+    said = capsys.readouterr().out
+    assert "read back: all" in said and "fp64, differ from" in said and "(at most 1e-05)" in said
+
+
+def test_files_of_bounded_size(tmp_path, monkeypatch):
+    """A model of many files goes out and in; ours are bounded as well."""
+    random_run(tmp_path / "run", **OWN["qwen3"])
+    folder = export(tmp_path / "run", tmp_path / "out", "--shard-gib", 8000 / 2**30)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in folder.glob("*.safetensors")} and len(list(folder.iterdir())) > 3
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored(folder).values())
+    monkeypatch.setattr(importer, "FILE_BYTES", 8000)
+    again = take_in(folder, tmp_path / "again")
+    assert len(list(locate(again).glob("*.safetensors"))) > 3
+    rows = peers.tokens()[0]
+    assert torch.equal(logits(model_of(again), rows), logits(model_of(tmp_path / "run"), rows))
+
+
+def test_an_import_is_a_run_to_start_from(theirs, tmp_path):
+    """Its config is the run's, with the overrides; its checkpoint holds weights alone, and says whose."""
+    run = take_in(theirs("gpt2")[0], tmp_path / "run", "train.seq_len=8", "train.precision=bf16")
+    config = json.loads((run / "config.json").read_text())
+    assert (config["train"]["seq_len"], config["train"]["precision"], config["log"]["dir"]) == (8, "bf16", str(run))
+    reader = Reader(locate(run))
+    assert (reader.step, reader.state["weights_of"]["architecture"]) == (0, "GPT2LMHeadModel") and "engine" not in reader.state
+    assert all(name.startswith("model/") for name in reader.names) and reader.state["config"] == config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_come_in(dtype, theirs, tmp_path):
+    """bf16 is widened without loss, and fp64 kept where the run is fp64."""
+    folder = tmp_path / "theirs"
+    peers.build("qwen2").to(dtype).save_pretrained(folder)
+    run = take_in(folder, tmp_path / "run", "train.precision=fp64")
+    weights = stored(folder)
+    assert torch.equal(model_of(run).embedding.weight, weights["model.embed_tokens.weight"].double())
+
+
+def test_tied_heads_may_be_stored_twice_if_they_agree(theirs, tmp_path):
+    from safetensors.torch import save_file
+
+    folder = shutil.copytree(theirs("gpt2")[0], tmp_path / "theirs")
+    weights = stored(folder)
+    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"].clone()}, folder / "model.safetensors")
+    take_in(folder, tmp_path / "run")
+    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds the tensor lm_head\.weight"):
+        take_in(folder, tmp_path / "other")
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def changed(mapped: list[Mapped], name: str, **functions: Callable[..., Any]) -> list[Mapped]:
+    return [dataclasses.replace(tensor, **functions) if tensor.name == name else tensor for tensor in mapped]
+
+
+@pytest.mark.parametrize("consistent", [False, True])
+def test_swapped_tensors_are_not_exported(consistent, tmp_path, monkeypatch):
+    """Gate and up have one shape. Swapped on the way out, they are not what was read; swapped both ways, logits alone tell."""
+    random_run(tmp_path / "run", **OWN["llama, grouped queries"])
+    right = exporter.tensors
+
+    def wrong(family, config):
+        mapped, name = right(family, config), "blocks.1.feed_forward.up.weight"
+        (up,) = (tensor for tensor in mapped if tensor.name == name)
+        functions = {"split": lambda ours: up.split(ours.flip(0))}
+        return changed(mapped, name, **functions, **({"join": lambda theirs: up.join(theirs).flip(0)} if consistent else {}))
+
+    monkeypatch.setattr(exporter, "tensors", wrong)
+    message = r"logits of .* differ from LlamaForCausalLM's by" if consistent else r"tensor blocks\.1\.feed_forward\.up\.weight, read back,"
+    with pytest.raises(CheckpointError, match=message):
+        export(tmp_path / "run", tmp_path / "out")
+    assert_nothing_written(tmp_path / "out")
+
+
+SMALL_MISTAKES = [("layer_norm_epsilon", 1e-6), ("activation_function", "gelu"), ("scale_attn_weights", False), ("n_head", 2)]
+
+
+@pytest.mark.parametrize("key, value", SMALL_MISTAKES)
+def test_a_wrong_setting_is_not_exported(key, value, tmp_path, monkeypatch):
+    """All tensors are right, and the model is another: the least of these still stands out of the tolerance."""
+    random_run(tmp_path / "run")
+    right = exporter.family_for_config
+
+    def wrong(config):
+        family = right(config)
+        return dataclasses.replace(family, write=lambda config: family.write(config) | {key: value})
+
+    monkeypatch.setattr(exporter, "family_for_config", wrong)
+    with pytest.raises(CheckpointError, match=r"logits of .* differ .* \(at most 1e-05; nothing was kept\)"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert_nothing_written(tmp_path / "out")
+
+
+def test_a_setting_read_wrongly_is_not_imported(theirs, tmp_path, monkeypatch):
+    right = importer.family_for_hf
+
+    def wrong(hf, path):
+        family = right(hf, path)
+        return dataclasses.replace(family, read=lambda hf: family.read(hf) | {"rope_theta": 10000.0})
+
+    monkeypatch.setattr(importer, "family_for_hf", wrong)
+    with pytest.raises(CheckpointError, match=r"logits of .* differ from LlamaForCausalLM's"):
+        take_in(theirs("llama")[0], tmp_path / "run")
+    assert_nothing_written(tmp_path / "run")
+
+
+@pytest.mark.parametrize("layer, refused", [(0, True), (1, False)])
+def test_compare_layers_compares_the_first(layer, refused, tmp_path, monkeypatch):
+    """`--compare-layers 1` sees a fault of the first block, from the written files; of the second it cannot."""
+    random_run(tmp_path / "run", **OWN["llama, grouped queries"])
+    right, name = exporter.tensors, f"blocks.{layer}.norm1.weight"
+    peer = f"model.layers.{layer}.input_layernorm.weight"
+    opposite = {"split": lambda ours: {peer: -ours}, "join": lambda theirs: -theirs[peer]}
+    monkeypatch.setattr(exporter, "tensors", lambda family, config: changed(right(family, config), name, **opposite))
+    if refused:
+        with pytest.raises(CheckpointError, match="through the first 1 of 2 blocks"):
+            export(tmp_path / "run", tmp_path / "out", "--compare-layers", 1)
+    else:
+        export(tmp_path / "run", tmp_path / "out", "--compare-layers", 1)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Counts the bytes of tensors that were given out and are still held."""
+
+    def __init__(self) -> None:
+        self.live = self.most = 0
+
+    def watch(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self.live += size
+        self.most = max(self.most, self.live)
+        weakref.finalize(storage, self.release, size)
+        return tensor
+
+    def release(self, size: int) -> None:
+        self.live -= size
+
+
+def test_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """Of ten blocks no more is held than the largest tensor, out and in: a model may be larger than memory."""
+    model = random_run(tmp_path / "run", num_layers=10, vocab_size=31)
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    for module in (exporter, importer):  # which holds a whole model, and says so
+        monkeypatch.setattr(module, "compare_logits", lambda *_: "not compared")
+    meters = []
+    for kind in (Reader, Folder):
+        meter, read = Meter(), kind.read
+        monkeypatch.setattr(kind, "read", lambda self, *args, meter=meter, read=read: meter.watch(read(self, *args).clone()))
+        meters.append(meter)
+    export(tmp_path / "run", tmp_path / "out")
+    take_in(tmp_path / "out", tmp_path / "again")
+    for meter in meters:
+        assert largest <= meter.most <= 2 * largest and meter.live == 0, (meter.most, largest)
+
+
+def test_the_meter_sees_what_is_held():
+    """Without this the test above might pass because it counts nothing."""
+    meter = Meter()
+    held = [meter.watch(torch.zeros(10))[2:] for _ in range(3)]
+    assert (meter.live, meter.most) == (120, 120)
+    held.clear()
+    assert (meter.live, meter.most) == (0, 120)
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def test_without_transformers(theirs, tmp_path, monkeypatch, capsys):
+    """Exports, which are compared with it, say what to install; imports do with their round trip, and say so."""
+    folder, expected = theirs("llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    run = take_in(folder, tmp_path / "run")
+    assert "logits were not compared: transformers is not installed" in capsys.readouterr().out
+    assert relative(logits(model_of(run), peers.tokens()[0]), expected) < TOLERANCE
+    with pytest.raises(ConfigError, match="pip install"):
+        export(run, tmp_path / "out")
+    assert_nothing_written(tmp_path / "out")
+
+
+def test_what_is_there_is_not_touched(tmp_path):
+    """Neither a folder with something in it, nor one that a conversion may be writing."""
+    random_run(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("")
+    with pytest.raises(ConfigError, match="--output: .*/out is there already"):
+        export(tmp_path / "run", tmp_path / "out")
+    (tmp_path / "other.partial").mkdir()
+    with pytest.raises(ConfigError, match=r"--output: .*/other\.partial is there"):
+        export(tmp_path / "run", tmp_path / "other")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"] and list((tmp_path / "other.partial").iterdir()) == []
+
+
+STOPS = [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "No space left on device"), CheckpointError)]
+
+
+@pytest.mark.parametrize("error, raised", STOPS)
+def test_nothing_half_written(error, raised, theirs, tmp_path, monkeypatch):
+    """Interrupted or out of space at the third tensor: nothing is left, and a full disk is one line."""
+    random_run(tmp_path / "run")
+
+    def stopping(read):
+        calls = iter(range(3))
+
+        def stop(self, *args):
+            if next(calls, None) is None:
+                raise error
+            return read(self, *args)
+
+        return stop
+
+    for kind, convert, source in ((Reader, export, tmp_path / "run"), (Folder, take_in, theirs("gpt2")[0])):
+        with monkeypatch.context() as patch, pytest.raises(raised, match="No space left" if raised is CheckpointError else None):
+            patch.setattr(kind, "read", stopping(kind.read))
+            convert(source, tmp_path / "out")
+        assert_nothing_written(tmp_path / "out")
