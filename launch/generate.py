@@ -1,6 +1,7 @@
 """Writes text with a trained or imported model, from a checkpoint of any layout, while it is made."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ def run(argv: list[str], place: Place) -> int:
                 say(text.push(token))
         except KeyboardInterrupt:
             status = INTERRUPTED
+        except BrokenPipeError:  # the reader, such as head, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say(text.end() + "\n")
     return status
 

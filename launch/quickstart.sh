@@ -43,6 +43,7 @@ cat <<'EOF'
 next:
   bash launch/quickstart.sh                                            goes on from what is there
   .venv/bin/python launch/generate.py --checkpoint runs/quickstart --prompt "import "
+  .venv/bin/python launch/evaluate.py --checkpoint runs/quickstart
   .venv/bin/tensorboard --logdir runs/quickstart
   .venv/bin/python launch/plan.py --config configs/gpt_7b.json --plot schedule.png
   bash tests/run.sh                                                    the tests

@@ -31,14 +31,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(*((flag, wrong) if colon and flag.startswith("--") else ("arguments", message)), "see -h")
 
 
-def exit_status(script: Callable[[list[str]], None]) -> int:
-    """Runs a script's body with the command line's arguments: 0, or 2 with one line on stderr for a `UserError`."""
+def exit_status(script: Callable[[list[str]], int | None]) -> int:
+    """Runs a script's body with the command line's arguments: what it returns (None: 0), or 2 with one line on stderr for a `UserError`."""
     try:
-        script(sys.argv[1:])
+        return script(sys.argv[1:]) or 0
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
 
 
 def rank_exit_status(script: Callable[[list[str], Place], int]) -> int:

@@ -245,7 +245,7 @@ def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
 
 def write_qwen2(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    return write_llama_like(config, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
+    return write_llama_like(config, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False, sliding_window=None)
 
 
 def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
 
 def write_qwen3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, attention_bias=False)
+    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, sliding_window=None, attention_bias=False)
 
 
 def read_granite(hf: dict[str, Any]) -> dict[str, Any]:

@@ -60,9 +60,10 @@ def block_activations(config: Config, recompute: str) -> int:
 
     A token costs, with e bytes an element, in what the tensor ranks share (or, with sequence parallelism, split):
     4·e·h for the inputs of both norms, of query-key-value and of up; 2·h for the masks of two dropouts; and in what they
-    split: e·(a + 2k) for query, key and value, e·(a + k) more for normed or rotated ones, 4 bytes a normed head, e·a for the output of attention, then for gelu
-    e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu, the product). SDPA adds an fp32 logarithm a
-    head; other attention a·s scores (in low precision unfused, also their softmax in fp32).
+    split: e·(a + 2k) for query, key and value, e·(a + k) more for rotated or normed ones (whose norm adds an fp32 number a
+    head), e·a for attention's output, then for gelu e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu,
+    the product). SDPA adds an fp32 logarithm a head; other attention s scores a head (in low precision unfused, also their
+    softmax in fp32).
 
     For a gelu model with learned positions, f = 4h, bf16 and dropout, this is the published 34·s·b·h/t. `selective` leaves
     out the scores and what follows up; `full` keeps only the block's input, e·h.

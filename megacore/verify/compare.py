@@ -58,6 +58,12 @@ def rms(x: np.ndarray) -> float:
     return value if math.isfinite(value) else math.inf
 
 
+def relative(apart: np.ndarray, scale: float) -> float:
+    """A difference as a part of `scale`; infinite where either is not finite, and as it is where the scale is zero."""
+    value = rms(apart) / (scale or 1.0)
+    return value if math.isfinite(value) else math.inf
+
+
 def against_reference(layout: Records, reference: Records) -> list[Difference]:
     """Every tensor and figure of every rank, replicas too, against the one process that `reference` holds."""
     whole = reference.ranks[0]
@@ -75,7 +81,7 @@ def against_reference(layout: Records, reference: Records) -> list[Difference]:
                 continue
             cut = whole[key][tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))]
             scale = max(rms(whole[key]), NOTHING * largest[kind])
-            found.append(difference(key, rank, rms(tensor - cut) / scale if scale else rms(tensor)))
+            found.append(difference(key, rank, relative(tensor - cut, scale)))
     return found + figures(layout, reference.figures[0])
 
 
@@ -87,8 +93,7 @@ def rank_by_rank(ours: Records, theirs: Records) -> list[Difference]:
             if key not in mine or key not in other or mine[key].shape != other[key].shape:
                 found.append(difference(key, rank, math.inf))
             else:
-                scale = rms(other[key])
-                found.append(difference(key, rank, rms(mine[key] - other[key]) / scale if scale else rms(mine[key])))
+                found.append(difference(key, rank, relative(mine[key] - other[key], rms(other[key]))))
     return found + figures(ours, theirs.figures[0])
 
 
@@ -106,8 +111,7 @@ def figures(layout: Records, reference: dict[str, dict[str, float]]) -> list[Dif
         for step, expected in reference.items():
             for name, value in expected.items():
                 measured = by_step.get(step, {}).get(name, math.nan)
-                relative = abs(measured - value) / abs(value)
-                found.append(Difference("figure", int(step), name, rank, relative if math.isfinite(relative) else math.inf))
+                found.append(Difference("figure", int(step), name, rank, relative(np.array([measured - value]), abs(value))))
     return found
 
 

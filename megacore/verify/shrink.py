@@ -96,18 +96,17 @@ def write_case(folder: Path, sections: dict[str, dict[str, Any]]) -> Path:
     The tokens are uniform, so that every row of the vocabulary is met; the validation set ends within a sample, and
     within a batch.
     """
-    train = sections["train"]
-    seq_len = train["seq_len"]
+    path = folder / "verify.json"
+    path.write_text(json.dumps(sections), encoding="utf-8")
+    config = load(str(path)).config
+    batch, seq_len = config.train.global_batch_size, config.train.seq_len
     rng = np.random.default_rng(0)
-    vocab_size = sections["model"]["vocab_size"]
-    lengths = {"train": (train["steps"] + 1) * train["global_batch_size"] * seq_len + 1}
-    lengths["valid"] = (train["global_batch_size"] + 3) * seq_len + 1 + seq_len // 3
+    lengths = {"train": (config.train.steps + 1) * batch * seq_len + 1, "valid": (batch + 3) * seq_len + 1 + seq_len // 3}
     for name, length in lengths.items():
         with IndexedWriter(str(folder / name), np.uint16) as writer:
-            for document in np.array_split(rng.integers(0, vocab_size, length), 5):
+            for document in np.array_split(rng.integers(0, config.model.vocab_size, length), 5):
                 writer.write(document.astype(np.uint16))
                 writer.end_document()
     data = {name: str(folder / name) for name in lengths}
-    path = folder / "verify.json"
     path.write_text(json.dumps(sections | {"data": data}), encoding="utf-8")
     return path

@@ -44,7 +44,8 @@ class Trace:
         event = (microbatch, direction, module, what)
         key = "|".join(map(str, (len(self.events), *event, self.visits[event])))
         self.visits[event] += 1
-        self.events[key] = value.detach().clone().contiguous()
+        # In what numpy knows, exactly.
+        self.events[key] = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True).contiguous()
 
     def __enter__(self) -> "Trace":
         if self.folder is None:

@@ -91,7 +91,7 @@ def test_evaluate_is_the_logs_validation(pool: Any, text: Path, base: Path, tmp_
 
 
 def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Path, tmp_path: Path) -> None:
-    """Against plain PyTorch: the corpus cut into windows of 16, the last one shorter. A mean of batches' means, the fault, is another number."""
+    """Against plain PyTorch: the corpus cut into windows of 16, the last one shorter. A mean of batches' means is another number."""
     figures = pool.run(1, figures_of, ["--checkpoint", str(base)], f"{tmp_path}/figures.json")[0]
     model = whole_model(config_of(text, base)).eval()
     load_weights(Reader(locate(base)), model)

@@ -38,6 +38,19 @@ MODELS = {
     ],
 }
 
+QK_NORM = [
+    *MODELS["llama"],
+    "model.qk_norm=true",
+    "model.head_size=12",
+    "model.num_kv_heads=2",
+    "model.qkv_bias=true",
+    "model.attention_scale=0.2",
+    "model.embedding_scale=3",
+    "model.residual_scale=0.4",
+    "model.logit_scale=0.5",
+    'model.rope_scaling={"type":"linear","factor":2}',
+]
+
 
 def world(layout: list[str]) -> int:
     """Ranks of a layout: the product of its sizes."""
@@ -99,13 +112,15 @@ def test_layout_equals_one_process(train: Callable[..., Any], layout: str, model
         ("tied, rotary, swiglu with biases", ["model.position=rope", "model.activation=swiglu"], "tp2pp2sp"),
         ("dropout: masks do not depend on the layout", ["model.dropout=0.2"], "tp2pp2dp2sp"),
         ("full recomputation, with dropout", ["model.dropout=0.2", "train.recompute=full"], "tp2pp2sp"),
+        ("query-key norm of wide heads, biases before it, scales", QK_NORM, "tp2pp2"),
+        ("the same, recomputed from split tokens", [*QK_NORM, "train.recompute=selective", "model.attention=eager"], "tp2pp2sp"),
         ("selective recomputation", ["train.recompute=selective", "model.attention=eager"], "tp2pp2"),
         ("small buckets: many reductions in flight", ["engine.bucket_mib=0.001"], "tp2dp2sp"),
     ],
 )
 def test_feature_equals_one_process(train: Callable[..., Any], name: str, model: list[str], layout: str) -> None:
     overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
-    without = [o for o in model if not o.startswith(("parallel", "engine", "train.recompute", "model.attention"))]
+    without = [o for o in model if not o.startswith(("parallel", "engine", "train.recompute", "model.attention="))]
     assert difference(train(model + overrides, world(overrides)), train(without)) < TOLERANCE
 
 

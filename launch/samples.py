@@ -1,0 +1,210 @@
+"""Names the samples of a step: their documents and offsets, and who reads them. Or proves that an epoch is read exactly once."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser, exit_status
+from megacore.config import Config, load
+from megacore.config.load import smallest_world
+from megacore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megacore.data.coverage import Finding, Leg
+    from megacore.data.indexed import IndexedTokens
+    from megacore.data.samples import SampleStream
+
+EXAMPLE = """python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2
+  python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8"""
+MORE = """Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is train.seq_len + 1 tokens;
+`first` and `last` are its outermost ones, as document:offset. Tensor and pipeline ranks read what their data rank reads.
+The proof asks the function that the training run asks which samples each rank reads, for every rank, step and layout, and counts.
+Exit status: 0 done or proved, 1 not proved, 2 bad config, data or arguments."""
+SHOWN = 72  # characters of a sample's text
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", metavar="N", help="the step to name the samples of, or 10:12 for steps 10, 11 and 12")
+    what.add_argument("--prove", action="store_true", help="prove that every sample of an epoch, of each corpus, is read exactly once")
+    parser.add_argument("--text", action="store_true", help="with --step: show how each sample begins")
+    parser.add_argument("--epoch", type=int, metavar="K", help="with --prove: which epoch (default: 0, the first)")
+    layouts = "with --prove: the data ranks that the run goes through, each with its last step (default: the config's parallel.data)"
+    parser.add_argument("--layouts", metavar="dp4:100,dp2:250,dp8", help=layouts)
+    parser.add_argument("--json", metavar="FILE", help="also write what is found to a file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
+    args = parser.parse_intermixed_args(argv)
+    for option, other in (("text", "step"), ("epoch", "prove"), ("layouts", "prove")):
+        if getattr(args, option) not in (None, False) and not getattr(args, other):
+            raise ConfigError(f"--{option}", f"belongs to --{other}", f"--{other}, or leave it out")
+    if args.epoch is not None and args.epoch < 0:
+        raise ConfigError("--epoch", f"{args.epoch} is no epoch", "0 or more")
+    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+        raise ConfigError("--json", f"{args.json} cannot be a file", "a file in a folder that exists")
+    return args
+
+
+def steps_of(text: str, config: Config) -> range:
+    """The steps that `--step` asks for."""
+    numbers = re.fullmatch(r"(\d{1,18})(?::(\d{1,18}))?", text, re.ASCII)
+    if numbers is None:
+        raise ConfigError("--step", f"{text} is no step", "a number such as 10, or two such as 10:12")
+    first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+    if not 1 <= first <= last <= config.train.steps:
+        wrong = f"{text} goes beyond the run's steps" if first <= last else f"{text} ends before it begins"
+        raise ConfigError("--step", wrong, f"1 to train.steps {config.train.steps}")
+    return range(first, last + 1)
+
+
+def legs_of(text: str, config: Config) -> "list[Leg]":
+    """The layouts that `--layouts` names, one after another."""
+    from megacore.data.coverage import Leg
+
+    legs: list[Leg] = []
+    names = text.split(",")
+    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
+    for i, name in enumerate(names):
+        numbers = re.fullmatch(r"dp([1-9]\d{0,8})(?::([1-9]\d{0,17}))?", name, re.ASCII)
+        if numbers is None:
+            raise ConfigError("--layouts", f"{name!r} is no layout", "such as dp4:100,dp2:250,dp8")
+        size, last = int(numbers[1]), None if numbers[2] is None else int(numbers[2])
+        first = 1 if i == 0 else (legs[-1].last or 0) + 1
+        if batch % (micro * size):
+            wrong = f"{name}: {batch} = micro_batch_size {micro} × microbatches × data {size} has no whole solution"
+            raise ConfigError("--layouts", wrong, f"data ranks that divide {batch // micro}")
+        if (last is None) != (i == len(names) - 1):
+            raise ConfigError("--layouts", f"{name} {'has no' if last is None else 'has a'} last step", "one for each layout but the last")
+        if last is not None and last < first:
+            raise ConfigError("--layouts", f"{name} ends before it begins, with step {first}", f"dp{size}:{first} or later")
+        legs.append(Leg(size, first, last))
+    return legs
+
+
+def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> list[dict[str, Any]]:
+    """Every sample of some steps, in the order of the global batch."""
+    import numpy as np
+
+    from megacore.data.batches import dealt
+
+    assert isinstance(config.parallel.data, int)
+    show = beginning(config) if text else None
+    rows = []
+    for step in steps:
+        indices = dealt(range(step, step + 1), config.parallel.data, config.train)[0]  # [data ranks, microbatches, micro_batch_size]
+        order = indices.argsort(axis=None)
+        corpora, epochs, samples = stream.locate(indices.reshape(-1)[order])
+        for position, (flat, corpus, epoch, sample) in enumerate(zip(order, corpora, epochs, samples, strict=True)):
+            tokens = stream.corpora[corpus]
+            start = int(sample) * stream.seq_len
+            rank, microbatch, _ = np.unravel_index(flat, indices.shape)
+            row: dict[str, Any] = {"step": step, "position": position, "corpus": tokens.prefix, "epoch": int(epoch), "sample": int(sample)}
+            for end, token in (("first", start), ("last", start + stream.seq_len)):
+                row[end] = dict(zip(("document", "offset"), tokens.place(token), strict=True))
+            row |= {"data_rank": int(rank), "microbatch": int(microbatch)}
+            rows.append(row | ({"text": show(tokens, start, stream.seq_len + 1)} if show else {}))
+    return rows
+
+
+def beginning(config: Config) -> "Callable[[IndexedTokens, int, int], str]":
+    """A function that shows how `length` tokens of a corpus from `start` begin. Raises `UserError` without a tokenizer that fits."""
+    from megacore.data.tokenizer import load_tokenizer
+
+    name = config.data.tokenizer
+    if name is None:
+        raise ConfigError("data.tokenizer", "--text needs one, and the config names none", "bytes, or a sentencepiece .model")
+    tokenizer = load_tokenizer(name)
+
+    def show(tokens: "IndexedTokens", start: int, length: int) -> str:
+        ids = tokens.read(start, min(length, SHOWN)).tolist()  # a token is a character at least, but for special ones
+        if max(ids) >= tokenizer.vocab_size:
+            wrong = f"{name} has {tokenizer.vocab_size} tokens, and {tokens.prefix} holds id {max(ids)}"
+            raise ConfigError("data.tokenizer", wrong, "the one that the corpus was prepared with")
+        return tokenizer.decode(ids)[:SHOWN]
+
+    return show
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as aligned text."""
+    heads = list(rows[0])
+    place = "{document}:{offset}".format_map
+    shown: dict[str, Callable[[Any], str]] = {"first": place, "last": place, "text": repr}
+    cells = [[head.replace("_", " ") for head in heads]] + [[shown.get(head, str)(row[head]) for head in heads] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
+    left = {heads.index("corpus"), heads.index("text") if "text" in heads else -1}
+    aligned = ([f"{c:{'<' if i in left else '>'}{w}}" for i, (c, w) in enumerate(zip(line, widths, strict=True))] for line in cells)
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config) -> "list[Finding]":
+    """Checks an epoch of every corpus, and says what is found."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megacore.data.coverage import Epoch
+
+    ways = [f"data {leg.data_size}" + (f" to step {leg.last}" if leg.last else "") for leg in legs]
+    print(f"epoch {epoch}, with {', then '.join(ways)}; global_batch_size {config.train.global_batch_size}")
+    findings: list[Finding] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=len(stream.corpora))
+        for corpus in range(len(stream.corpora)):
+            checked = Epoch(stream, corpus, epoch, legs, config.train)
+            finding = checked.check(lambda done: progress.update(task, completed=len(findings) + done))
+            findings.append(finding)
+            where = f"steps {finding.first_step:,} to {finding.last_step:,}"
+            print(f"{finding.prefix}: {finding.samples:,} samples, in {where}: {finding.missing:,} missing, {finding.repeated:,} repeated")
+            for example in finding.examples:
+                print(f"  {example}")
+    if max(finding.last_step for finding in findings) > config.train.steps:
+        print(f"(the run ends sooner, after train.steps {config.train.steps:,}; steps behind that are read as if it went on)")
+    return findings
+
+
+def write_json(path: str, found: list[dict[str, Any]]) -> None:
+    """Writes a file as a whole or not at all."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        Path(temporary).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise ConfigError("--json", f"cannot write {path}: {error.strerror}", "a file that can be written") from None
+
+
+def run(argv: list[str]) -> int:
+    """Everything that the script does; returns its exit status, or raises `UserError`."""
+    args = parse(argv)
+    config = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
+    from megacore.data.coverage import Leg
+    from megacore.data.samples import training_stream
+
+    if args.step is not None:
+        steps = steps_of(args.step, config)
+        rows = named(training_stream(config), steps, config, args.text)
+        print(table(rows))
+        found, proved = rows, True
+    else:
+        assert isinstance(config.parallel.data, int)
+        legs = [Leg(config.parallel.data)] if args.layouts is None else legs_of(args.layouts, config)
+        findings = prove(training_stream(config), legs, args.epoch or 0, config)
+        found, proved = [asdict(finding) for finding in findings], all(finding.holds for finding in findings)
+        print("proved: every sample is read exactly once" if proved else "NOT proved")
+    if args.json is not None:
+        write_json(args.json, found)
+    return 0 if proved else 1
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

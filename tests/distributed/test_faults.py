@@ -1,0 +1,30 @@
+"""Every fault of the catalogue is caught, by the check and in the words that docs/faults.md says; the checks are silent without."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.checks import FAULTS, ROOT, Checks, document
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[Checks]:
+    checks = Checks()
+    yield checks
+    checks.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_caught(checks: Checks, fault: object) -> None:
+    assert checks.run(fault) == fault.found  # type: ignore[arg-type, attr-defined]
+
+
+def test_the_same_checks_are_silent_without_faults(checks: Checks) -> None:
+    """One that always spoke would catch everything and prove nothing."""
+    cases = {(fault.check, fault.layout, fault.overrides): fault for fault in FAULTS}
+    assert [checks.run(fault, planted=False) for fault in cases.values()] == [""] * len(cases)
+
+
+def test_the_table_in_the_docs_is_this_catalogue() -> None:
+    assert (ROOT / "docs/faults.md").read_text(encoding="utf-8") == document()
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20

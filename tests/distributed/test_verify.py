@@ -1,0 +1,118 @@
+"""launch/verify.py as a researcher meets it: a fork with a block of its own, a mistake in it, two versions of the code."""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megacore.verify.layouts import parse
+from megacore.verify.report import explain, verdict
+from megacore.verify.run import ROOT, Options, Proof, prove
+from megacore.verify.workers import Workers
+
+TINY = str(ROOT / "configs/gpt_tiny.json")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(ROOT) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with the block of the README's example added as the README says."""
+    fork = tmp_path_factory.mktemp("fork")
+    for name in ("megacore", "kernels", "configs", "launch"):
+        shutil.copytree(ROOT / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n# (megacore/model/\S+)\n(.*?)```", readme, re.DOTALL)
+    assert code is not None and len(code[2].splitlines()) < 30
+    (fork / code[1]).write_text(code[2])
+    for path, before, after in re.findall(r"^\| `(\S+\.py)` \| `(.+?)` \| `(.+?)` \|$", readme, re.MULTILINE):
+        text = (fork / path).read_text()
+        assert text.count(before) == 1, (path, before)
+        (fork / path).write_text(text.replace(before, after))
+    return fork
+
+
+def run(fork: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(fork / "launch/verify.py"), "--config", "configs/gpt_tiny.json", "model.block=parallel", *arguments]
+    return subprocess.run(command, cwd=fork, capture_output=True, text=True, timeout=300)
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after))
+
+
+def test_the_readme_s_block_is_proved_and_a_mistake_in_it_is_found_by_name(fork: Path) -> None:
+    done = run(fork, "--layouts", "tp2sp,tp2pp2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "EQUAL to one process in fp64" in done.stdout and "blocks.1.feed_forward.up.weight" in done.stdout
+
+    (block,) = (fork / "megacore/model").glob("parallel*.py")
+    right = block.read_text()
+    edit(block, "config.parallel.sequence", "False")  # each rank's norm then keeps the gradient of its own tokens
+    done = run(fork, "--layouts", "tp2,tp2sp")
+    assert done.returncode == 1 and "NOT EQUAL: tp2sp (1 of 2 layouts equal)" in done.stdout, done.stdout + done.stderr
+    assert "tp2sp parts first in module blocks.0.norm, gradient of its weight, microbatch 0, backward, step 1" in done.stdout
+
+    block.write_text(right)
+    edit(block, "self.feed_forward(h)", "(1 + context.group.rank) * self.feed_forward(h)")
+    done = run(fork, "--layouts", "tp2")
+    block.write_text(right)
+    assert done.returncode == 1
+    assert "parts first in module blocks.0, its output, microbatch 0, forward, step 1" in done.stdout, done.stdout
+    assert "before it, module blocks.0.feed_forward, its output, microbatch 0, forward still agrees" in done.stdout
+
+
+def test_two_versions_of_the_code_are_compared(fork: Path, workers: Workers) -> None:
+    options = Options(TINY, [], [parse("tp2")], against=fork)
+    proof = prove(options, workers=workers)
+    assert proof.holds and verdict(proof).endswith("bitwise")
+    attention = fork / "megacore/model/attention.py"
+    edit(attention, "self.attend(q, k, v)\n        return", "self.attend(q, k * 1.001, v)\n        return")
+    proof = prove(options, workers=workers)
+    assert not proof.holds and "module blocks.0.attention.output, its input" in next(iter(explain(proof.results[0])))
+
+
+def bf16(workers: Workers, plant: str | None) -> Proof:
+    return prove(Options(TINY, ["model.bias=true"], [parse("tp2sp")], precision="bf16", plant=plant), workers=workers)
+
+
+def test_bf16_is_held_to_what_bf16_explains(workers: Workers) -> None:
+    """Its differences are above 1e-3, so that a fixed bound would pass the mistakes too."""
+    proof = bf16(workers, None)
+    assert proof.holds and max(d.relative for d in proof.results[0].differences.values()) > 1e-3
+    assert not bf16(workers, "tests.faults.tensor:partial_gradients_unsummed").holds
+    assert not bf16(workers, "tests.faults.tensor:bias_added_on_every_rank").holds
+
+
+@contextlib.contextmanager
+def second_rank_raises() -> Iterator[None]:
+    """A shape that is wrong on one rank only."""
+    from megacore.model.block import Block
+
+    forward = Block.forward
+
+    def wrong(self: Block, x, context):  # type: ignore[no-untyped-def]
+        return forward(self, x.view(3, -1, 5) if context.group.rank == 1 else x, context)
+
+    with mock.patch.object(Block, "forward", wrong):
+        yield
+
+
+def test_a_rank_that_fails_is_named_with_its_reason(workers: Workers) -> None:
+    """The others wait for it in vain: what they say must not hide the cause."""
+    proof = prove(Options(TINY, [], [parse("tp2"), parse("one")], plant=f"{__name__}:second_rank_raises"), workers=workers)
+    assert not proof.holds and proof.results[1].equal
+    (line,) = explain(proof.results[0])
+    assert line.startswith("tp2 failed: rank 1: RuntimeError: shape '[3, -1, 5]' is invalid")

@@ -1,0 +1,216 @@
+"""The mapping to Hugging Face's families: every tensor once, both ways; settings in old and new spelling; refusals by name."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.config.schema import Model
+from megacore.errors import CheckpointError, ConfigError
+from megacore.interchange.families import FAMILIES, family_for_config, family_for_hf, stored_name, tensors
+from megacore.model.gpt import whole_model
+from tests.peers import LLAMA, PEERS, VOCAB_SIZE
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
+
+
+def config_of(model: dict[str, Any]) -> Config:
+    """A resolved config with this model section."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE, "ffn_size": 48}
+    train = {"seq_len": 12, "precision": "fp32", "device": "cpu"}
+    return resolve({"model": sizes | model, "train": train}, [], "test", 1).config
+
+
+def settings(name: str) -> dict[str, Any]:
+    """A config.json of a peer, in the spelling of transformers 4."""
+    kind, own = PEERS[name]
+    return {"architectures": [ARCHITECTURES[kind]], "vocab_size": VOCAB_SIZE} | own
+
+
+def read(hf: dict[str, Any]) -> dict[str, Any]:
+    """Our model section, complete, as the schema has it."""
+    return Model.model_validate(family_for_hf(hf, "config.json").read(hf)).model_dump()
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_parameter_is_mapped_once_and_back(name: str) -> None:
+    """A tensor left out would keep its random values; one that does not come back as it went in would be lost in export."""
+    hf = settings(name)
+    family, config = family_for_hf(hf, "config.json"), config_of(read(hf))
+    mapping = tensors(family, config)
+    assert {t.name: t.shape for t in mapping} == {n: tuple(p.shape) for n, p in whole_model(config).named_parameters()}
+    assert len({peer for t in mapping for peer in t.peers}) == sum(len(t.peers) for t in mapping)
+    for tensor in mapping:
+        ours = torch.randn(tensor.shape, dtype=torch.bfloat16)
+        theirs = tensor.split(ours)
+        assert {peer: tuple(t.shape) for peer, t in theirs.items()} == tensor.peers
+        assert all(t.is_contiguous() for t in theirs.values()), "safetensors stores nothing else"
+        assert torch.equal(tensor.join(theirs), ours) and tensor.join(theirs).dtype == ours.dtype
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_settings_come_back(name: str) -> None:
+    """What is written would be read as another model, or be of another family."""
+    config = config_of(read(settings(name)))
+    family = family_for_config(config)
+    assert family.architecture == ARCHITECTURES[PEERS[name][0] if PEERS[name][0] != "mistral" else "llama"]  # Llama has all of Mistral
+    written = json.loads(json.dumps(family.write(config)))
+    assert read(written) == config.model.model_dump()
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_transformers_reads_what_is_written(name: str) -> None:
+    """The exported config.json would make transformers build another model: compared with the one built from its own settings."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    kind, own = PEERS[name]
+    config = config_of(read(settings(name)))
+    written = FAMILIES[ARCHITECTURES[kind]].write(config)
+    theirs = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, **own).to_dict()
+    back = transformers.AutoConfig.for_model(**written).to_dict()
+    passed_over = {"bos_token_id", "eos_token_id", "dtype", "architectures", "n_inner", "head_dim", "sliding_window"}
+    assert {key for key in theirs if theirs[key] != back[key]} <= passed_over
+    assert str(back["dtype"]).removeprefix("torch.") == "float32" and back["bos_token_id"] is None
+    assert (back.get("head_dim"), back.get("n_inner")) in {(config.head_size, None), (None, config.model.ffn_size)}
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}, LLAMA3])
+def test_rotary_settings_of_transformers_4_and_5(scaling: dict[str, Any] | None) -> None:
+    """A model saved by one of the two would be read without its base or its scaling, and answer nonsense at length."""
+    bare = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB_SIZE} | LLAMA
+    del bare["rope_theta"]
+    old = bare | {"rope_theta": 500.0, "rope_scaling": scaling}
+    new = bare | {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"} | (scaling or {})}
+    legacy = bare | {"rope_theta": 500.0, "rope_scaling": scaling and {"type" if k == "rope_type" else k: v for k, v in scaling.items()}}
+    found = read(old)
+    assert found == read(new) == read(legacy)
+    assert found["rope_theta"] == 500.0
+    assert found["rope_scaling"] == (scaling and {"type": scaling["rope_type"]} | {k: v for k, v in scaling.items() if k != "rope_type"})
+
+
+def test_granite_divides_its_logits() -> None:
+    model = read(settings("granite"))
+    assert model["logit_scale"] == pytest.approx(1 / 3)
+    assert FAMILIES["GraniteForCausalLM"].write(config_of(model | {"logit_scale": 1 / 49}))["logits_scaling"] == 49.0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("gpt2", {"activation_function": "relu"}, "activation_function"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2", {"n_head": 5}, "n_embd"),
+        ("gpt2", {"n_layer": "3"}, "n_layer"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("llama", {"hidden_size": 0}, "hidden_size"),
+        ("llama", {"num_attention_heads": True}, "num_attention_heads"),
+        ("mistral, wide heads", {"sliding_window": 8}, "sliding_window"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling"),
+        ("granite", {"vocab_size": None}, "vocab_size"),
+        ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
+        ("llama", {"architectures": None}, "architecture"),
+    ],
+)
+def test_what_no_model_here_has_is_refused(name: str, change: dict[str, Any], says: str) -> None:
+    """Read as if it were not there, the setting would make the imported model another function."""
+    with pytest.raises(CheckpointError, match=says):
+        read(settings(name) | change)
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "max_position_embeddings"])
+def test_sizes_must_be_there(missing: str) -> None:
+    hf = settings("llama")
+    del hf[missing]
+    with pytest.raises(CheckpointError, match=f"has no {missing}"):
+        read(hf)
+
+
+def test_a_missing_setting_is_what_transformers_takes() -> None:
+    """Each class has its own defaults: Qwen3's heads have 128 features whatever its hidden size, Mistral's window is 4096."""
+    hf = settings("qwen3")
+    del hf["head_dim"]
+    assert read(hf)["head_size"] == 128
+    assert read(settings("llama"))["tie_embeddings"] is False and read(settings("gpt2"))["tie_embeddings"] is True
+    hf = settings("mistral, wide heads")
+    del hf["sliding_window"]
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        read(hf)
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ({"bias": False}, "model.bias"),  # layernorms without biases
+        ({"norm": "rmsnorm"}, "model.norm"),
+        ({"position": "rope"}, "model.position"),
+        ({"logit_scale": 0.5}, "model.logit_scale"),
+        ({"num_kv_heads": 2}, "model.num_kv_heads"),
+        (RMS | {"qk_norm": True, "qkv_bias": True}, "model.qk_norm"),
+        (RMS | {"qk_norm": True, "residual_scale": 0.5}, "model.residual_scale"),
+        (RMS | {"bias": True, "qkv_bias": False}, "model.qkv_bias"),
+        (RMS | {"activation": "gelu"}, "model.activation"),
+    ],
+)
+def test_a_model_that_no_family_has_is_not_exported(model: dict[str, Any], key: str) -> None:
+    """transformers would compute something else from the same tensors."""
+    with pytest.raises(ConfigError) as error:
+        family_for_config(config_of(model))
+    assert error.value.where == key
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture"),
+    [
+        ({}, "GPT2LMHeadModel"),
+        ({"activation": "gelu_erf", "tie_embeddings": False, "max_positions": 99}, "GPT2LMHeadModel"),
+        (RMS, "LlamaForCausalLM"),
+        (RMS | {"bias": True}, "LlamaForCausalLM"),
+        (RMS | {"qkv_bias": True}, "Qwen2ForCausalLM"),
+        (RMS | {"qk_norm": True, "head_size": 64}, "Qwen3ForCausalLM"),
+        (RMS | {"attention_scale": 0.1}, "GraniteForCausalLM"),
+        (RMS | {"hidden_size": 34, "head_size": 8}, "MistralForCausalLM"),  # LlamaConfig wants hidden sizes that heads divide
+        (RMS | {"dropout": 0.3, "attention": "eager"}, "LlamaForCausalLM"),  # no part of the function
+    ],
+)
+def test_the_family_of_a_config(model: dict[str, Any], architecture: str) -> None:
+    assert family_for_config(config_of(model)).architecture == architecture
+
+
+def test_old_files() -> None:
+    """Names without their prefix, and buffers that are no parameters."""
+    assert stored_name("transformer.wte.weight", {"wte.weight"}) == "wte.weight"
+    assert stored_name("model.norm.weight", ["model.norm.weight", "norm.weight"]) == "model.norm.weight"
+    assert stored_name("lm_head.weight", {"weight"}) is None
+    for architecture, name, ignored in (
+        ("GPT2LMHeadModel", "h.0.attn.bias", True),
+        ("GPT2LMHeadModel", "transformer.h.11.attn.masked_bias", True),
+        ("GPT2LMHeadModel", "transformer.h.0.attn.c_attn.bias", False),
+        ("LlamaForCausalLM", "model.layers.3.self_attn.rotary_emb.inv_freq", True),
+        ("LlamaForCausalLM", "model.layers.3.self_attn.q_proj.weight", False),
+    ):
+        assert any(pattern.fullmatch(name) for pattern in FAMILIES[architecture].ignored) == ignored, name
+
+
+def test_a_path_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"some/folder/config\.json.*one of GPT2LMHeadModel"):
+        family_for_hf({"architectures": ["Mamba"]}, "some/folder/config.json")

@@ -1,0 +1,193 @@
+"""What cannot be converted is named in one line, with status 2, and nothing is written."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch.checkpoint import run
+from megacore.checkpoint import locate
+from megacore.errors import UserError
+from tests.conversion import assert_nothing_written, random_run
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 12, "max_position_embeddings": 16, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LAYER = "model.layers.0."
+SHAPES = {
+    "model.embed_tokens.weight": (31, 8), "model.norm.weight": (8,), "lm_head.weight": (31, 8),
+    f"{LAYER}input_layernorm.weight": (8,), f"{LAYER}post_attention_layernorm.weight": (8,),
+    f"{LAYER}self_attn.q_proj.weight": (8, 8), f"{LAYER}self_attn.k_proj.weight": (4, 8), f"{LAYER}self_attn.v_proj.weight": (4, 8),
+    f"{LAYER}self_attn.o_proj.weight": (8, 8), f"{LAYER}mlp.gate_proj.weight": (12, 8), f"{LAYER}mlp.up_proj.weight": (12, 8),
+    f"{LAYER}mlp.down_proj.weight": (8, 12),
+}  # fmt: skip
+
+
+def write_model(folder: Path) -> Path:
+    """A tiny Llama's folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file({name: torch.randn(shape) for name, shape in SHAPES.items()}, folder / "model.safetensors")
+    return folder
+
+
+def refused(*arguments: object) -> str:
+    """The one line of a refusal."""
+    with pytest.raises(UserError) as caught:
+        run([*map(str, arguments)])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_model_itself_is_taken(tmp_path):
+    """Else the refusals below might be for something else."""
+    run(["import", str(write_model(tmp_path / "model")), "--format", "hf", "--output", str(tmp_path / "run")])
+
+
+def weights(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Damage to the tensors."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    """Damage to config.json."""
+    return lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | changes)) and None
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def shards(weight_map: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+K = f"{LAYER}self_attn.k_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "tensor missing": (weights(lambda w: w.pop(K)), rf"model: has no tensor {K} of shape \(4, 8\)"),
+    "tensor of another shape": (weights(lambda w: w.update({K: torch.ones(8, 8)})), rf"tensor {K} has shape \(8, 8\), not \(4, 8\)"),
+    "tensor too many": (weights(lambda w: w.update({f"{K}.lora": torch.ones(2)})), rf"holds the tensor {K}\.lora"),
+    "quantized": (weights(lambda w: w.update({K: torch.ones(4, 8, dtype=torch.int8)})), rf"model\.safetensors: tensor {K} is I8"),
+    "truncated": (truncate, r"model/model\.safetensors: is damaged or cut off"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"model: has neither model\.safetensors nor"),
+    "a pickle": (pickled, r"model: holds pytorch_model\.bin, a pickle.*convert it to safetensors"),
+    "missing shard": (
+        shards({name: f"model-0000{1 + (name == K)}-of-00002.safetensors" for name in SHAPES}),
+        r"index\.json: names model-00002-of-00002\.safetensors, which is missing",
+    ),
+    "shard elsewhere": (shards({K: "../model.safetensors"}), r"index\.json: has no weight_map from tensors to files of this folder"),
+    "no weight map": (shards(None), r"index\.json: has no weight_map"),
+    "config missing": (lambda folder: (folder / "config.json").unlink(), r"model/config\.json: is missing"),
+    "config no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"model/config\.json: is no JSON"),
+    "config no object": (lambda folder: (folder / "config.json").write_text("[1]"), r"model/config\.json: holds no JSON object"),
+    "config not UTF-8": (lambda folder: (folder / "config.json").write_bytes(b"\xff{}"), r"model/config\.json: is no JSON"),
+    "unknown architecture": (config(architectures=["BertModel"]), r"model/config\.json: is of the architecture BertModel, .*LlamaFor"),
+    "no architecture": (config(architectures=None), r"model/config\.json: is of the architecture None"),
+    "unknown setting": (config(hidden_act="relu"), r"model/config\.json: hidden_act is 'relu'"),
+    "setting of another type": (config(num_hidden_layers="1"), r"model/config\.json: num_hidden_layers is '1'"),
+    "another size": (config(intermediate_size=16), rf"tensor {LAYER}mlp\.gate_proj\.weight has shape \(12, 8\), not \(16, 8\)"),
+    "heads that do not divide": (config(num_attention_heads=3, head_dim=2, num_key_value_heads=2), "num_"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_import_names_what_is_wrong(damage, tmp_path):
+    folder = write_model(tmp_path / "model")
+    edit, message = DAMAGES[damage]
+    edit(folder)
+    line = refused("import", folder, "--format", "hf", "--output", tmp_path / "run")
+    assert re.search(message, line), line
+    assert_nothing_written(tmp_path / "run")
+
+
+def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = locate(folder) / "manifest.json"
+    content = json.loads(manifest.read_text())
+    edit(content)
+    manifest.write_text(json.dumps(content))
+
+
+EXPORTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "tensor missing": (lambda m: m["tensors"].pop("model/norm.bias"), "has no tensor model/norm.bias of shape"),
+    "tensor too many": (lambda m: m["tensors"].update({"model/extra": m["tensors"]["model/norm.bias"]}), "holds the tensor model/extra"),
+    "another shape": (lambda m: m["state"]["config"]["model"].update(hidden_size=32, head_size=8), "hidden_size"),
+    "no config": (lambda m: m["state"].pop("config"), "does not hold the run's config"),
+}
+
+
+@pytest.mark.parametrize("damage", EXPORTS)
+def test_export_names_what_is_wrong(damage, tmp_path):
+    random_run(tmp_path / "run")
+    edit, message = EXPORTS[damage]
+    edit_manifest(tmp_path / "run", edit)
+    line = refused("export", tmp_path / "run", "--format", "hf", "--output", tmp_path / "out")
+    assert message in line
+    assert_nothing_written(tmp_path / "out")
+
+
+def test_a_model_that_no_family_has(tmp_path):
+    random_run(tmp_path / "run", norm="rmsnorm")
+    assert "config error: model." in refused("export", tmp_path / "run", "--format", "hf", "--output", tmp_path / "out")
+    assert_nothing_written(tmp_path / "out")
+
+
+ARGUMENTS = [
+    ("export {} --format hf", "the following arguments are required: --output"),
+    ("export {} --format gguf --output {}/out", "config error: --format: invalid choice: 'gguf'"),
+    ("export {} --format hf --output {}/out --shard-gib 0", "config error: --shard-gib: 0.0 is not usable"),
+    ("export {} --format hf --output {}/out --compare-layers 3", "--compare-layers: 3 is not usable (from 1 to the model's 2)"),
+    ("export {} --format hf --output {}/out train.steps=1", "unrecognized arguments: train.steps=1"),
+    ("export {}/nowhere --format hf --output {}/out", "nowhere: holds no checkpoint"),
+    ("import {}/nowhere --format hf --output {}/out", "nowhere: there is no such folder"),
+    ("import {}/nowhere --format nanogpt --output {}/out", "nowhere: cannot be read: No such file or directory"),
+    ("verify {} --format hf", "unrecognized arguments: --format hf"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", ARGUMENTS)
+def test_arguments(arguments, message, tmp_path):
+    random_run(tmp_path / "run")
+    assert message in refused(*arguments.replace("{}/", f"{tmp_path}/").replace("{}", str(tmp_path / "run")).split())
+    assert_nothing_written(tmp_path / "out")
+
+
+def test_a_wrong_override_of_an_import(tmp_path):
+    folder = write_model(tmp_path / "model")
+    for override, message in (("model.hidden_size=16", "has shape"), ("train.seq_len=17", "train.seq_len"), ("nothing", "is no override")):
+        assert message in refused("import", folder, "--format", "hf", "--output", tmp_path / "run", override)
+    assert_nothing_written(tmp_path / "run")
+
+
+def test_status_and_the_line(tmp_path):
+    """What a shell sees: status 2, the line on stderr, no traceback."""
+    folder = write_model(tmp_path / "model")
+    truncate(folder)
+    command = [sys.executable, SCRIPT, "import", folder, "--format", "hf", "--output", tmp_path / "run"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"checkpoint error: {folder}/model.safetensors: is damaged") and done.stderr.count("\n") == 1
+    assert_nothing_written(tmp_path / "run")
