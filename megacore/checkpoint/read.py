@@ -109,7 +109,6 @@ class Reader:
             for piece in tensor.slices:
                 self._stored(name, piece)
 
-
     def _stored(self, name: str, piece: Slice) -> Any:
         """A slice on disk, its header checked: a lazy safetensors slice that reads what it is indexed with."""
         try:

@@ -54,9 +54,7 @@ def test_models_run_and_repeat(deterministic: None, model: str) -> None:
     assert once and all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-def test_an_operation_without_deterministic_implementation_is_refused(
-    deterministic: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_an_operation_without_deterministic_implementation_is_refused(deterministic: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault, in the model: a `put_`, of whose writes to one place any may come last. Without the setting it runs."""
     forward = Norm.forward
 

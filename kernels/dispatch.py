@@ -1,0 +1,60 @@
+"""What every operation here shares: choosing between Triton and eager, and refusing arguments that neither can take."""
+
+import warnings
+from functools import cache
+from typing import Literal
+
+import torch
+
+try:
+    import triton
+except ImportError:  # a CPU build of torch brings no Triton
+    triton = None
+
+Implementation = Literal["auto", "triton", "eager"]
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 is for proofs, where fp32 statistics are too coarse
+
+
+def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | None) -> bool:
+    """Whether `operation` runs its Triton kernels on these tensors, named as the caller's arguments; None ones are passed over.
+
+    `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice where Triton is missing.
+    `triton` on tensors of another device is for Triton's interpreter, and on meta tensors for looking at launches.
+
+    Raises:
+        ValueError: an unknown implementation, tensors on several devices, or a dtype or installation that `triton` cannot do with.
+    """
+    if implementation not in ("auto", "triton", "eager"):
+        raise ValueError(f"{operation}: implementation {implementation!r} is unknown (right: auto, triton or eager)")
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    first, device = next((name, tensor.device) for name, tensor in given.items())
+    for name, tensor in given.items():
+        if tensor.device != device:
+            raise ValueError(f"{operation}: {name} is on {tensor.device}, {first} on {device} (right: one device)")
+    if implementation == "eager":
+        return False
+    unfit = next((name for name, tensor in given.items() if tensor.is_floating_point() and tensor.dtype not in TRITON_DTYPES), None)
+    if implementation == "triton":
+        if triton is None:
+            raise ValueError(f"{operation}: Triton is not installed (right: pip install triton, or implementation='eager')")
+        if unfit is not None:
+            wrong = f"{operation}: {unfit} is {given[unfit].dtype}, which its Triton kernel does not take"
+            raise ValueError(f"{wrong} (right: fp32, bf16 or fp16, or implementation='eager')")
+        return True
+    if unfit is not None or device.type != "cuda":
+        return False
+    if triton is None:
+        notice_missing_triton(operation)
+    return triton is not None
+
+
+def check_shape(operation: str, name: str, tensor: torch.Tensor, right: str, fits: bool) -> None:
+    """Raises ValueError naming the argument unless its shape `fits`; `right` says what would."""
+    if not fits:
+        raise ValueError(f"{operation}: {name} is {list(tensor.shape)} (right: {right})")
+
+
+@cache
+def notice_missing_triton(operation: str) -> None:
+    """One line an operation: silently unfused work would be a slow run that nobody can explain."""
+    warnings.warn(f"Triton is not installed: {operation} runs unfused on this GPU (pip install triton)", stacklevel=4)
