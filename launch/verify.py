@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     from megacore.verify.layouts import parse as parse_layout
     from megacore.verify.report import show
     from megacore.verify.run import Options, prove
+    from megacore.verify.workers import RankFailed
 
     args = parse(argv)
     names = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)
@@ -52,8 +53,12 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--layouts", "names none", "such as tp2,pp2")
     layouts = [parse_layout(name) for name in dict.fromkeys(names)]
     options = Options(args.config, args.overrides, layouts, args.precision, args.against, args.plant)
-    with Console(stderr=True).status("starting") as status:
-        proof = prove(options, lambda result: status.update(f"{result.layout.name} done"))
+    try:
+        with Console(stderr=True).status("starting") as status:
+            proof = prove(options, lambda result: status.update(f"{result.layout.name} done"))
+    except RankFailed as failure:  # with nothing to compare with, there is no table
+        print(f"{failure.report.strip()}\nthe model does not run on one process: {failure}", file=sys.stderr)
+        return 1
     show(proof)
     return 0 if proof.holds else 1
 

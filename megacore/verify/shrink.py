@@ -8,6 +8,7 @@ import numpy as np
 
 from megacore.config import Config, load
 from megacore.config.load import flatten
+from megacore.config.schema import resolved
 from megacore.data.indexed import IndexedWriter
 from megacore.verify.layouts import Layout
 
@@ -52,6 +53,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "ffn_size": ffn,
             "vocab_size": min(model.vocab_size, 64 + model.vocab_size % tensor),
             "max_positions": seq_len + (8 if user.max_positions > train.seq_len else 0),
+            "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
             "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
             "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
         },

@@ -9,7 +9,7 @@ from torch import Tensor
 from megacore import comm
 from megacore.engine import reduce
 from megacore.mesh import SOLO
-from megacore.model import context, gpt
+from megacore.model import context, gpt, norm
 from megacore.tensor_parallel import cross_entropy, embedding, linear
 from megacore.train import trainer
 from tests.faults import both, fault
@@ -113,6 +113,17 @@ def bias_added_on_every_rank() -> Any:
 )
 def partial_gradients_unsummed() -> Any:
     return patch(reduce, "all_reduce", lambda x, group: x)
+
+
+@fault(
+    "the weight of a norm over each head's queries and keys, of which a rank has some, is not summed",
+    "tp2",
+    "module blocks.0.attention.key_norm, gradient of its weight, microbatch 0, backward",
+    "model.qk_norm=true",
+)
+def head_norm_gradients_unsummed() -> Any:
+    make = norm.replicated
+    return patch(norm, "replicated", lambda shape, group, partial, **options: make(shape, group, False, **options))
 
 
 @fault("the embedding of split vocabulary is not summed", "tp2", "module embedding, its output, microbatch 0, forward")

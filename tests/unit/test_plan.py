@@ -73,6 +73,7 @@ def test_parameters_of_a_rank_are_the_stages(variant: dict[str, Any]) -> None:
         ("gpt_124m", 124_439_808 + (50304 - 50257) * 768),  # GPT-2 small, its vocabulary padded
         ("gpt_350m", 354_823_168 + (50304 - 50257) * 1024),  # GPT-2 medium, likewise
         ("gpt_7b", 6_738_415_616),  # LLaMA 7B
+        ("llama_8b", 8_030_261_248),  # Llama 3 8B
     ],
 )
 def test_parameters_of_published_models(name: str, published: int) -> None:
@@ -196,6 +197,7 @@ HARDWARE = {
     "gpt_350m": (1, 24),
     "gpt_1b": (1, 80),
     "gpt_7b": (8, 80),
+    "llama_8b": (8, 80),
     "gpt_175b": (96, 80),
     "gpt_1t": (512, 80),
 }
