@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         if args.silent:
             cases = {(fault.check, fault.layout, fault.overrides): fault for fault in chosen}
             for times in range(1, args.silent + 1):
-                spoke = [(fault, said) for fault in cases.values() if (said := checks.run(fault, planted=False))]
+                spoke = [(fault, said) for fault in cases.values() if (said := checks.run(fault, as_it_is=True))]
                 wrong += len(spoke)
                 print(f"{times}: {len(cases) - len(spoke)} of {len(cases)} checks silent", *spoke, sep="\n  ", flush=True)
             return int(wrong > 0)

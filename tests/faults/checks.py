@@ -1,10 +1,15 @@
 """Runs a fault, or the code as it is, through the check that must catch it."""
 
+import contextlib
+import io
 import re
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+from megacore.config.schema import Train
+from megacore.data.coverage import Epoch, Leg
+from megacore.data.samples import SampleStream
 from megacore.verify.layouts import parse
 from megacore.verify.report import explain
 from megacore.verify.run import ROOT, Options, prove
@@ -30,9 +35,12 @@ class Checks:
         self.workers.close()
         self.pool.close()
 
-    def run(self, fault: Fault, *, planted: bool = True) -> str:
+    def run(self, fault: Fault, *, as_it_is: bool = False) -> str:
         """What the fault's check says, figures left out; empty where it finds nothing wrong."""
-        plant = fault.path if planted else None
+        plant = None if as_it_is else fault.path
+        if fault.check == "samples":
+            with planted(plant):
+                return epoch_read()
         if fault.check == "resume":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, resumed, folder, plant)[0]
@@ -46,13 +54,24 @@ class Checks:
         return re.sub(r", step \d+: .* off on .*", "", first)
 
 
+def epoch_read() -> str:
+    """What is wrong with the samples that a run reads in an epoch, with four data ranks first and then with two; in words."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = training.write_corpus(Path(folder))
+        train = Train(seq_len=16, micro_batch_size=1, global_batch_size=8)
+        found = Epoch(SampleStream(prefix, 16, 0, training.VOCAB_SIZE), 0, 0, [Leg(4, 1, 10), Leg(2, 11)], train).check()
+    kinds = {"left out": found.missing, "read again": found.repeated}
+    return " and ".join(f"samples are {kind}" for kind, count in kinds.items() if count)
+
+
 def resumed(folder: str, plant: str | None) -> str:
     """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
     training.write_config(Path(folder), training.write_corpus(Path(folder)), train={"steps": 4}, checkpoint={"every": 2, "keep": 3})
     config, whole, second = (f"{folder}/{name}" for name in ("config.json", "whole", "second"))
-    training.run_rank(config, [], whole)
-    with planted(plant):
-        training.run_rank(config, [f"checkpoint.resume={whole}/checkpoints/step_00000002"], second)
+    with contextlib.redirect_stdout(io.StringIO()):
+        training.run_rank(config, [], whole)
+        with planted(plant):
+            training.run_rank(config, [f"checkpoint.resume={whole}/checkpoints/step_00000002"], second)
     expected, found = (training.metrics(run) for run in (whole, second))
     if [figures["step"] for figures in found] != [3, 4]:
         return f"steps {', '.join(str(figures['step']) for figures in found)} in place of 3, 4"
@@ -74,7 +93,7 @@ HEAD = """# Planted faults
 
 What a proof is worth is what it catches. These are {total} mistakes that people make in parallel training; each is planted,
 alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
-bit by bit with one that is not. The same checks are silent on the code as it is.
+bit by bit with one that is not, {samples} by the proof of `launch/samples.py`. The same checks are silent on the code as it is.
 
 ```bash
 python -m tests.faults                 # plants all of them, prints what caught each (two minutes on two cores)

@@ -6,6 +6,7 @@ from unittest import mock
 from torch import Tensor
 
 from megacore import checkpoint, comm
+from megacore.data import batches, coverage
 from megacore.data.samples import EvalSamples
 from megacore.engine import native, reduce
 from megacore.train import loader, trainer
@@ -72,6 +73,28 @@ def data_ranks_read_the_same() -> Any:
         self.mesh = mock.Mock(dp=mock.Mock(size=mesh.dp.size, rank=0), device=mesh.device)
 
     return patch(loader.Loader, "__init__", first_only)
+
+
+@fault("… which the samples' own proof sees", "dp4", "samples are left out and samples are read again", check="samples")
+def data_ranks_dealt_the_same() -> Any:
+    deal = batches.dealt
+
+    def first_only(steps: range, data_size: int, train: Any) -> Any:
+        indices = deal(steps, data_size, train)
+        return indices[:, :1].repeat(data_size, 1)
+
+    return patch(coverage, "dealt", first_only)
+
+
+@fault("a run that goes on with fewer data ranks begins a step too late", "dp4", "samples are left out", check="samples")
+def step_lost_between_layouts() -> Any:
+    deal = batches.dealt
+
+    def later(steps: range, data_size: int, train: Any) -> Any:
+        shift = int(data_size == 2)
+        return deal(range(steps.start + shift, steps.stop + shift), data_size, train)
+
+    return patch(coverage, "dealt", later)
 
 
 @fault("the loss is the mean over a rank's own tokens", "dp2", "gradient of the loss, microbatch 0, backward")
