@@ -55,6 +55,12 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, right: str, fit
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU, by which kernels that run a fixed number of programs choose it; elsewhere an H200's."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
 def notice_missing_triton(operation: str) -> None:
     """One line an operation: silently unfused work would be a slow run that nobody can explain."""
     warnings.warn(f"Triton is not installed: {operation} runs unfused on this GPU (pip install triton)", stacklevel=4)

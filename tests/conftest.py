@@ -1,10 +1,12 @@
 """Fixtures shared by all tests."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.kernel_checks import interpret
 from tests.pool import Pool
 
 
@@ -20,3 +22,11 @@ def pool() -> Iterator[Pool]:
 def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
     """`run_ranks(world, function, *args, timeout=120)`: the results of a module-level function on that many ranks."""
     return pool.run
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[..., Any]]:
+    """`interpreted(function, *args)`: its result where Triton kernels are interpreted on the CPU, for the kernels' tests."""
+    pool = Pool()
+    yield partial(interpret, pool)
+    pool.close()

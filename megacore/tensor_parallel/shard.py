@@ -4,10 +4,22 @@ Initialisation, checkpoints, gradient norms and verification are all driven by i
 them knows how a layer was split.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where any piece stands in its logical tensor: what checkpoints and comparisons need of a `Shard`, which is one too."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the piece's first element
+    local_shape: tuple[int, ...]
+    counted: bool = True  # whether this rank's piece is the one that is saved
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,40 @@ class Shard:
     def counted(self) -> bool:
         """Whether this rank's copy is the one that counts (in norms) and is saved (in checkpoints)."""
         return self.owner and (self.dim is not None or self.index == 0)
+
+
+def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Elements `start` to `stop` (excluded) of a piece, row after row, as boxes: (first element, box).
+
+    A range ends anywhere in a row, so it is the end of one row, whole rows and the beginning of another, in every dim.
+    """
+
+    dims = len(piece.local_shape)
+
+    def cut(at: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offset and shape of the boxes within the part that stands at the leading indices `at`."""
+        shape = piece.local_shape[len(at) :]
+        row = prod(shape[1:])
+        first, last = -(-start // row), stop // row  # whole rows
+        if start == stop:
+            return
+        if not shape:
+            yield at, (1,) * dims
+        elif start % row == 0 and stop % row == 0:
+            yield (*at, first) + (0,) * (len(shape) - 1), (1,) * len(at) + (last - first, *shape[1:])
+        elif first > last:
+            yield from cut((*at, last), start - last * row, stop - last * row)
+        else:
+            if start < first * row:
+                yield from cut((*at, first - 1), start - (first - 1) * row, row)
+            yield from cut(at, first * row, last * row)
+            yield from cut((*at, last), 0, stop - last * row)
+
+    done = start
+    for offset, shape in cut((), start, stop):
+        moved = tuple(o + base for o, base in zip(offset, piece.offset, strict=True))
+        yield done, Box(piece.global_shape, moved, shape, piece.counted)
+        done += prod(shape)
 
 
 def new_parameter(shard: Shard, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

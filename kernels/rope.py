@@ -1,0 +1,225 @@
+"""Rotary position embedding, fused: one read and one write (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+
+Feature i of a head is paired with feature i + head/2, and the pair at position t is turned by the angle a = t f_i:
+
+    forward    y1 = x1 cos a - x2 sin a,  y2 = x2 cos a + x1 sin a
+    backward   the rotation by -a: dx1 = dy1 cos a + dy2 sin a,  dx2 = dy2 cos a - dy1 sin a
+
+Nothing is saved but the tables. `rope` turns one tensor; `rope_qkv` takes a projection's queries, keys and values apart, turns
+the first two and leaves all three packed, so that the projection itself can be freed, and puts their gradients together again.
+A program owns one token and as many of its heads as fill a tile; both halves of a head are in it.
+"""
+
+from typing import Any
+
+import torch
+
+from megacore.kernels.dispatch import Implementation, check_shape, use_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a CPU build of torch brings no Triton
+    triton = None
+
+TILE = 2048  # elements of half a tile: 16 pairs a thread
+
+
+def rope(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_place: bool = False, implementation: Implementation = "auto"
+) -> torch.Tensor:
+    """Turns the feature pairs of ``[batch, heads, seq, head]`` by their position's angles, in fp32 at least.
+
+    x: any floating dtype, which the result has too, and any strides, whose order the result keeps (heads that are no rows in
+        memory are copied first).
+    cos, sin: ``[seq, head]``, their second half like their first, which alone is read; fp32 (fp64 for eager in fp64).
+    in_place: overwrite x and return it. Autograd allows it: backward needs no x; that nothing else saved x, it checks.
+    Raises ValueError for a shape, dtype or device that the implementation cannot take.
+    """
+    check_shape("rope", "x", x, "[batch, heads, seq, head] with an even head", x.dim() == 4 and x.shape[3] % 2 == 0)
+    _check_tables("rope", cos, sin, x.shape[2], x.shape[3])
+    if in_place and x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+        raise ValueError("rope: x is a leaf that requires grad, which autograd does not let change (right: in_place=False)")
+    if use_triton("rope", implementation, x=x, cos=cos, sin=sin) and x.numel() and not (in_place and x.stride(3) != 1):
+        return _Rope.apply(x, cos, sin, in_place)
+    y = rope_eager(x, cos, sin)
+    return x.copy_(y) if in_place else y
+
+
+def rope_eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The reference in plain PyTorch; x ``[batch, heads, seq, head]``, tables ``[seq, head]``."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, :half], sin[:, :half]
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def rope_qkv(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, implementation: Implementation = "auto"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys turned as by `rope`, and values, from the projection that holds them in groups.
+
+    qkv: ``[batch, seq, kv heads, group + 2, head]``, contiguous: of each group its queries, then its key, then its value.
+    Returns q ``[batch, kv heads · group, seq, head]``, k and v ``[batch, kv heads, seq, head]``, in memory token by token.
+    Raises ValueError for a shape, dtype, layout or device that the implementation cannot take.
+    """
+    right = "[batch, seq, kv heads, group + 2, head] with an even head"
+    check_shape("rope_qkv", "qkv", qkv, right, qkv.dim() == 5 and qkv.shape[3] > 2 and qkv.shape[4] % 2 == 0)
+    _check_tables("rope_qkv", cos, sin, qkv.shape[1], qkv.shape[4])
+    if not qkv.is_contiguous():
+        raise ValueError(f"rope_qkv: qkv has strides {list(qkv.stride())} (right: contiguous)")
+    if use_triton("rope_qkv", implementation, qkv=qkv, cos=cos, sin=sin) and qkv.numel():
+        return _RopeQKV.apply(qkv, cos, sin)
+    return rope_qkv_eager(qkv, cos, sin)
+
+
+def rope_qkv_eager(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The reference in plain PyTorch; qkv ``[batch, seq, kv heads, group + 2, head]``."""
+    q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in qkv.split([qkv.shape[3] - 2, 1, 1], 3))
+    return rope_eager(q, cos, sin), rope_eager(k, cos, sin), v
+
+
+def _check_tables(operation: str, cos: torch.Tensor, sin: torch.Tensor, seq: int, head: int) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_shape(operation, name, table, f"[{seq}, {head}], positions and features", table.shape == (seq, head))
+        if table.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{operation}: {name} is {table.dtype} (right: fp32, or fp64 for eager)")
+
+
+if triton is not None:
+
+    @triton.jit
+    def _turn(first, second, c, s, BACKWARD: tl.constexpr):
+        if BACKWARD:
+            s = -s
+        return first * c - second * s, second * c + first * s
+
+    @triton.jit
+    def _angles(cos, sin, position, pair, HALF: tl.constexpr):
+        """cos and sin of one position, [1, pairs]."""
+        table = position.to(tl.int64) * (2 * HALF) + pair
+        return tl.load(cos + table, mask=pair < HALF, other=1.0), tl.load(sin + table, mask=pair < HALF, other=0.0)
+
+    @triton.jit
+    def _rope_kernel(
+        x, y, cos, sin, heads, seq, x_batch, x_head, x_seq, y_batch, y_head, y_seq,
+        HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
+    ):  # fmt: skip
+        batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
+        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
+        pair = tl.arange(0, PAIRS)[None, :]
+        inside = (head < heads) & (pair < HALF)
+        c, s = _angles(cos, sin, position, pair, HALF)
+        x += batch * x_batch + head * x_head + position * x_seq + pair
+        first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
+        first, second = _turn(first, second, c, s, BACKWARD)
+        y += batch * y_batch + head * y_head + position * y_seq + pair
+        tl.store(y, first, mask=inside)
+        tl.store(y + HALF, second, mask=inside)
+
+    @triton.jit
+    def _rope_qkv_kernel(
+        qkv, q, k, v, cos, sin, slots, seq,
+        q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq,
+        GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
+    ):  # fmt: skip
+        """A slot is a head of qkv, whose kv head is slot // (GROUP + 2). Backward reads q, k, v and writes qkv."""
+        batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
+        slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+        pair = tl.arange(0, PAIRS)[None, :]
+        kv_head, member = (slot // (GROUP + 2)).to(tl.int64), slot % (GROUP + 2)
+        inside = (slot < slots) & (pair < HALF)
+        is_q, is_k, is_v = inside & (member < GROUP), inside & (member == GROUP), inside & (member > GROUP)
+        c, s = _angles(cos, sin, position, pair, HALF)
+        c, s = tl.where(member > GROUP, 1.0, c), tl.where(member > GROUP, 0.0, s)  # values are not turned
+        qkv += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
+        q += batch * q_batch + (kv_head * GROUP + member) * q_head + position * q_seq + pair
+        k += batch * k_batch + kv_head * k_head + position * k_seq + pair
+        v += batch * v_batch + kv_head * v_head + position * v_seq + pair
+        if BACKWARD:  # of three loads two are masked off: they cost no traffic
+            first = tl.load(q, mask=is_q, other=0.0) + tl.load(k, mask=is_k, other=0.0) + tl.load(v, mask=is_v, other=0.0)
+            second = tl.load(q + HALF, mask=is_q, other=0.0) + tl.load(k + HALF, mask=is_k, other=0.0)
+            second += tl.load(v + HALF, mask=is_v, other=0.0)
+            first, second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
+            tl.store(qkv, first, mask=inside)
+            tl.store(qkv + HALF, second, mask=inside)
+        else:
+            first = tl.load(qkv, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(qkv + HALF, mask=inside, other=0.0).to(tl.float32)
+            first, second = _turn(first, second, c, s, BACKWARD)
+            tl.store(q, first, mask=is_q)
+            tl.store(q + HALF, second, mask=is_q)
+            tl.store(k, first, mask=is_k)
+            tl.store(k + HALF, second, mask=is_k)
+            tl.store(v, first, mask=is_v)
+            tl.store(v + HALF, second, mask=is_v)
+
+
+def launch_options(heads: int, head_size: int) -> dict[str, int]:
+    """Compile-time sizes of both kernels, for so many heads a token: `TILE` pairs a program, or all heads if that is less."""
+    pairs = triton.next_power_of_2(head_size // 2)
+    heads = min(triton.next_power_of_2(heads), max(TILE // pairs, 1))
+    return {"HALF": head_size // 2, "PAIRS": pairs, "HEADS": heads, "num_warps": min(max(heads * pairs // 512, 1), 4)}
+
+
+def _turned(x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+    """y [batch, heads, seq, head], written over with x turned; both of any strides whose last is 1."""
+    batch, heads, seq, head_size = x.shape
+    options = launch_options(heads, head_size)
+    grid = (batch * seq, triton.cdiv(heads, options["HEADS"]))
+    _rope_kernel[grid](x, y, cos, sin, heads, seq, *x.stride()[:3], *y.stride()[:3], BACKWARD=backward, **options)
+    return y
+
+
+class _Rope(torch.autograd.Function):
+    """x [batch, heads, seq, head] -> y, likewise; saves the tables. grad of x = dy turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, in_place: bool) -> torch.Tensor:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        if in_place:
+            ctx.mark_dirty(x)
+            return _turned(x, x, cos, sin, False)
+        x = x if x.stride(3) == 1 else x.contiguous()
+        return _turned(x, torch.empty_like(x), cos, sin, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad = grads[0] if grads[0].stride(3) == 1 else grads[0].contiguous()
+        return _turned(grad, torch.empty_like(grad), *ctx.saved_tensors, True), None, None, None
+
+
+class _RopeQKV(torch.autograd.Function):
+    """B sequences of S tokens, K key/value heads with G queries each, head size D; saves the tables.
+
+    forward      q [B, S, K G, D], k, v [B, S, K, D], transposed  = parts of qkv [B, S, K, G + 2, D], the first two turned
+    grad of qkv  [B, S, K, G + 2, D]  = dq, dk turned back, and dv, interleaved
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch, seq, kv_heads, slots, head_size = qkv.shape
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        ctx.shape = qkv.shape
+        q, k, v = (qkv.new_empty(batch, seq, heads, head_size).transpose(1, 2) for heads in (kv_heads * (slots - 2), kv_heads, kv_heads))
+        _RopeQKV.launch(qkv, q, k, v, cos, sin, False)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        q, k, v = (grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
+        grad_qkv = q.new_empty(ctx.shape)
+        _RopeQKV.launch(grad_qkv, q, k, v, *ctx.saved_tensors, True)
+        return grad_qkv, None, None
+
+    @staticmethod
+    def launch(qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> None:
+        batch, seq, kv_heads, members, head_size = qkv.shape
+        slots = kv_heads * members
+        options = launch_options(slots, head_size)
+        grid = (batch * seq, triton.cdiv(slots, options["HEADS"]))
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+        _rope_qkv_kernel[grid](qkv, q, k, v, cos, sin, slots, seq, *strides, GROUP=members - 2, BACKWARD=back, **options)
