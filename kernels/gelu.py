@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megacore.kernels.dispatch import Implementation, check_shape, multiprocessors, use_triton
 
@@ -68,7 +69,7 @@ if triton is not None:
     def _gate(u, TANH: tl.constexpr):
         """What u is multiplied with."""
         if TANH:
-            return 1.0 / (1.0 + tl.exp(-TWICE_ROOT * (u + CUBIC * u * u * u)))
+            return 1.0 / (1.0 + tl.exp((u + u * u * u * CUBIC) * -TWICE_ROOT))
         else:
             return 0.5 * (1.0 + tl.erf(u * ROOT_HALF))
 
@@ -76,9 +77,9 @@ if triton is not None:
     def _slope(u, TANH: tl.constexpr):
         gate = _gate(u, TANH)
         if TANH:
-            return gate + u * gate * (1.0 - gate) * TWICE_ROOT * (1.0 + 3.0 * CUBIC * u * u)
+            return gate + u * gate * (1.0 - gate) * TWICE_ROOT * (1.0 + u * u * (3.0 * CUBIC))
         else:
-            return gate + u * DENSITY_AT_0 * tl.exp(-0.5 * u * u)
+            return gate + u * DENSITY_AT_0 * tl.exp(u * u * -0.5)
 
     @triton.jit
     def _forward_kernel(
@@ -142,12 +143,14 @@ class _BiasGelu(torch.autograd.Function):
         y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
         blocks = triton.cdiv(features, options["BLOCK"])
         grid = (triton.cdiv(rows, options["ROWS"]) * blocks,)
-        _forward_kernel[grid](x, bias, y, rows, features, x.stride(0), blocks, HAS_BIAS=bias is not None, TANH=tanh, **options)
+        with torch.cuda.device_of(x):
+            _forward_kernel[grid](x, bias, y, rows, features, x.stride(0), blocks, HAS_BIAS=bias is not None, TANH=tanh, **options)
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, bias = ctx.saved_tensors
         grad_y = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
@@ -160,8 +163,9 @@ class _BiasGelu(torch.autograd.Function):
         chunks = triton.cdiv(rows, rows_per_program)
         grad_x = torch.empty((rows, features), dtype=x.dtype, device=x.device)
         parts = torch.empty((chunks, features), dtype=torch.float32, device=x.device) if sum_bias else None
-        _backward_kernel[(chunks * blocks,)](
-            x, bias, grad_y, grad_x, parts, rows, features, x.stride(0), grad_y.stride(0), blocks, rows_per_program,
-            HAS_BIAS=bias is not None, SUM_BIAS=sum_bias, TANH=ctx.tanh, **options,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            _backward_kernel[(chunks * blocks,)](
+                x, bias, grad_y, grad_x, parts, rows, features, x.stride(0), grad_y.stride(0), blocks, rows_per_program,
+                HAS_BIAS=bias is not None, SUM_BIAS=sum_bias, TANH=ctx.tanh, **options,
+            )  # fmt: skip
         return grad_x, None if parts is None else parts.sum(0).to(bias.dtype), None

@@ -13,6 +13,7 @@ A program owns one token and as many of its heads as fill a tile; both halves of
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
@@ -33,7 +34,7 @@ def rope(
     x: any floating dtype, which the result has too, and any strides, whose order the result keeps (heads that are no rows in
         memory are copied first).
     cos, sin: ``[seq, head]``, their second half like their first, which alone is read; fp32 (fp64 for eager in fp64).
-    in_place: overwrite x and return it. Autograd allows it: backward needs no x; that nothing else saved x, it checks.
+    in_place: overwrite x and return it. Backward needs no x; what else may need it, autograd checks, and refuses parts of a split.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
     check_shape("rope", "x", x, "[batch, heads, seq, head] with an even head", x.dim() == 4 and x.shape[3] % 2 == 0)
@@ -132,7 +133,6 @@ if triton is not None:
         inside = (slot < slots) & (pair < HALF)
         is_q, is_k, is_v = inside & (member < GROUP), inside & (member == GROUP), inside & (member > GROUP)
         c, s = _angles(cos, sin, position, pair, HALF)
-        c, s = tl.where(member > GROUP, 1.0, c), tl.where(member > GROUP, 0.0, s)  # values are not turned
         qkv += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
         q += batch * q_batch + (kv_head * GROUP + member) * q_head + position * q_seq + pair
         k += batch * k_batch + kv_head * k_head + position * k_seq + pair
@@ -141,17 +141,16 @@ if triton is not None:
             first = tl.load(q, mask=is_q, other=0.0) + tl.load(k, mask=is_k, other=0.0) + tl.load(v, mask=is_v, other=0.0)
             second = tl.load(q + HALF, mask=is_q, other=0.0) + tl.load(k + HALF, mask=is_k, other=0.0)
             second += tl.load(v + HALF, mask=is_v, other=0.0)
-            first, second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
-            tl.store(qkv, first, mask=inside)
-            tl.store(qkv + HALF, second, mask=inside)
+            turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
+            tl.store(qkv, tl.where(is_v, first, turned_first), mask=inside)
+            tl.store(qkv + HALF, tl.where(is_v, second, turned_second), mask=inside)
         else:
-            first = tl.load(qkv, mask=inside, other=0.0).to(tl.float32)
-            second = tl.load(qkv + HALF, mask=inside, other=0.0).to(tl.float32)
-            first, second = _turn(first, second, c, s, BACKWARD)
-            tl.store(q, first, mask=is_q)
-            tl.store(q + HALF, second, mask=is_q)
-            tl.store(k, first, mask=is_k)
-            tl.store(k + HALF, second, mask=is_k)
+            first, second = tl.load(qkv, mask=inside, other=0.0), tl.load(qkv + HALF, mask=inside, other=0.0)
+            turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
+            tl.store(q, turned_first, mask=is_q)
+            tl.store(q + HALF, turned_second, mask=is_q)
+            tl.store(k, turned_first, mask=is_k)
+            tl.store(k + HALF, turned_second, mask=is_k)
             tl.store(v, first, mask=is_v)
             tl.store(v + HALF, second, mask=is_v)
 
@@ -168,8 +167,22 @@ def _turned(x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     batch, heads, seq, head_size = x.shape
     options = launch_options(heads, head_size)
     grid = (batch * seq, triton.cdiv(heads, options["HEADS"]))
-    _rope_kernel[grid](x, y, cos, sin, heads, seq, *x.stride()[:3], *y.stride()[:3], BACKWARD=backward, **options)
+    with torch.cuda.device_of(x):
+        _rope_kernel[grid](x, y, cos, sin, heads, seq, *x.stride()[:3], *y.stride()[:3], BACKWARD=backward, **options)
     return y
+
+
+def _launch_qkv(
+    qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: bool
+) -> None:
+    """Fills q, k, v [batch, heads, seq, head] from qkv [batch, seq, kv heads, group + 2, head], or backward qkv from them."""
+    batch, seq, kv_heads, members, head_size = qkv.shape
+    slots = kv_heads * members
+    options = launch_options(slots, head_size)
+    grid = (batch * seq, triton.cdiv(slots, options["HEADS"]))
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    with torch.cuda.device_of(qkv):
+        _rope_qkv_kernel[grid](qkv, q, k, v, cos, sin, slots, seq, *strides, GROUP=members - 2, BACKWARD=backward, **options)
 
 
 class _Rope(torch.autograd.Function):
@@ -186,9 +199,11 @@ class _Rope(torch.autograd.Function):
         return _turned(x, torch.empty_like(x), cos, sin, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         grad = grads[0] if grads[0].stride(3) == 1 else grads[0].contiguous()
-        return _turned(grad, torch.empty_like(grad), *ctx.saved_tensors, True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, torch.empty_like(grad), cos, sin, True), None, None, None
 
 
 class _RopeQKV(torch.autograd.Function):
@@ -205,21 +220,13 @@ class _RopeQKV(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.shape = qkv.shape
         q, k, v = (qkv.new_empty(batch, seq, heads, head_size).transpose(1, 2) for heads in (kv_heads * (slots - 2), kv_heads, kv_heads))
-        _RopeQKV.launch(qkv, q, k, v, cos, sin, False)
+        _launch_qkv(qkv, q, k, v, cos, sin, backward=False)
         return q, k, v
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         q, k, v = (grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
         grad_qkv = q.new_empty(ctx.shape)
-        _RopeQKV.launch(grad_qkv, q, k, v, *ctx.saved_tensors, True)
+        _launch_qkv(grad_qkv, q, k, v, *ctx.saved_tensors, backward=True)
         return grad_qkv, None, None
-
-    @staticmethod
-    def launch(qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> None:
-        batch, seq, kv_heads, members, head_size = qkv.shape
-        slots = kv_heads * members
-        options = launch_options(slots, head_size)
-        grid = (batch * seq, triton.cdiv(slots, options["HEADS"]))
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        _rope_qkv_kernel[grid](qkv, q, k, v, cos, sin, slots, seq, *strides, GROUP=members - 2, BACKWARD=back, **options)

@@ -1,21 +1,24 @@
-"""Scaled causal softmax over attention scores, fused: one read and one write instead of scale, mask, softmax and casts.
+"""Scaled softmax of attention scores under a causal or any other mask: one read and one write instead of a scale, a mask,
+a softmax and casts.
 
-Row i of a [query, key] score matrix sees keys j <= i + key - query: the whole lower triangle when query = key, and all
-that came before when the queries are the last ones of a longer sequence.
+Row i of a causal [query, key] score matrix sees keys j <= i + key - query: the whole lower triangle when query = key, and
+all that came before when the queries are the last ones of a longer sequence. Under a mask it sees the keys that are True.
 
     forward    y[j]  = exp(s x[j] - m) / sum_j exp(s x[j] - m)   over the visible j, 0 beyond;  m = max_j s x[j]
     backward   dx[j] = s y[j] (dy[j] - sum_k dy[k] y[k])
 
-One program owns one row. It reads only what the row sees, keeps statistics in fp32, and writes the zeros beyond the
-diagonal. A row that fits in one block stays in registers between its single read and its write; a longer one is read
-twice, its maximum and sum gathered online (Milakov & Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+One program owns one row, or several short ones. It reads only what a causal row sees, keeps statistics in fp32, and writes
+the zeros beyond. A row that fits in one block stays in registers between its single read and its write; a longer one is
+read twice, its maximum and sum gathered online (Milakov & Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
 """
 
-import warnings
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
 try:
     import triton
@@ -23,35 +26,45 @@ try:
 except ImportError:  # a CPU build of torch brings no Triton
     triton = None
 
-MAX_BLOCK = 8192  # elements of a row held in registers at once
-TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 is for proofs, where fp32 statistics are too coarse
+MAX_BLOCK = 16384  # elements of a row held in registers at once
+THREADS = 128  # of a program that takes several short rows
 
 
-def causal_softmax(scores: torch.Tensor, scale: float, implementation: Literal["auto", "triton", "eager"] = "auto") -> torch.Tensor:
+def causal_softmax(scores: Tensor, scale: float, implementation: Implementation = "auto") -> Tensor:
     """Softmax of `scale * scores` over the keys that each query may see; exact zeros elsewhere.
 
     scores: [batch, heads, query, key] with query <= key, of any floating dtype; the result has its shape and dtype.
-    implementation: `auto` is Triton on CUDA tensors of at most 32 bits, eager elsewhere.
+    Scores that are not contiguous are copied first.
     Raises ValueError for a shape, dtype or device that the implementation cannot take.
     """
-    if scores.dim() != 4 or scores.shape[2] > scores.shape[3]:
-        raise ValueError(f"causal_softmax: scores are {list(scores.shape)} (right: [batch, heads, query, key] with query <= key)")
-    if implementation not in ("auto", "triton", "eager"):
-        raise ValueError(f"causal_softmax: no implementation {implementation!r} (right: auto, triton or eager)")
-    if implementation == "triton":
-        if triton is None:
-            raise ValueError("causal_softmax: Triton is not installed (right: pip install triton, or implementation='eager')")
-        if scores.dtype not in TRITON_DTYPES:
-            raise ValueError(f"causal_softmax: Triton kernel for {scores.dtype} (right: fp32, bf16 or fp16, or implementation='eager')")
-        return _CausalSoftmax.apply(scores, scale)
-    if implementation == "auto" and scores.is_cuda and scores.dtype in TRITON_DTYPES:
-        if triton is not None:
-            return _CausalSoftmax.apply(scores, scale)
-        _notice_missing_triton()
+    fits = scores.dim() == 4 and scores.shape[2] <= scores.shape[3]
+    check_shape("causal_softmax", "scores", scores, "[batch, heads, query, key] with query <= key", fits)
+    _check_floating("causal_softmax", scores)
+    if use_triton("causal_softmax", implementation, scores=scores):
+        return _Softmax.apply(scores, None, scale)
     return causal_softmax_eager(scores, scale)
 
 
-def causal_softmax_eager(scores: torch.Tensor, scale: float) -> torch.Tensor:
+def masked_softmax(scores: Tensor, mask: Tensor, scale: float, *, implementation: Implementation = "auto") -> Tensor:
+    """Softmax of `scale * scores` over the keys where `mask` is True; exact zeros elsewhere, and in rows that see nothing.
+
+    scores: as in `causal_softmax`, with any number of queries.
+    mask: bool [batch or 1, heads or 1, query or 1, key], which is read where it lies, never expanded.
+    Raises ValueError for a shape, dtype or device that the implementation cannot take.
+    """
+    check_shape("masked_softmax", "scores", scores, "[batch, heads, query, key]", scores.dim() == 4)
+    _check_floating("masked_softmax", scores)
+    fits = mask.dim() == 4 and mask.shape[3] == scores.shape[3]
+    fits = fits and all(size in (1, full) for size, full in zip(mask.shape[:3], scores.shape[:3], strict=True))
+    check_shape("masked_softmax", "mask", mask, f"{list(scores.shape)}, or 1 for any but the last", fits)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"masked_softmax: mask is {mask.dtype} (right: bool, True where a query sees a key)")
+    if use_triton("masked_softmax", implementation, scores=scores, mask=mask):
+        return _Softmax.apply(scores, mask, scale)
+    return masked_softmax_eager(scores, mask, scale)
+
+
+def causal_softmax_eager(scores: Tensor, scale: float) -> Tensor:
     """The reference: the same function in plain PyTorch, statistics in fp32 or wider; scores [batch, heads, query, key]."""
     query_size, key_size = scores.shape[-2:]
     visible = torch.ones(query_size, key_size, dtype=torch.bool, device=scores.device).tril(key_size - query_size)
@@ -59,108 +72,162 @@ def causal_softmax_eager(scores: torch.Tensor, scale: float) -> torch.Tensor:
     return wide.masked_fill(~visible, float("-inf")).softmax(-1).to(scores.dtype)
 
 
-@cache
-def _notice_missing_triton() -> None:
-    warnings.warn("Triton is not installed: causal_softmax runs unfused on this GPU (pip install triton)", stacklevel=3)
+def masked_softmax_eager(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The reference of `masked_softmax`, likewise."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    probabilities = wide.masked_fill(~mask, float("-inf")).softmax(-1)
+    return probabilities.masked_fill(~mask, 0.0).to(scores.dtype)  # a row that sees nothing is NaN before this
+
+
+def _check_floating(operation: str, scores: Tensor) -> None:
+    if not scores.is_floating_point():
+        raise ValueError(f"{operation}: scores are {scores.dtype} (right: a floating dtype)")
 
 
 if triton is not None:
 
     @triton.jit
     def _visible_keys(row, query_size, key_size):
-        """How many keys, from the first, this row of the flattened [batch * heads * query, key] matrix sees."""
-        return (row % query_size + key_size - query_size + 1).to(tl.int32)
+        """How many keys, from the first, these rows of the flattened causal [batch * heads * query, key] matrix see."""
+        return row % query_size + key_size - query_size + 1
+
+    @triton.jit
+    def _load_limit(visible, key_size):
+        """Where loads end: at a multiple of 16 beyond the visible keys, for a ragged end would forbid 16-byte loads."""
+        return tl.minimum((visible + 15) // 16 * 16, key_size)
+
+    @triton.jit
+    def _load_scaled(scores, mask, key, visible, limit, in_rows, scale):
+        """s x of these keys, -inf where it is not seen; and where it is."""
+        inside = in_rows & (key < limit)
+        x = tl.load(scores + key, mask=inside, other=0.0).to(tl.float32) * scale
+        if mask is None:
+            seen = in_rows & (key < visible)
+        else:
+            seen = tl.load(mask + key, mask=inside, other=0) != 0
+        return tl.where(seen, x, float("-inf")), seen
 
     @triton.jit
     def _forward_kernel(
-        scores, probabilities, scale, query_size, key_size,
-        BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+        scores, mask, probabilities, scale, rows, heads, query_size, key_size, batch_stride, head_stride, query_stride,
+        ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)  # times key_size, it passes 2^31 at ordinary sizes
-        visible = _visible_keys(row, query_size, key_size)
-        scores += row * key_size
-        probabilities += row * key_size
-        lane = tl.arange(0, BLOCK)
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+        in_rows = row < rows
+        lane = tl.arange(0, BLOCK)[None, :]
+        offset = row.to(tl.int64) * key_size  # passes 2^31 at ordinary sizes
+        scores += offset
+        probabilities += offset
+        if mask is None:
+            visible = _visible_keys(row, query_size, key_size)
+            limit = _load_limit(visible, key_size)
+            end = tl.max(visible)
+        else:
+            head = row // query_size
+            mask += (head // heads).to(tl.int64) * batch_stride + (head % heads).to(tl.int64) * head_stride
+            mask += (row % query_size).to(tl.int64) * query_stride
+            visible, limit, end = key_size, key_size, key_size
         if ONE_BLOCK:
-            x = tl.load(scores + lane, mask=lane < visible, other=float("-inf")).to(tl.float32) * scale
-            numerator = tl.exp(x - tl.max(x, 0))
-            y = tl.where(lane < visible, numerator / tl.sum(numerator, 0), 0.0)
-            tl.store(probabilities + lane, y, mask=lane < key_size)
+            x, seen = _load_scaled(scores, mask, lane, visible, limit, in_rows, scale)
+            numerator = tl.exp(x - tl.max(x, 1)[:, None])
+            y = tl.where(seen, numerator * (1.0 / tl.sum(numerator, 1)[:, None]), 0.0)
+            tl.store(probabilities + lane, y, mask=in_rows & (lane < key_size))
         else:
             # Starting from the least finite number, not -inf, a first block of -inf scores gives exp(-inf) = 0 and no NaN.
-            maximum = tl.full((), -3.4028234663852886e38, tl.float32)
-            total = tl.full((), 0.0, tl.float32)
-            for start in range(0, visible, BLOCK):
-                key = start + lane
-                x = tl.load(scores + key, mask=key < visible, other=float("-inf")).to(tl.float32)
-                x = tl.where(key < visible, x * scale, float("-inf"))
+            maximum = tl.full((ROWS,), -3.4028234663852886e38, tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, end, BLOCK):
+                x, seen = _load_scaled(scores, mask, start + lane, visible, limit, in_rows, scale)
                 previous = maximum
-                maximum = tl.maximum(previous, tl.max(x, 0))
-                total = total * tl.exp(previous - maximum) + tl.sum(tl.exp(x - maximum), 0)
+                maximum = tl.maximum(previous, tl.max(x, 1))
+                total = total * tl.exp(previous - maximum) + tl.sum(tl.exp(x - maximum[:, None]), 1)
+            inverse = (1.0 / total)[:, None]
             for start in range(0, key_size, BLOCK):
-                key = start + lane
-                x = tl.load(scores + key, mask=key < visible, other=0.0).to(tl.float32) * scale
-                y = tl.where(key < visible, tl.exp(x - maximum) / total, 0.0)
-                tl.store(probabilities + key, y, mask=key < key_size)
+                x, seen = _load_scaled(scores, mask, start + lane, visible, limit, in_rows, scale)
+                y = tl.where(seen, tl.exp(x - maximum[:, None]) * inverse, 0.0)
+                tl.store(probabilities + start + lane, y, mask=in_rows & (start + lane < key_size))
 
     @triton.jit
     def _backward_kernel(
-        probabilities, grad_output, grad_scores, scale, query_size, key_size,
-        BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+        probabilities, grad_output, grad_scores, scale, rows, query_size, key_size,
+        CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        visible = _visible_keys(row, query_size, key_size)
-        probabilities += row * key_size
-        grad_output += row * key_size
-        grad_scores += row * key_size
-        lane = tl.arange(0, BLOCK)
-        if ONE_BLOCK:
-            y = tl.load(probabilities + lane, mask=lane < visible, other=0.0).to(tl.float32)
-            dy = tl.load(grad_output + lane, mask=lane < visible, other=0.0).to(tl.float32)
-            dx = scale * y * (dy - tl.sum(dy * y, 0))
-            tl.store(grad_scores + lane, dx, mask=lane < key_size)
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+        in_rows = row < rows
+        lane = tl.arange(0, BLOCK)[None, :]
+        offset = row.to(tl.int64) * key_size
+        probabilities += offset
+        grad_output += offset
+        grad_scores += offset
+        if CAUSAL:
+            visible = _visible_keys(row, query_size, key_size)
+            limit = _load_limit(visible, key_size)
+            end = tl.max(visible)
         else:
-            inner = tl.full((), 0.0, tl.float32)
-            for start in range(0, visible, BLOCK):
+            visible, limit, end = key_size, key_size, key_size
+        if ONE_BLOCK:
+            inside = in_rows & (lane < limit)
+            y = tl.load(probabilities + lane, mask=inside, other=0.0).to(tl.float32)
+            dy = tl.load(grad_output + lane, mask=inside, other=0.0).to(tl.float32)
+            dy = tl.where(lane < visible, dy, 0.0)  # a gradient of the zeros beyond, were it infinite, must not count
+            dx = scale * y * (dy - tl.sum(dy * y, 1)[:, None])
+            tl.store(grad_scores + lane, dx, mask=in_rows & (lane < key_size))
+        else:
+            inner = tl.zeros((ROWS,), tl.float32)
+            for start in range(0, end, BLOCK):
                 key = start + lane
-                y = tl.load(probabilities + key, mask=key < visible, other=0.0).to(tl.float32)
-                dy = tl.load(grad_output + key, mask=key < visible, other=0.0).to(tl.float32)
-                inner += tl.sum(dy * y, 0)
+                y = tl.load(probabilities + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+                dy = tl.load(grad_output + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+                inner += tl.sum(tl.where(key < visible, dy, 0.0) * y, 1)
             for start in range(0, key_size, BLOCK):
                 key = start + lane
-                y = tl.load(probabilities + key, mask=key < visible, other=0.0).to(tl.float32)
-                dy = tl.load(grad_output + key, mask=key < visible, other=0.0).to(tl.float32)
-                tl.store(grad_scores + key, scale * y * (dy - inner), mask=key < key_size)
+                y = tl.load(probabilities + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+                dy = tl.load(grad_output + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+                dx = scale * y * (tl.where(key < visible, dy, 0.0) - inner[:, None])
+                tl.store(grad_scores + key, dx, mask=in_rows & (key < key_size))
 
 
-def launch_options(key_size: int) -> dict[str, Any]:
-    """Compile-time sizes of both kernels for rows of `key_size`: about 16 elements a lane, one row a program."""
+def launch_options(key_size: int, elements: int = 32) -> dict[str, Any]:
+    """Compile-time sizes for rows of `key_size`: so many elements a thread, several short rows a program."""
     block = min(triton.next_power_of_2(key_size), MAX_BLOCK)
-    return {"BLOCK": block, "ONE_BLOCK": key_size <= MAX_BLOCK, "num_warps": min(max(block // 512, 1), 16)}
+    rows = max(THREADS * elements // block, 1) if key_size <= MAX_BLOCK else 1
+    warps = min(max(rows * block // (32 * elements), 1), 16)
+    return {"ROWS": rows, "BLOCK": block, "ONE_BLOCK": key_size <= MAX_BLOCK, "num_warps": warps}
 
 
-class _CausalSoftmax(torch.autograd.Function):
-    """scores [batch, heads, query, key] -> probabilities, likewise; saves only the probabilities."""
+class _Softmax(torch.autograd.Function):
+    """(scores [batch, heads, query, key], mask or None for causal, scale) -> probabilities, likewise; saves only these."""
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         scores = scores.contiguous()
         probabilities = torch.empty_like(scores)
-        query_size, key_size = scores.shape[-2:]
+        _, heads, query_size, key_size = scores.shape
+        strides = [0, 0, 0]
+        if mask is not None:
+            mask = mask if mask.stride(3) == 1 else mask.contiguous()
+            strides = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in range(3)]
+            mask = mask.view(torch.uint8)
         if scores.numel():  # a launch of no programs is an error
-            rows = scores.numel() // key_size
-            _forward_kernel[(rows,)](scores, probabilities, scale, query_size, key_size, **launch_options(key_size))
+            rows, options = scores.numel() // key_size, launch_options(key_size)
+            with torch.cuda.device_of(scores):
+                _forward_kernel[(triton.cdiv(rows, options["ROWS"]),)](
+                    scores, mask, probabilities, float(scale), rows, heads, query_size, key_size, *strides, **options
+                )
         ctx.save_for_backward(probabilities)
-        ctx.scale = scale
+        ctx.scale, ctx.causal = float(scale), mask is None
         return probabilities
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (probabilities,) = ctx.saved_tensors
         grad_output = grads[0].contiguous()
         grad_scores = torch.empty_like(probabilities)
         query_size, key_size = probabilities.shape[-2:]
         if probabilities.numel():
-            rows = probabilities.numel() // key_size
-            _backward_kernel[(rows,)](probabilities, grad_output, grad_scores, ctx.scale, query_size, key_size, **launch_options(key_size))
-        return grad_scores, None
+            rows, options = probabilities.numel() // key_size, launch_options(key_size, elements=16)
+            _backward_kernel[(triton.cdiv(rows, options["ROWS"]),)](
+                probabilities, grad_output, grad_scores, ctx.scale, rows, query_size, key_size, CAUSAL=ctx.causal, **options
+            )
+        return grad_scores, None, None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
@@ -91,11 +92,13 @@ class _SwiGLU(torch.autograd.Function):
         options = launch_options(features)
         y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
         blocks = triton.cdiv(features, options["BLOCK"])
-        _forward_kernel[(triton.cdiv(rows, options["ROWS"]) * blocks,)](x, y, rows, features, x.stride(0), blocks, **options)
+        with torch.cuda.device_of(x):
+            _forward_kernel[(triton.cdiv(rows, options["ROWS"]) * blocks,)](x, y, rows, features, x.stride(0), blocks, **options)
         ctx.save_for_backward(x)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         grad_y = grads[0] if grads[0].stride(1) == 1 else grads[0].contiguous()
@@ -103,5 +106,6 @@ class _SwiGLU(torch.autograd.Function):
         grad_x = torch.empty((rows, 2 * features), dtype=x.dtype, device=x.device)
         blocks = triton.cdiv(features, options["BLOCK"])
         grid = (triton.cdiv(rows, options["ROWS"]) * blocks,)
-        _backward_kernel[grid](x, grad_y, grad_x, rows, features, x.stride(0), grad_y.stride(0), blocks, **options)
+        with torch.cuda.device_of(x):
+            _backward_kernel[grid](x, grad_y, grad_x, rows, features, x.stride(0), grad_y.stride(0), blocks, **options)
         return grad_x

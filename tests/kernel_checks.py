@@ -8,7 +8,8 @@ import importlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,22 @@ def with_fault(module_name: str, right: str, wrong: str, check: Callable[..., An
         finally:
             vars(module).clear()
             vars(module).update(healthy)
+
+
+@contextmanager
+def launches() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """The name and keyword arguments (block sizes, …) of every Triton kernel launched meanwhile: which path really ran."""
+    from triton.runtime.jit import KernelInterface
+
+    log: list[tuple[str, dict[str, Any]]] = []
+
+    def launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            log.append((kernel.fn.__name__, options))
+            return kernel.run(*args, grid=grid, warmup=False, **options)
+
+        return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelInterface, "__getitem__", launcher)
+        yield log
