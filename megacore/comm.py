@@ -71,6 +71,20 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return out
 
 
+def reduce_scatter_inside(x: Tensor, group: Group) -> Work:
+    """Begins to sum `[size · n]` over the group; this rank's `[n]` of it then holds the sum, the rest nothing of use."""
+    if group.process_group is None:
+        return Done()
+    return _reduce_scatter(own_part(x, group), x, group=group.process_group, async_op=True)
+
+
+def all_gather_inside(x: Tensor, group: Group) -> Work:
+    """Begins to fill `[size · n]` with every rank's own `[n]` of it."""
+    if group.process_group is None:
+        return Done()
+    return _all_gather(x, own_part(x, group), group=group.process_group, async_op=True)
+
+
 def own_part(x: Tensor, group: Group) -> Tensor:
     """This rank's `[n, …]` of a replicated `[size · n, …]` (a view)."""
     return x if group.size == 1 else x.chunk(group.size)[group.rank]

@@ -78,7 +78,7 @@ def random_run(folder: Path, data: dict[str, Any] | None = None, **model: Any) -
         for name, parameter in stage.named_parameters():
             shard = Shard(tuple(parameter.shape), dim=0, index=index, count=2)
             slices[f"model/{name}"] = parameter.data[shard.start :][: shard.local_shape[0]], shard
-        save(folder / "checkpoints", 3, slices, state, rank=index, world=2, writes=True, barrier=barrier.wait, keep=1)
+        save(folder / "checkpoints", 3, slices, state, rank=index, world=2, barrier=barrier.wait, keep=1)
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(rank, range(2)))

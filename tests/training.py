@@ -71,4 +71,4 @@ def write_weights(folder: Path, config: Config) -> Path:
     """A checkpoint that holds a model's first weights and no run, as an import leaves it; returns the step's folder."""
     weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in whole_model(config).named_parameters()}
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
-    return checkpoint.save(folder, 0, weights, state, rank=0, world=1, writes=True, barrier=lambda: None, keep=1)
+    return checkpoint.save(folder, 0, weights, state, rank=0, world=1, barrier=lambda: None, keep=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import DTYPE_CODES, DTYPES, MANIFEST, Manifest, Slice, overlap, read_manifest
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
+from megacore.tensor_parallel.shard import Box, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Reader:
         """The logical tensors, in the order of their names."""
         return sorted(self.manifest.tensors)
 
-    def read(self, name: str, shard: Shard) -> Tensor:
+    def read(self, name: str, shard: Box | Shard) -> Tensor:
         """The slice of tensor `name` that `shard` describes, on the CPU, in the dtype it was saved in.
 
         Raises:
@@ -65,7 +65,7 @@ class Reader:
         return out
 
     @torch.no_grad()
-    def read_into(self, name: str, shard: Shard, out: Tensor) -> None:
+    def read_into(self, name: str, shard: Box | Shard, out: Tensor) -> None:
         """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which may be a parameter."""
         self.check(name, shard.global_shape)
         assert out.shape == shard.local_shape, f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,22 @@ import megacore
 from megacore.checkpoint.manifest import DTYPE_CODES, FORMAT_VERSION, MANIFEST, Index, Logical, Manifest, Slice
 from megacore.checkpoint.read import Reader, checkpoints_in
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
+from megacore.tensor_parallel.shard import Box, Shard, logical_name
 
 logger = logging.getLogger(__name__)
 
-LocalTensor = tuple[Tensor, Shard]  # this rank's piece, and where it stands in the logical tensor
+LocalTensor = tuple[Tensor, Box | Shard]  # this rank's piece, and where it stands in the logical tensor
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in its order
 
 
 def save(
     directory: Path,
     step: int,
-    tensors: dict[str, LocalTensor],
+    tensors: Mapping[str, LocalTensor],
     state: dict[str, Any],
     *,
     rank: int,
     world: int,
-    writes: bool,
     barrier: Callable[[], None],
     keep: int,
 ) -> Path:
@@ -45,9 +44,8 @@ def save(
 
     Args:
         directory: the run's checkpoints folder, on a file system that all ranks share.
-        tensors: this rank's pieces by logical name. Those whose shard is not `counted` are another rank's to write.
+        tensors: this rank's pieces by logical name (see `shard.piece_key`). Those not `counted` are another rank's to write.
         state: JSON values (step, samples, seed, …; `model`: the config's model section). Rank 0's is written.
-        writes: False on ranks that hold a copy of what another rank writes (data ranks beyond the first).
         barrier: waits for all `world` ranks.
         keep: whole checkpoints to keep, this one among them; older ones are deleted.
 
@@ -63,7 +61,7 @@ def save(
                 shutil.rmtree(leftover)
             partial.mkdir(parents=True)
         barrier()
-        own = {name: piece for name, piece in tensors.items() if writes and piece[1].counted}
+        own = {name: piece for name, piece in tensors.items() if piece[1].counted}
         for name, (tensor, shard) in own.items():
             assert tensor.shape == shard.local_shape, f"{name}: {tuple(tensor.shape)} is not the slice {shard.local_shape}"
         # Widest dtype first: every tensor is then aligned, as readers that map the file expect.
@@ -116,17 +114,18 @@ def pack(layout: Layout, file_bytes: int) -> list[list[str]]:
     return files
 
 
-def _write_rank(folder: Path, rank: int, pieces: dict[str, tuple[torch.dtype, Shard]], tensors: Iterator[Tensor]) -> None:
+def _write_rank(folder: Path, rank: int, pieces: Mapping[str, tuple[torch.dtype, Box | Shard]], tensors: Iterator[Tensor]) -> None:
     """Write a rank's slices and its index. A rank without any leaves an empty index, so that a lost one is noticed."""
     file = folder / f"rank_{rank:05d}.safetensors"
-    entries = {}
-    for name, (dtype, shard) in pieces.items():
-        if prod(shard.local_shape) > 0:  # a rank beyond the end of a size that does not divide holds nothing
-            piece = Slice(file=file.name, key=name, offset=shard.offset, shape=shard.local_shape)
-            entries[name] = Logical(shape=shard.global_shape, dtype=str(dtype).removeprefix("torch."), slices=[piece])
+    entries: dict[str, Logical] = {}
+    for key, (dtype, box) in pieces.items():
+        if prod(box.local_shape) > 0:  # a rank beyond the end of a size that does not divide holds nothing
+            entry = Logical(shape=box.global_shape, dtype=str(dtype).removeprefix("torch."), slices=[])
+            piece = Slice(file=file.name, key=key, offset=box.offset, shape=box.local_shape)
+            entries.setdefault(logical_name(key), entry).slices.append(piece)
     files = {}
     if entries:
-        layout = {name: (dtype, shard.local_shape) for name, (dtype, shard) in pieces.items()}
+        layout = {key: (dtype, box.local_shape) for key, (dtype, box) in pieces.items()}
         files[file.name] = write_safetensors(file, layout, tensors)
     _write_json(_index(folder, rank), Index(files=files, tensors=entries))
 

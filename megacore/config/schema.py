@@ -151,6 +151,9 @@ class Checkpoint(Section):
 class Engine(Section):
     kind: Literal["native", "deepspeed", "fsdp"] = "native"
     config: str | dict[str, Any] | None = Field(None, description="deepspeed: a ds_config as an object or a file's path")
+    shard_optimizer: bool = Field(
+        False, description="native: each data rank keeps and updates a part of the optimizer's state only (ZeRO stage 1)"
+    )
     bucket_mib: Positive = Field(25.0, description="size of a gradient bucket, reduced as a whole, in MiB of fp32")
 
 

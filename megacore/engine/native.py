@@ -1,4 +1,10 @@
-"""The native engine: every data rank holds whole optimizer state, gradients are summed in fp32, AdamW steps."""
+"""The native engine: gradients are summed in fp32, AdamW steps; its state is whole on every data rank, or a part of it on each.
+
+With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) a step moves as many bytes as without: gradients are
+reduce-scattered while backward runs, each rank updates its part, and the parameters are gathered while the next forward runs.
+"""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -6,12 +12,13 @@ from torch.autograd.graph import GradientEdge
 
 from megacore.comm import all_reduce
 from megacore.config import Config
+from megacore.engine.gather import ParameterGatherer
 from megacore.engine.optimizer import ALIGNMENT, AdamW, LossScale, fill_buffers
 from megacore.engine.protocol import StepStatistics
 from megacore.engine.reduce import GradientReducer
-from megacore.mesh import Mesh
+from megacore.mesh import SOLO, Mesh
 from megacore.model.gpt import Stage
-from megacore.tensor_parallel.shard import Shard
+from megacore.tensor_parallel.shard import Box, piece_key
 
 
 class NativeEngine:
@@ -19,15 +26,17 @@ class NativeEngine:
 
     def __init__(self, config: Config, stage: Stage, mesh: Mesh) -> None:
         self.mesh, self.clip = mesh, config.optim.grad_clip
-        self.buffers = fill_buffers(stage)
-        self.reducer = GradientReducer(self.buffers, mesh.dp, mesh.tp, config.engine.bucket_mib)
+        self.sharded = config.engine.shard_optimizer and mesh.dp.size > 1
+        tied = "embedding.weight" if mesh.tied is not None else None
+        self.buffers = fill_buffers(stage, config.engine.bucket_mib, mesh.dp if self.sharded else SOLO, tied)
+        self.reducer = GradientReducer(self.buffers, mesh.dp, mesh.tp)
+        self.gatherer = ParameterGatherer(stage, self.buffers, mesh.dp) if self.sharded else None
         self.optimizer = AdamW(self.buffers, config.optim)
         # Gradients are of the mean over the global batch; the scale starts where its microbatches' own would be 2^16.
         microbatches = config.train.global_batch_size // config.train.micro_batch_size
         self.loss_scale = LossScale(config.train.precision == "fp16", 2.0**16 * microbatches, mesh.device)
         self.skipped = torch.zeros((), device=mesh.device, dtype=torch.float64)
         self.counted = [buffer.rows_where(lambda slot: slot.shard.counted) for buffer in self.buffers]
-        self.tied = [slot.view(b.gradients) for b in self.buffers for slot in b.slots if slot.name == "embedding.weight"]
 
     def loss_gradient(self, scale: float) -> Tensor:
         """See `Engine`."""
@@ -46,12 +55,14 @@ class NativeEngine:
     def reduce_tied(self) -> None:
         """See `Engine`."""
         assert self.mesh.tied is not None
-        for gradient in self.tied:
-            all_reduce(gradient, self.mesh.tied)
+        for buffer in self.buffers:
+            if buffer.tied:
+                for own in buffer.ranges:
+                    all_reduce(buffer.gradients[own], self.mesh.tied)
 
-    def gradients(self) -> dict[str, tuple[Tensor, Shard]]:
+    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
         """See `Engine`."""
-        return {slot.name: (slot.view(buffer.gradients), slot.shard) for buffer in self.buffers for slot in buffer.slots}
+        return self._pieces("", [[buffer.gradients[own] for own in buffer.ranges] for buffer in self.buffers])
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -60,33 +71,53 @@ class NativeEngine:
         # by 7e-4 at 16 million (measured with 2.13), and so would depend on how a layout cuts it.
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for buffer, counted in zip(self.buffers, self.counted, strict=True):
-            rows = torch.linalg.vector_norm(buffer.gradients.view(-1, ALIGNMENT), dim=1).double()
-            squares += torch.dot(rows.square_(), counted)
-        return all_reduce(squares, self.mesh.model).sqrt()
+            for own in buffer.ranges:
+                rows = torch.linalg.vector_norm(buffer.gradients[own].view(-1, ALIGNMENT), dim=1).double()
+                squares += torch.dot(rows.square_(), counted[own.start // ALIGNMENT : own.stop // ALIGNMENT])
+        return all_reduce(squares, self.mesh.world if self.sharded else self.mesh.model).sqrt()
 
     @torch.no_grad()
     def step(self, lr: float) -> StepStatistics:
         """See `Engine`. A step whose gradient is not finite changes nothing but the loss scale."""
+        self.settle()
         norm = self.grad_norm() / self.loss_scale.value
         skip = (~norm.isfinite()).float()
         coefficient = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
         self.optimizer.step(lr, self.loss_scale.value / coefficient, skip)
         self.skipped += skip
         self.loss_scale.update(skip)
-        for buffer in self.buffers:
-            buffer.publish()
+        self._publish()
         self.reducer.clear()
         return StepStatistics(norm, self.skipped.clone())
 
-    def tensors(self) -> dict[str, tuple[Tensor, Shard]]:
+    def _publish(self) -> None:
+        """Lets the parameters be what the masters say, on every rank (with a sharded optimizer: by when they are used)."""
+        for buffer in self.buffers:
+            buffer.publish()
+        if self.gatherer is not None:
+            self.gatherer.start()
+
+    def settle(self) -> None:
+        """See `Engine`."""
+        if self.gatherer is not None:
+            self.gatherer.finish()
+
+    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
         """See `Engine`: for every parameter its master and both moments."""
-        named = {}
-        for i, buffer in enumerate(self.buffers):
-            first, second = self.optimizer.moments(i)
-            for slot in buffer.slots:
-                for kind, flat in (("model", buffer.master), ("adam_m", first), ("adam_v", second)):
-                    named[f"{kind}/{slot.name}"] = (slot.view(flat), slot.shard)
-        return named
+        moments = [self.optimizer.moments(i) for i in range(len(self.buffers))]
+        named = self._pieces("model/", [buffer.masters for buffer in self.buffers])
+        named |= self._pieces("adam_m/", [first for first, _ in moments])
+        return named | self._pieces("adam_v/", [second for _, second in moments])
+
+    def _pieces(self, kind: str, tensors: list[list[Tensor]]) -> dict[str, tuple[Tensor, Box]]:
+        """This rank's pieces of what `tensors` hold, for each buffer one tensor a range."""
+        pieces: dict[str, tuple[Tensor, Box]] = {}
+        for buffer, held in zip(self.buffers, tensors, strict=True):
+            for name, view, box in buffer.pieces(held):
+                # Data ranks with whole state have equal copies, of which the first is saved.
+                counted = box.counted and (self.sharded or self.mesh.dp.rank == 0)
+                pieces[piece_key(f"{kind}{name}", pieces)] = (view, replace(box, counted=counted))
+        return pieces
 
     def state(self) -> dict[str, float]:
         """See `Engine`. Reads the device."""
@@ -101,5 +132,4 @@ class NativeEngine:
         if self.loss_scale.dynamic and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.good_steps.fill_(state["good_steps"])
-        for buffer in self.buffers:
-            buffer.publish()
+        self._publish()

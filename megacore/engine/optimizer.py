@@ -1,14 +1,17 @@
 """The optimizer's side of a step without a host synchronisation: flat buffers, AdamW, loss scale, learning rate."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from megacore.config.schema import Optim
-from megacore.tensor_parallel.shard import Shard, shard_of
+from megacore.mesh import SOLO, Group
+from megacore.tensor_parallel.shard import Box, Shard, boxes_of_range, shard_of
 
 ALIGNMENT = 64  # elements: every parameter starts on a boundary that vector loads and matrix units like
 
@@ -32,33 +35,75 @@ class Slot:
 
 
 @dataclass
+class Bucket:
+    """Consecutive parameters of a buffer, reduced and gathered as one tensor."""
+
+    start: int
+    stop: int = 0
+    slots: list[Slot] = field(default_factory=list)
+
+    @property
+    def completes(self) -> int:
+        """When backward completes its last gradient."""
+        return self.slots[-1].position
+
+
+@dataclass
 class FlatBuffer:
     """Parameters that are treated alike, laid end to end, so that a step is a few operations on long tensors.
 
     The model's parameters become views of `values` (compute dtype); gradients accumulate in `gradients` (fp32, or
-    fp64); the optimizer updates `master`, which is `values` itself where that is exact enough.
+    fp64). The optimizer updates `masters`, for each of the buffer's `ranges` that this rank owns: all of it, or with a
+    sharded optimizer its part of every bucket. Masters are `values` itself where that is exact enough.
     """
 
     decay: bool
     partial: bool
+    tied: bool  # the copy of a tensor that another stage has too: alone, so that both stages cut it alike
+    share: Group  # the ranks among which every bucket is divided; of one rank: not divided
+    bucket_bytes: float
     slots: list[Slot] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
     size: int = 0
 
     def add(self, name: str, parameter: nn.Parameter, position: int) -> None:
-        self.slots.append(Slot(name, parameter, self.size, position))
+        """Lays a parameter behind the others."""
+        if not self.buckets or self.buckets[-1].stop:
+            self.buckets.append(Bucket(self.size))
+        slot = Slot(name, parameter, self.size, position)
+        self.slots.append(slot)
+        self.buckets[-1].slots.append(slot)
         self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        if (self.size - self.buckets[-1].start) * accumulation_dtype(parameter).itemsize >= self.bucket_bytes:
+            self._close()
+
+    def _close(self) -> None:
+        """Ends the last bucket on a size that divides among the ranks."""
+        bucket = self.buckets[-1]
+        unit = ALIGNMENT * self.share.size
+        self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
+        bucket.stop = self.size
+
+    def part(self, bucket: Bucket) -> slice:
+        """What this rank owns of a bucket."""
+        size = (bucket.stop - bucket.start) // self.share.size
+        return slice(bucket.start + self.share.rank * size, bucket.start + (self.share.rank + 1) * size)
 
     def allocate(self) -> None:
         """Moves the parameters into the buffer. The gaps between them stay zero."""
+        if not self.buckets[-1].stop:
+            self._close()
         first = self.slots[0].parameter
-        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(first)
         self.values = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(self.size, dtype=dtype, device=first.device)
         for slot in self.slots:
             slot.view(self.values).copy_(slot.parameter.detach())
             slot.parameter.data = slot.view(self.values)
+        self.ranges = [slice(0, self.size)] if self.share.size == 1 else [self.part(bucket) for bucket in self.buckets]
+        self.rounds = first.dtype != dtype  # whether the parameters are a rounded copy of the masters
         # Masters are made from the rounded weights: exact, and what a resumed run would see.
-        self.master = self.values if first.dtype == dtype else self.values.to(dtype)
+        self.masters = [self.values[r].to(dtype) if self.rounds else self.values[r] for r in self.ranges]
 
     def rows_where(self, condition: Callable[[Slot], bool]) -> Tensor:
         """1 for each row of `ALIGNMENT` elements that belongs to a parameter of which `condition` holds, else 0; fp64."""
@@ -68,24 +113,41 @@ class FlatBuffer:
             rows[first : first - (-slot.parameter.numel() // ALIGNMENT)] = condition(slot)
         return rows
 
-    @property
-    def rounds(self) -> bool:
-        """Whether the parameters are a rounded copy of the masters."""
-        return self.master is not self.values
-
     def publish(self) -> None:
-        """Rounds the masters into the parameters."""
+        """Rounds the masters into this rank's part of the parameters."""
         if self.rounds:
-            self.values.copy_(self.master)
+            for own, master in zip(self.ranges, self.masters, strict=True):
+                self.values[own].copy_(master)
+
+    def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor, Box]]:
+        """Of tensors that hold something for each element of `ranges`: every parameter's pieces, (name, view, place).
+
+        A parameter that this rank owns whole is one piece.
+        """
+        for own, tensor in zip(self.ranges, tensors, strict=True):
+            for slot in self.slots:
+                start, stop = max(own.start, slot.start), min(own.stop, slot.start + slot.parameter.numel())
+                if start < stop:
+                    for first, box in boxes_of_range(slot.shard, start - slot.start, stop - slot.start):
+                        begin = slot.start + first - own.start
+                        yield slot.name, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
 
 
-def fill_buffers(module: nn.Module) -> list[FlatBuffer]:
-    """Sorts a module's parameters into buffers, last parameter first: the order in which backward completes them."""
-    buffers: dict[tuple[bool, bool], FlatBuffer] = {}
+def accumulation_dtype(parameter: Tensor) -> torch.dtype:
+    """Of gradients, masters and moments."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def fill_buffers(module: nn.Module, bucket_mib: float, share: Group = SOLO, tied: str | None = None) -> list[FlatBuffer]:
+    """Sorts a module's parameters into buffers, last parameter first: the order in which backward completes them.
+
+    `share`: the ranks among which the optimizer's part is divided. `tied`: the parameter that another stage has too.
+    """
+    buffers: dict[tuple[bool, bool, bool], FlatBuffer] = {}
     for position, (name, parameter) in enumerate(reversed(list(module.named_parameters()))):
         shard = shard_of(parameter)
-        kind = (shard.decay, shard.partial)
-        buffers.setdefault(kind, FlatBuffer(*kind)).add(name, parameter, position)
+        kind = (shard.decay, shard.partial, name == tied)
+        buffers.setdefault(kind, FlatBuffer(*kind, share, bucket_mib * 2**20)).add(name, parameter, position)
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())
@@ -100,19 +162,20 @@ class AdamW:
 
     def __init__(self, buffers: list[FlatBuffer], optim: Optim) -> None:
         self.buffers = buffers
-        self.parameters = [nn.Parameter(buffer.master) for buffer in buffers]
+        self.parameters = [[nn.Parameter(master) for master in buffer.masters] for buffer in buffers]
         groups = [
-            {"params": [p], "weight_decay": optim.weight_decay if b.decay else 0.0} for b, p in zip(buffers, self.parameters, strict=True)
+            {"params": own, "weight_decay": optim.weight_decay if b.decay else 0.0} for b, own in zip(buffers, self.parameters, strict=True)
         ]
         self.inner = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
-        for buffer, parameter in zip(buffers, self.parameters, strict=True):
-            parameter.grad = buffer.gradients
-            # Made here rather than at the first step, so that a checkpoint can be read into it.
-            self.inner.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=buffer.master.device),
-                "exp_avg": torch.zeros_like(buffer.master),
-                "exp_avg_sq": torch.zeros_like(buffer.master),
-            }
+        for buffer, parameters in zip(buffers, self.parameters, strict=True):
+            for own, parameter in zip(buffer.ranges, parameters, strict=True):
+                parameter.grad = buffer.gradients[own]
+                # Made here rather than at the first step, so that a checkpoint can be read into it.
+                self.inner.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
 
     def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Updates the masters from ``gradients / scale`` (an fp64 scalar), unless `skip` (an fp32 scalar) is 1."""
@@ -120,24 +183,25 @@ class AdamW:
             group["lr"] = lr
         if self.buffers[0].gradients.dtype == torch.float64:
             # The kernel's own scale is fp32, too coarse for proofs in fp64.
-            for buffer in self.buffers:
-                buffer.gradients.div_(scale)
+            for parameter in chain.from_iterable(self.parameters):
+                assert parameter.grad is not None
+                parameter.grad.div_(scale)
             scale = torch.ones_like(scale)
         self.inner.grad_scale, self.inner.found_inf = scale.float(), skip  # type: ignore[attr-defined]
         self.inner.step()
 
-    def moments(self, index: int) -> tuple[Tensor, Tensor]:
-        """The flat first and second moments of a buffer."""
-        state = self.inner.state[self.parameters[index]]
-        return state["exp_avg"], state["exp_avg_sq"]
+    def moments(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The first and second moments of each of a buffer's ranges."""
+        states = [self.inner.state[parameter] for parameter in self.parameters[index]]
+        return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
 
     @property
     def updates(self) -> Tensor:
         """How many steps were not skipped: what bias correction counts."""
-        return self.inner.state[self.parameters[0]]["step"]
+        return self.inner.state[self.parameters[0][0]]["step"]
 
     def set_updates(self, count: float) -> None:
-        for parameter in self.parameters:
+        for parameter in chain.from_iterable(self.parameters):
             self.inner.state[parameter]["step"].fill_(count)
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megacore.tensor_parallel.shard import Shard
+from megacore.tensor_parallel.shard import Box
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Engine(Protocol):
     def reduce_tied(self) -> None:
         """Sums the gradients of the embeddings that the first and the last stage share."""
 
-    def gradients(self) -> dict[str, tuple[Tensor, Shard]]:
-        """The gradients by parameter name, as they are live: after the reductions and before `step`, the global sums.
+    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
+        """This rank's pieces of the gradients by parameter name (see `shard.piece_key`), live: between the reductions and
+        `step`, of the global sums.
 
         For proofs and diagnosis; under fp16 they carry the loss scale.
         """
@@ -41,8 +42,12 @@ class Engine(Protocol):
     def step(self, lr: float) -> StepStatistics:
         """Clips by the global norm, updates the parameters, and clears the gradients."""
 
-    def tensors(self) -> dict[str, tuple[Tensor, Shard]]:
-        """Everything a checkpoint holds, by logical name; the tensors are live: copying into them restores."""
+    def settle(self) -> None:
+        """Waits for what `step` left under way; before parameters are read by other than the stage, and before the end."""
+
+    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+        """This rank's pieces of everything a checkpoint holds, by logical name (see `shard.piece_key`); the tensors are live:
+        copying into them restores."""
 
     def state(self) -> dict[str, float]:
         """The numbers beside the tensors."""

@@ -1,24 +1,11 @@
 """Bucketed gradient accumulation and reduction, overlapped with the last microbatch's backward."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from megacore.comm import Work, all_reduce, all_reduce_start
-from megacore.engine.optimizer import FlatBuffer, Slot
+from megacore.comm import Work, all_reduce, all_reduce_start, reduce_scatter_inside
+from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
 from megacore.mesh import Group
-
-
-@dataclass
-class Bucket:
-    """Consecutive parameters of a buffer whose gradients are reduced as one tensor."""
-
-    gradients: Tensor
-    partial: bool
-    members: int = 0
-    completes: int = 0  # when backward reaches its last member
-    ready: int = 0
 
 
 class GradientReducer:
@@ -26,27 +13,20 @@ class GradientReducer:
 
     Buckets start in one fixed order on every rank (collectives must match), that in which backward completes them:
     one that is completed late must not hold up the others. Buckets of partial gradients need the tensor ranks first and go last.
+    Where the optimizer is shared, a bucket is reduce-scattered: a rank then has the sum of the part that it updates alone.
     """
 
-    def __init__(self, buffers: list[FlatBuffer], dp: Group, tp: Group, bucket_mib: float) -> None:
+    def __init__(self, buffers: list[FlatBuffer], dp: Group, tp: Group) -> None:
         self.buffers, self.dp, self.tp = buffers, dp, tp
-        self.buckets: list[Bucket] = []
+        self.buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        self.buckets.sort(key=lambda pair: (pair[0].partial, pair[1].completes))
+        self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete
         self.armed, self.next = False, 0
         self.work: list[Work] = []
-        for buffer in buffers:
-            limit = int(bucket_mib * 2**20 / buffer.gradients.element_size())
-            first = 0
-            for i, slot in enumerate(buffer.slots):
-                stop = buffer.slots[i + 1].start if i + 1 < len(buffer.slots) else buffer.size
-                if first == slot.start:
-                    self.buckets.append(Bucket(buffer.gradients[first:stop], buffer.partial))
-                bucket = self.buckets[-1]
-                bucket.gradients = buffer.gradients[first:stop]
-                bucket.members, bucket.completes = bucket.members + 1, slot.position
+        for buffer, bucket in self.buckets:
+            for slot in bucket.slots:
                 self._watch(buffer, slot, bucket)
-                if stop - first >= limit:
-                    first = stop
-        self.buckets.sort(key=lambda bucket: (bucket.partial, bucket.completes))
+        self._rearm()
 
     def _watch(self, buffer: FlatBuffer, slot: Slot, bucket: Bucket) -> None:
         target = slot.view(buffer.gradients)
@@ -60,10 +40,14 @@ class GradientReducer:
                 target.add_(parameter.grad)
                 parameter.grad = None
             if self.armed:
-                bucket.ready += 1
+                self.waiting_for[id(bucket)] -= 1
                 self._start_ready()
 
         slot.parameter.register_post_accumulate_grad_hook(accumulated)
+
+    def _rearm(self) -> None:
+        self.armed, self.next = False, 0
+        self.waiting_for = {id(bucket): len(bucket.slots) for _, bucket in self.buckets}
 
     def arm(self) -> None:
         """From here on a completed gradient is final: buckets may start."""
@@ -71,24 +55,26 @@ class GradientReducer:
 
     def _start_ready(self) -> None:
         while self.next < len(self.buckets):
-            bucket = self.buckets[self.next]
-            if bucket.partial or bucket.ready < bucket.members:
+            buffer, bucket = self.buckets[self.next]
+            if buffer.partial or self.waiting_for[id(bucket)]:
                 return
-            self.work.append(all_reduce_start(bucket.gradients, self.dp))
+            self._start(buffer, bucket)
             self.next += 1
+
+    def _start(self, buffer: FlatBuffer, bucket: Bucket) -> None:
+        gradients = buffer.gradients[bucket.start : bucket.stop]
+        if buffer.partial:
+            all_reduce(gradients, self.tp)
+        self.work.append((all_reduce_start if buffer.share.size == 1 else reduce_scatter_inside)(gradients, self.dp))
 
     def finish(self) -> None:
         """Starts what is left and waits until every gradient is the global sum."""
-        for bucket in self.buckets[self.next :]:
-            if bucket.partial:
-                all_reduce(bucket.gradients, self.tp)
-            self.work.append(all_reduce_start(bucket.gradients, self.dp))
+        for buffer, bucket in self.buckets[self.next :]:
+            self._start(buffer, bucket)
         for work in self.work:
             work.wait()
         self.work.clear()
-        self.armed, self.next = False, 0
-        for bucket in self.buckets:
-            bucket.ready = 0
+        self._rearm()
 
     @torch.no_grad()
     def clear(self) -> None:

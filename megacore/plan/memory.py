@@ -3,7 +3,7 @@
 Counted are parameters, gradients, optimizer state and the activations that wait for their backward. Not counted are
 what CUDA, NCCL and the allocator keep for themselves and short-lived buffers: leave a tenth of the device or more.
 
-Bytes a parameter (nothing is split over the data-parallel ranks):
+Bytes a parameter (with `engine.shard_optimizer` the data ranks divide master weights and moments among themselves, and nothing else):
 
 | precision   | parameter | gradient | master weight | two moments | together |
 |-------------|-----------|----------|---------------|-------------|----------|
@@ -107,9 +107,11 @@ def stage_activations(config: Config) -> list[int]:
 
 def stage_memory(config: Config) -> list[StageMemory]:
     """The memory of every stage of a resolved config."""
-    precision = config.train.precision
+    precision, data = config.train.precision, config.parallel.data
+    assert isinstance(data, int)
+    shares = data if config.engine.shard_optimizer else 1
     return [
-        StageMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * OPTIMIZER_BYTES[precision], activations)
+        StageMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * OPTIMIZER_BYTES[precision] // shares, activations)
         for n, activations in zip(stage_parameters(config), stage_activations(config), strict=True)
     ]
 

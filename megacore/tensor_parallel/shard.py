@@ -4,8 +4,9 @@ Initialisation, checkpoints, gradient norms and verification are all driven by i
 them knows how a layer was split.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 
 import torch
@@ -99,6 +100,16 @@ def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tupl
         moved = tuple(o + base for o, base in zip(offset, piece.offset, strict=True))
         yield done, Box(piece.global_shape, moved, shape, piece.counted)
         done += prod(shape)
+
+
+def piece_key(name: str, taken: Container[str]) -> str:
+    """A name for another piece of the logical tensor `name`: the name itself, then with #2, #3, …"""
+    return next(key for n in count(1) if (key := name if n == 1 else f"{name}#{n}") not in taken)
+
+
+def logical_name(key: str) -> str:
+    """The logical tensor of a piece."""
+    return key.partition("#")[0]
 
 
 def new_parameter(shard: Shard, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

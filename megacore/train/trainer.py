@@ -17,6 +17,7 @@ from megacore.model.gpt import Stage
 from megacore.pipeline import schedule
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Runtime
+from megacore.tensor_parallel.shard import logical_name
 from megacore.train.evaluation import evaluate
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
@@ -53,7 +54,9 @@ class Trainer:
     def run(self) -> int:
         """Trains from the step after the last checkpoint's to `train.steps`; returns the exit status."""
         try:
-            return self.train()
+            status = self.train()
+            self.engine.settle()
+            return status
         finally:
             self.logs.close()  # gives the terminal back: a failure's reason comes last
 
@@ -187,7 +190,6 @@ class Trainer:
             state,
             rank=self.mesh.place.rank,
             world=self.mesh.place.world_size,
-            writes=self.mesh.dp_rank == 0,
             barrier=self.mesh.barrier,
             keep=config.checkpoint.keep,
         )
@@ -201,9 +203,9 @@ class Trainer:
         if not whole and not weights:
             return 0
         reader = checkpoint.Reader(Path(whole or weights))
-        for name, (tensor, shard) in self.engine.tensors().items():
-            if whole or name.startswith(WEIGHTS):
-                reader.read_into(name, shard, tensor)
+        for key, (tensor, box) in self.engine.tensors().items():
+            if whole or key.startswith(WEIGHTS):
+                reader.read_into(logical_name(key), box, tensor)
         # Which also rounds the weights just read into the parameters that compute.
         self.engine.load_state(reader.state["engine"] if whole else self.engine.state())
         if not whole:

@@ -74,13 +74,13 @@ def against_reference(layout: Records, reference: Records) -> list[Difference]:
     found = []
     for rank, (tensors, places) in enumerate(zip(layout.ranks, layout.places, strict=True)):
         for key, tensor in tensors.items():
-            kind = key.partition("|")[0]
             offset, shape = places[key]
-            if key not in whole or tuple(shape) != whole[key].shape:
+            expected = whole.get(logical(key))
+            if expected is None or tuple(shape) != expected.shape:
                 found.append(difference(key, rank, math.inf))
                 continue
-            cut = whole[key][tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))]
-            scale = max(rms(whole[key]), NOTHING * largest[kind])
+            cut = expected[tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))]
+            scale = max(rms(expected), NOTHING * largest[key.partition("|")[0]])
             found.append(difference(key, rank, relative(tensor - cut, scale)))
     return found + figures(layout, reference.figures[0])
 
@@ -97,9 +97,14 @@ def rank_by_rank(ours: Records, theirs: Records) -> list[Difference]:
     return found + figures(ours, theirs.figures[0])
 
 
+def logical(key: str) -> str:
+    """What the reference calls the tensor of which a rank has a piece (`shard.piece_key` numbers several)."""
+    return key.partition("#")[0]
+
+
 def difference(key: str, rank: int, relative: float) -> Difference:
     """Of the tensor that a record holds under `key`."""
-    when, _, name = key.partition("|")
+    when, _, name = logical(key).partition("|")
     kind, _, step = when.partition(" ")
     return Difference(kind, int(step), name, rank, relative)
 
@@ -121,9 +126,10 @@ def missing(layout: Records, reference: Records) -> list[str]:
     for key, whole in reference.ranks[0].items():
         covered = np.zeros(whole.shape, dtype=bool)
         for tensors, places in zip(layout.ranks, layout.places, strict=True):
-            if key in tensors:
-                start = places[key][0]
-                covered[tuple(slice(s, s + size) for s, size in zip(start, tensors[key].shape, strict=True))] = True
+            for piece, tensor in tensors.items():
+                if logical(piece) == key:
+                    start = places[piece][0]
+                    covered[tuple(slice(s, s + size) for s, size in zip(start, tensor.shape, strict=True))] = True
         if not covered.all():
             lacking.append(difference(key, 0, math.inf).describe())
     return lacking

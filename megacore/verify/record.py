@@ -1,20 +1,24 @@
 """What a run computes, tensor by tensor, in one file a rank."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megacore.checkpoint.weights import WEIGHTS
 from megacore.comm import all_reduce
 from megacore.config import load
 from megacore.engine.optimizer import learning_rate
 from megacore.mesh import Mesh, pick_device
+from megacore.model.gpt import DTYPES
 from megacore.pipeline.schedule import Action, Op
 from megacore.place import place_from_environment
 from megacore.rng import normal_slice
-from megacore.tensor_parallel.shard import Shard
+from megacore.tensor_parallel.shard import Box, Shard, logical_name, shard_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from megacore.verify.trace import Trace
@@ -31,12 +35,12 @@ class Record:
         self.places: dict[str, list[list[int]]] = {}  # offset, and the logical tensor's shape
         self.by_step: dict[str, dict[str, float]] = {}
 
-    def tensors(self, kind: str, values: dict[str, tuple[Tensor, Shard]]) -> None:
+    def tensors(self, kind: str, values: Mapping[str, tuple[Tensor, Box | Shard]]) -> None:
         """Adds this rank's pieces, copied as they are now."""
-        for name, (tensor, shard) in values.items():
+        for name, (tensor, box) in values.items():
             key = f"{kind}|{name}"
             self.held[key] = tensor.detach().clone().contiguous()
-            self.places[key] = [list(shard.offset), list(shard.global_shape)]
+            self.places[key] = [list(box.offset), list(box.global_shape)]
 
     def figures(self, step: int, loss: float | None = None, grad_norm: float | None = None, valid_loss: float | None = None) -> None:
         """Adds what is measured at a step."""
@@ -58,12 +62,14 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     mesh = Mesh(config, place, pick_device(config, place))
     trainer = Trainer(config, mesh, Inputs(config, place.rank))
     engine, stage, methods = trainer.engine, trainer.stage, trainer.runtime.methods
-    for name, parameter in stage.named_parameters():
-        held, shard = engine.tensors()[f"model/{name}"]
-        held.copy_(starting_value(name, shard, parameter.data))
+    starts_constant = {name for name, p in stage.named_parameters() if shard_of(p).init_std is None}
+    weights = {key.removeprefix(WEIGHTS): piece for key, piece in engine.tensors().items() if key.startswith(WEIGHTS)}
+    for key, (held, box) in weights.items():
+        if (name := logical_name(key)) in starts_constant:
+            held.add_(noise(name, box.global_shape, DTYPES[config.train.precision])[box_slices(box)])
     engine.load_state(engine.state())
     record = Record(out, place.rank)
-    record.tensors("parameter 0", {name: engine.tensors()[f"model/{name}"] for name, _ in stage.named_parameters()})
+    record.tensors("parameter 0", weights)
 
     plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD)}
 
@@ -83,16 +89,20 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
     record.figures(trainer.step, valid_loss=trainer.validate())
     record.close()
+    engine.settle()
     trainer.logs.close()
     mesh.close()
 
 
-def starting_value(name: str, shard: Shard, value: Tensor) -> Tensor:
-    """A parameter's value to start from, in its own dtype. Those that start constant (biases, norms) get some noise: a bias
-    of zero, or a norm of one, hides many a mistake."""
-    if shard.init_std is not None or not shard.global_shape:
-        return value
-    dim = shard.dim or 0
-    start = shard.offset[dim]
-    noise = normal_slice(("verify", name), shard.global_shape, SPREAD, dim, start, start + shard.local_shape[dim])
-    return (value.double() + noise).to(value.dtype)
+def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """What is added to a logical tensor that starts constant (a bias, a norm): zeros and ones hide many a mistake.
+
+    Rounded so that the sum is exact in `dtype`.
+    """
+    whole = normal_slice(("verify", name), shape, SPREAD, 0, 0, shape[0])
+    return ((1.0 + whole).to(dtype) - 1.0).double()
+
+
+def box_slices(box: Box | Shard) -> tuple[slice, ...]:
+    """Where a piece stands, to index the logical tensor with."""
+    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True))

@@ -20,7 +20,7 @@ from megacore.engine.optimizer import learning_rate
 from megacore.model.gpt import DTYPES, Stage, whole_model
 from megacore.rng import key_of
 from megacore.tensor_parallel.shard import Shard, shard_of
-from megacore.verify.record import Record, starting_value
+from megacore.verify.record import Record, noise
 from megacore.verify.trace import Trace
 
 
@@ -32,7 +32,9 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     train, optim = config.train, config.optim
     model = whole_model(config)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(starting_value(name, shard_of(parameter), parameter.data).to(DTYPES[rounding]))
+        parameter.data.copy_(parameter.data.to(DTYPES[rounding]))
+        if shard_of(parameter).init_std is None:
+            parameter.data.add_(noise(name, tuple(parameter.shape), DTYPES[rounding]))
     record = Record(out)
     parameters = dict(model.named_parameters())
     record.tensors("parameter 0", whole(parameters))

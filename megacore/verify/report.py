@@ -1,5 +1,6 @@
 """A proof as a table, parameters × layouts, and a verdict in words."""
 
+import sys
 from collections.abc import Iterator
 
 from rich.box import SIMPLE_HEAD
@@ -97,10 +98,9 @@ def verdict(proof: Proof) -> str:
 
 def show(proof: Proof) -> None:
     """Prints all of it."""
-    console = Console(highlight=False, soft_wrap=True)
-    width = console.width if console.is_terminal else WIDTH
-    for table in tables(proof, width):
-        console.print(table, crop=False, width=width)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+    for table in tables(proof, console.width):
+        console.print(table)
     for result in proof.results:
         if result.impossible:
             console.print(f"{result.layout.name} left out: {result.impossible}", markup=False)

@@ -15,6 +15,7 @@ from tests import training
 
 TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
 PP2 = ["parallel.pipeline=2"]
+SHARDED = ["parallel.data=2", "engine.shard_optimizer=true", "engine.bucket_mib=0.01"]
 # Dropout and a validation in between: neither may disturb the numbers behind a resumed step.
 COMMON = ["checkpoint.every=10", "model.dropout=0.1", "train.eval_every=6"]
 
@@ -48,7 +49,7 @@ def interrupted_rank(config_path: str, overrides: list[str], log_dir: str, step:
         Trainer.report = run  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("layout", "precision"), [(TP2, "fp32"), (PP2, "fp32"), (PP2, "bf16")])
+@pytest.mark.parametrize(("layout", "precision"), [(TP2, "fp32"), (PP2, "fp32"), (PP2, "bf16"), (SHARDED, "bf16")])
 def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, layout: list[str], precision: str) -> None:
     config = str(corpus / "config.json")
     overrides = [*COMMON, *layout, f"train.precision={precision}"]
@@ -60,12 +61,17 @@ def test_stopped_run_goes_on_bitwise(pool: Any, corpus: Path, tmp_path: Path, la
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
 
 
-def test_goes_on_in_another_layout(pool: Any, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(TP2, [*PP2, "parallel.data=2"]), (SHARDED, [*TP2, *PP2]), (PP2, [*SHARDED, "parallel.tensor=2"])],
+    ids=["tp2 to pp2dp2", "sharded to tp2pp2", "pp2 to sharded tp2dp2"],
+)
+def test_goes_on_in_another_layout(pool: Any, corpus: Path, tmp_path: Path, before: list[str], after: list[str]) -> None:
     config = str(corpus / "config.json")
     assert pool.run(1, training.run_rank, config, COMMON, str(tmp_path / "whole")) == [0]
-    assert pool.run(2, interrupted_rank, config, [*COMMON, *TP2], str(tmp_path / "moved"), 11, signal.SIGINT) == [STOPPED] * 2
+    assert pool.run(2, interrupted_rank, config, [*COMMON, *before], str(tmp_path / "moved"), 11, signal.SIGINT) == [STOPPED] * 2
     first = max(figures(tmp_path / "moved"))
-    assert pool.run(4, training.run_rank, config, [*COMMON, *PP2, "parallel.data=2"], str(tmp_path / "moved")) == [0] * 4
+    assert pool.run(4, training.run_rank, config, [*COMMON, *after], str(tmp_path / "moved")) == [0] * 4
     whole, moved = figures(tmp_path / "whole"), figures(tmp_path / "moved")
     assert first < 20 and moved.keys() == whole.keys()
     for step, values in whole.items():

@@ -41,7 +41,7 @@ def data_reduction_doubled() -> Any:
 )
 def data_reduction_over_tensor_ranks() -> Any:
     build = native.GradientReducer
-    return patch(native, "GradientReducer", lambda buffers, dp, tp, bucket_mib: build(buffers, tp, dp, bucket_mib))
+    return patch(native, "GradientReducer", lambda buffers, dp, tp: build(buffers, tp, dp))
 
 
 @fault(
@@ -50,18 +50,17 @@ def data_reduction_over_tensor_ranks() -> Any:
     "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
 )
 def bucket_reduced_too_early() -> Any:
-    init = reduce.GradientReducer.__init__
+    rearm = reduce.GradientReducer._rearm
 
-    def hasty(self: Any, *rest: Any) -> None:
-        init(self, *rest)
-        for bucket in self.buckets:
-            bucket.members = max(1, bucket.members - 1)
+    def hasty(self: Any) -> None:
+        rearm(self)
+        self.waiting_for = {bucket: max(1, gradients - 1) for bucket, gradients in self.waiting_for.items()}
 
     def at_once(x: Tensor, group: Any) -> comm.Done:  # else it would be a race, and missed at times
         comm.all_reduce(x, group)
         return comm.Done()
 
-    return both(patch(reduce.GradientReducer, "__init__", hasty), patch(reduce, "all_reduce_start", at_once))
+    return both(patch(reduce.GradientReducer, "_rearm", hasty), patch(reduce, "all_reduce_start", at_once))
 
 
 @fault("data ranks read the same samples", "dp2", "module embedding, its input, microbatch 1, forward")

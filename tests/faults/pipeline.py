@@ -1,5 +1,6 @@
 """Mistakes of pipelines, recomputation, gradient norm and optimizer."""
 
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -155,7 +156,7 @@ def moments_in_low_precision() -> Any:
     def rounded(self: Any, *rest: Any) -> None:
         step(self, *rest)
         for index in range(len(self.buffers)):
-            for moment in self.moments(index):
+            for moment in chain(*self.moments(index)):
                 moment.copy_(moment.float())
 
     return patch(native.AdamW, "step", rounded)

@@ -28,7 +28,7 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 
 def save_alone(directory: Path, step: int, values: dict[str, Tensor], keep: int = 9, **state: object) -> Path:
     pieces = {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in values.items()}
-    return save(directory, step, pieces, {"step": step, **state}, rank=0, world=1, writes=True, barrier=lambda: None, keep=keep)
+    return save(directory, step, pieces, {"step": step, **state}, rank=0, world=1, barrier=lambda: None, keep=keep)
 
 
 def assert_holds(path: Path, values: dict[str, Tensor]) -> None:
@@ -216,7 +216,7 @@ def test_slices_that_do_not_tile_are_not_committed(tmp_path):
     """A rank that saves one of two halves, and nobody the other: an error at the save, not at the next start."""
     half = {"w": (torch.ones(2, 3), Shard((4, 3), dim=0, index=0, count=2))}
     with pytest.raises(CheckpointError, match="tensor w has slices for 6 of its 12 elements"):
-        save(tmp_path, 1, half, {}, rank=0, world=1, writes=True, barrier=lambda: None, keep=1)
+        save(tmp_path, 1, half, {}, rank=0, world=1, barrier=lambda: None, keep=1)
     assert find_latest(tmp_path) is None
 
 

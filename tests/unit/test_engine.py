@@ -233,7 +233,7 @@ def test_learning_rate_without_room() -> None:
 
 
 def reducer_of(config: Config, stage: Stage, tp: Group = SOLO) -> GradientReducer:
-    return GradientReducer(fill_buffers(stage), SOLO, tp, config.engine.bucket_mib)
+    return GradientReducer(fill_buffers(stage, config.engine.bucket_mib), SOLO, tp)
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
@@ -243,10 +243,10 @@ def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure
     reducer = reducer_of(config, stage)
     limit = 0.01 * 2**20 / 4
     largest = max(p.numel() for p in stage.parameters())
-    assert len(reducer.buckets) > 4 and sum(b.members for b in reducer.buckets) == len(list(stage.parameters()))
-    for bucket in reducer.buckets:
-        bucket.gradients.add_(1.0)
-        assert bucket.gradients.numel() < limit + largest + 64
+    assert len(reducer.buckets) > 4 and sum(len(bucket.slots) for _, bucket in reducer.buckets) == len(list(stage.parameters()))
+    for buffer, bucket in reducer.buckets:
+        buffer.gradients[bucket.start : bucket.stop].add_(1.0)
+        assert bucket.stop - bucket.start < limit + largest + 64
     for buffer in reducer.buffers:
         assert (buffer.gradients == 1).all()
         names = [slot.name for slot in buffer.slots]
@@ -287,8 +287,9 @@ def test_buckets_start_within_the_last_backward_and_in_order(
         stage.loss(stage(inputs), inputs).backward()
     within = len(started)
     reducer.finish()
-    whole = [("data", b.gradients.data_ptr()) for b in reducer.buckets if not b.partial]
-    partial = [(kind, b.gradients.data_ptr()) for b in reducer.buckets if b.partial for kind in ("tensor", "data")]
+    starts = [(buffer.partial, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
+    whole = [("data", start) for partial, start in starts if not partial]
+    partial = [(kind, start) for partial, start in starts if partial for kind in ("tensor", "data")]
     assert len(whole) > 4 and partial
     assert started == whole + partial, "each once, in one order; partial gradients over the tensor ranks first"
     assert within == len(whole), "all of them behind backward, not after it"

@@ -1,0 +1,54 @@
+"""Gathers updated parameters from the ranks that own parts of them, while the next forward pass has already begun."""
+
+from typing import Any
+
+from torch import nn
+
+from megacore.comm import Work, all_gather_inside
+from megacore.engine.optimizer import FlatBuffer
+from megacore.mesh import Group
+from megacore.model.gpt import Stage
+
+
+class ParameterGatherer:
+    """After a step every bucket is gathered, those first that forward needs first; a module waits for its own before it runs.
+
+    Modules that wait: each block, the final norm (for the head too), and the stage for all else (embeddings, positions).
+    """
+
+    def __init__(self, stage: Stage, buffers: list[FlatBuffer], dp: Group) -> None:
+        self.dp = dp
+        # Buckets are laid out in the order of backward.
+        buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        self.buckets = sorted(buckets, key=lambda pair: -pair[1].completes)
+        self.work: list[Work | None] = [None] * len(self.buckets)
+        needs: dict[nn.Module, list[int]] = {}
+        for i, (_, bucket) in enumerate(self.buckets):
+            for module in {self._user(stage, slot.name) for slot in bucket.slots}:
+                needs.setdefault(module, []).append(i)
+        for module, wanted in needs.items():
+            module.register_forward_pre_hook(lambda module, args, wanted=wanted: self._wait(wanted))
+
+    def _user(self, stage: Stage, name: str) -> nn.Module:
+        room, _, rest = name.partition(".")
+        if stage.config.train.compile:  # a hook would break the compiled block's graph
+            return stage
+        if room == "blocks":
+            return stage.blocks[rest.partition(".")[0]]
+        return stage.norm if room in ("norm", "head") else stage
+
+    def start(self) -> None:
+        """Begins to gather every bucket."""
+        for i, (buffer, bucket) in enumerate(self.buckets):
+            self.work[i] = all_gather_inside(buffer.values[bucket.start : bucket.stop], self.dp)
+
+    def _wait(self, wanted: Any) -> None:
+        for i in wanted:
+            work = self.work[i]
+            if work is not None:
+                work.wait()
+                self.work[i] = None
+
+    def finish(self) -> None:
+        """Waits for whatever is under way."""
+        self._wait(range(len(self.work)))
