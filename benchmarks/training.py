@@ -4,10 +4,9 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from megacore.config import Config, load
-from megacore.engine.native import NativeEngine
+from megacore.engine.choose import build_engine
 from megacore.engine.optimizer import learning_rate
 from megacore.mesh import SOLO, Mesh, pick_device
 from megacore.model.gpt import DTYPES, Stage
@@ -43,7 +42,7 @@ class Training:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, mesh.device)
-        self.engine = NativeEngine(config, self.stage, mesh)
+        self.engine = build_engine(config, self.stage, mesh)
         self.runtime = Runtime(self.stage, self.engine, mesh.pp)
         parallel = config.parallel
         self.plan = schedule.build(
@@ -77,7 +76,7 @@ class LoneStage:
         config = load(path, overrides).config
         self.mesh = join(config, Place())
         self.stage = Stage(config, stage_layers(pipeline)[index], SOLO, self.mesh.device)
-        self.engine = NativeEngine(config, self.stage, self.mesh)
+        self.engine = build_engine(config, self.stage, self.mesh)
         self.batch = random_batch(config, self.mesh.device)
         tokens = config.train.micro_batch_size * config.train.seq_len
         self.hidden = torch.randn(tokens, config.model.hidden_size, dtype=DTYPES[config.train.precision])
@@ -91,11 +90,11 @@ class LoneStage:
             output = self.stage(x, microbatch.key)
             if self.stage.last:
                 output = self.stage.loss(output, microbatch.targets)
-            edge = get_gradient_edge(output)
+            root = self.engine.root(output)
             forward.append(perf_counter() - started)
             gradient = torch.full_like(output, 1e-6)
             started = perf_counter()
-            self.engine.backward(edge, gradient, last=False)
+            self.engine.backward(root, gradient, last=False)
             backward.append(perf_counter() - started)
         self.engine.step(0.0)
         return median(forward), median(backward)

@@ -61,12 +61,9 @@ def with_fault(module_name: str, right: str, wrong: str, check: Callable[..., An
     with tempfile.TemporaryDirectory() as folder:  # a file, because Triton reads the source of its kernels
         path = Path(folder) / f"{module_name}_with_fault.py"
         path.write_text(source.replace(right, wrong), encoding="utf-8")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        faulty = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(faulty)
         try:
-            vars(module).update((name, value) for name, value in vars(faulty).items() if not name.startswith("__"))
+            # In the module's own namespace, so that a check may set the module's constants for these functions too.
+            exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
             return check(*args)
         finally:
             vars(module).clear()

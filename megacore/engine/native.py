@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.comm import all_reduce
 from megacore.config import Config
@@ -42,11 +42,15 @@ class NativeEngine:
         """See `Engine`."""
         return self.loss_scale.value * scale
 
-    def backward(self, output: GradientEdge, gradient: Tensor, *, last: bool) -> None:
+    def root(self, output: Tensor) -> GradientEdge:
+        """See `Engine`."""
+        return get_gradient_edge(output)
+
+    def backward(self, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
         """See `Engine`."""
         if last:
             self.reducer.arm()
-        torch.autograd.backward([output], [gradient])
+        torch.autograd.backward([root], [gradient])
 
     def reduce_gradients(self) -> None:
         """See `Engine`."""

@@ -1,10 +1,9 @@
 """The seam between who computes gradients (the pipeline runtime) and who reduces them and steps (an engine)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from megacore.tensor_parallel.shard import Box
 
@@ -23,8 +22,11 @@ class Engine(Protocol):
     def loss_gradient(self, scale: float) -> Tensor:
         """The gradient that the loss's backward starts with: `scale`, times the loss scale under fp16."""
 
-    def backward(self, output: GradientEdge, gradient: Tensor, *, last: bool) -> None:
-        """Runs backward from a stage's output; `last` says that every gradient is complete behind it."""
+    def root(self, output: Tensor) -> Any:
+        """What `backward` will start from, without keeping the output itself in memory."""
+
+    def backward(self, root: Any, gradient: Tensor, *, last: bool) -> None:
+        """Runs backward from a stage's output, given its gradient; `last` says that every gradient is complete behind it."""
 
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold the same parameters: data ranks, and tensor ranks where partial."""

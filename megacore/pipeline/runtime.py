@@ -5,11 +5,11 @@ One runtime for every schedule and every layout: gradient accumulation on one de
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.engine.protocol import Engine
 from megacore.mesh import Group
@@ -63,7 +63,7 @@ class Runtime:
         self.loss = torch.zeros((), device=self.device, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
         self.inputs: dict[int, Tensor] = {}  # received activations, leaves of their microbatch's graph
         self.outputs: dict[int, Tensor] = {}  # to be sent, or the loss
-        self.edges: dict[int, GradientEdge] = {}
+        self.roots: dict[int, Any] = {}  # what the engine starts backward from
         self.gradients: dict[tuple[int, bool], Tensor] = {}  # (microbatch, of the output rather than the input)
         self.sending: list[tuple[dist.Work, Tensor]] = []
         actions = plan[self.pp.rank]
@@ -94,15 +94,15 @@ class Runtime:
         else:
             self.outputs[m] = output.detach()
         if self.stage.training:
-            self.edges[m] = get_gradient_edge(output)
-            self.peak_live = max(self.peak_live, len(self.edges))
+            self.roots[m] = self._engine.root(output)
+            self.peak_live = max(self.peak_live, len(self.roots))
         elif not self.stage.first:
             del self.inputs[m]
 
     def _backward(self, action: Action) -> None:
         m = action.microbatch
         gradient = self._engine.loss_gradient(self.target_weight) if self.stage.last else self.gradients.pop((m, True))
-        self._engine.backward(self.edges.pop(m), gradient.to(self.loss.dtype) if self.stage.last else gradient, last=action.last)
+        self._engine.backward(self.roots.pop(m), gradient.to(self.loss.dtype) if self.stage.last else gradient, last=action.last)
         if not self.stage.first:
             grad = self.inputs.pop(m).grad
             assert grad is not None

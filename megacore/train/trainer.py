@@ -9,7 +9,7 @@ from megacore import checkpoint
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.comm import all_reduce, broadcast_text
 from megacore.config import Config
-from megacore.engine.native import NativeEngine
+from megacore.engine.choose import build_engine
 from megacore.engine.optimizer import learning_rate
 from megacore.engine.protocol import StepStatistics
 from megacore.mesh import Mesh
@@ -39,7 +39,7 @@ class Trainer:
 
         layers = stage_layers(config)[mesh.pp_rank]
         self.stage = Stage(config, layers, mesh.tp, mesh.device)
-        self.engine = NativeEngine(config, self.stage, mesh)
+        self.engine = build_engine(config, self.stage, mesh)
         self.runtime = Runtime(self.stage, self.engine, mesh.pp)
         self.plan = schedule.build(
             config.parallel.schedule, mesh.pp.size, config.num_microbatches, config.parallel.chunks, tied=config.model.tie_embeddings

@@ -72,8 +72,8 @@ def graph_of_another_microbatch() -> Any:
 
     def oldest_first(self: Any, action: Any) -> None:
         if not self.stage.last:
-            oldest, edges = min(self.edges), self.edges
-            edges[oldest], edges[action.microbatch] = edges[action.microbatch], edges[oldest]
+            oldest, roots = min(self.roots), self.roots
+            roots[oldest], roots[action.microbatch] = roots[action.microbatch], roots[oldest]
         backward(self, action)
 
     return patch(runtime.Runtime, "_backward", oldest_first)
