@@ -63,9 +63,6 @@ def check_available(config: Config) -> None:
         raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")
     if config.engine.kind != "native":
         raise ConfigError("engine.kind", f"{config.engine.kind} is not available in this version", "native")
-    if config.engine.shard_optimizer and config.engine.kind != "native":
-        wrong = f"{config.engine.kind} divides the optimizer's state by itself"
-        raise ConfigError("engine.shard_optimizer", wrong, "false, or engine.kind=native")
     if config.engine.config is not None:
         raise ConfigError("engine.config", "only the deepspeed engine reads a ds_config", "leave it out with engine.kind=native")
     if config.checkpoint.async_:

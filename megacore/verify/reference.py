@@ -57,7 +57,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 trace.enter(index, "backward")
                 share.backward()
                 loss += share.item()
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        # What no loss depends on has no gradient, and decays all the same.
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         record.figures(step, loss, norm)
         record.tensors(f"gradient {step}", whole(gradients))

@@ -1,6 +1,7 @@
 """Makes a config small enough to prove on two cores, and keeps what could break: ratios, remainders, ties, features."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from megacore.config.schema import resolved
 from megacore.data.indexed import IndexedWriter
 from megacore.verify.layouts import Layout
 
-HEAD_SIZE = 8
+HEAD_SIZE = 4
 SEQ_LEN = 16
-MICROBATCHES = 8  # of the global batch: two a rank with four data ranks, so that accumulation is seen everywhere
+LAYERS = 4  # where the model has as many: blocks may differ by their index
+MICROBATCHES = 8  # of the global batch, at least: a pipeline of four stages fills up and empties
 
 
 def load_whole(path: str, overrides: list[str]) -> Config:
@@ -25,33 +27,41 @@ def load_whole(path: str, overrides: list[str]) -> Config:
 def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
     """The small config's sections, of which only what differs from the defaults.
 
-    Kept: every kind and flag of the model, grouping of heads, whether sizes divide by the tensor ranks and layers by
+    `layouts` are those that the user's config allows. Kept: every kind and flag of the model, grouping of heads, whether sizes divide by the tensor ranks and layers by
     the stages, ties, biases, dropout, schedule, recomputation, the optimizer's settings. Changed: sizes, and what would
     hide a difference: clipping is always active, the learning rate is there from the first step, and weights are as large as
     gives activations of the user's size.
     """
     model, train = user.model, user.train
     assert model.ffn_size is not None
-    tensor = max(layout.tensor for layout in layouts)
+    # What every layout divides.
+    tensor = math.lcm(*(layout.tensor for layout in layouts))
+    tokens = math.lcm(*(layout.tensor for layout in layouts if layout.sequence))
+    rounds = 2 * math.lcm(*(layout.data for layout in layouts))  # two microbatches a rank: accumulation is seen everywhere
     stages = max(layout.pipeline for layout in layouts)
 
-    kv_heads = tensor if user.kv_heads % tensor == 0 else min(user.kv_heads, tensor)
+    # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
+    kv_heads = tensor * min(user.kv_heads // tensor, 2)
     heads = kv_heads * min(model.num_heads // user.kv_heads, 4)
     head_size = min(user.head_size, HEAD_SIZE)
     width = model.num_heads * user.head_size
     hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
     ffn = max(tensor, -(-round(model.ffn_size / model.hidden_size * hidden) // tensor) * tensor)
-    seq_len = min(train.seq_len, SEQ_LEN)
     micro_batch = min(train.micro_batch_size, 2)
+    seq_len = min(train.seq_len, SEQ_LEN)
+    while micro_batch * seq_len % tokens:
+        seq_len += 1
+    # Rows enough for each of t ranks to have some: ceil(vocab / t) may leave none below t (t − 1).
+    rows = tensor * max(tensor, -(-64 // tensor))
     small: dict[str, dict[str, Any]] = {
         "model": {
-            "num_layers": min(model.num_layers, stages + (model.num_layers % stages > 0)),
+            "num_layers": min(model.num_layers, max(stages + (model.num_layers % stages > 0), LAYERS)),
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_size": head_size,
             "hidden_size": hidden,
             "ffn_size": ffn,
-            "vocab_size": min(model.vocab_size, 64 + model.vocab_size % tensor),
+            "vocab_size": min(model.vocab_size, rows + model.vocab_size % tensor),
             "max_positions": seq_len + (8 if user.max_positions > train.seq_len else 0),
             "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
             "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
@@ -61,7 +71,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "steps": steps,
             "seq_len": seq_len,
             "micro_batch_size": micro_batch,
-            "global_batch_size": micro_batch * MICROBATCHES,
+            "global_batch_size": micro_batch * rounds * -(-MICROBATCHES // rounds),
             "precision": precision,
             "device": "cpu",
             "compile": False,
@@ -72,7 +82,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "warmup_steps": 0,
             "lr": user.optim.lr or 1e-3,
             "min_lr": user.optim.min_lr,
-            "decay_steps": 2 * steps,
+            "decay_steps": steps - 1 if user.optim.schedule == "wsd" else 2 * steps,
             "grad_clip": 0.1 if user.optim.grad_clip else 0.0,
         },
         "data": {"train": None, "valid": None, "tokenizer": None},
@@ -110,5 +120,5 @@ def write_case(folder: Path, sections: dict[str, dict[str, Any]]) -> Path:
                 writer.write(document.astype(np.uint16))
                 writer.end_document()
     data = {name: str(folder / name) for name in lengths}
-    path.write_text(json.dumps(sections | {"data": data}), encoding="utf-8")
+    path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
     return path

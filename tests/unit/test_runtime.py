@@ -103,7 +103,7 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
     assert len(seen) == 2 * microbatches and alive == 0
     assert runtime.peak_live == peak_live(plan)[0] == (microbatches if name == "gpipe" else 1)
     assert most == 2 * runtime.peak_live
-    assert not (runtime.inputs or runtime.outputs or runtime.edges or runtime.gradients or runtime.sending)
+    assert not (runtime.inputs or runtime.outputs or runtime.roots or runtime.gradients or runtime.sending)
 
 
 def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> None:
@@ -121,7 +121,7 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     plain = whole_model(configure())
     right = sum(float(plain.loss(plain(m.inputs), m.targets).detach()) for m in batch)
     assert loss.item() == pytest.approx(right, rel=1e-13)
-    assert runtime.peak_live == 0 and not runtime.edges
+    assert runtime.peak_live == 0 and not runtime.roots
     stage.train()
     with pytest.raises(AssertionError, match="a plan with backward needs an engine"):
         runtime.run(schedule.build("1f1b", 1, 3), batch, 1.0)
