@@ -122,7 +122,26 @@ def pipeline(rounds: int, say: Say) -> Result:
     return [Ratio("pipeline=2, 8 layers", "of the simulated schedule", values, 0.8, details)], records, loads
 
 
-COMPARISONS: dict[str, Callable[[int, Say], Result]] = {"fp32": fp32, "bf16": bf16, "scaling": scaling, "pipeline": pipeline}
+def engines(rounds: int, say: Say) -> Result:
+    """Two data ranks of one thread under each engine, against the native one with whole optimizer state."""
+    native = "native"
+    settings = {native: (), "native, sharded optimizer": ("engine.shard_optimizer=true",)}
+    contenders = [
+        Contender(name, "megacore", TOKENS, ("parallel.data=2", *overrides), ranks=2) for name, overrides in settings.items()
+    ]
+    records, loads = race(contenders, CONFIG, rounds, say)
+    targets = {"native, sharded optimizer": 0.97}
+    ratios = [Ratio(name, "of native", per_round(records, name, native), targets.get(name)) for name in settings if name != native]
+    return ratios, records, loads
+
+
+COMPARISONS: dict[str, Callable[[int, Say], Result]] = {
+    "fp32": fp32,
+    "bf16": bf16,
+    "scaling": scaling,
+    "pipeline": pipeline,
+    "engines": engines,
+}
 
 
 def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:

@@ -60,6 +60,7 @@ class Training:
         self.steps += 1
         self.runtime.run(self.plan, self.batch, self.target_weight)
         self.engine.step(learning_rate(self.config.optim, self.steps, self.config.train.steps))
+        self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
         self._wait()
         return perf_counter() - started
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 from torch import Tensor
+
+from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
 try:
     import triton

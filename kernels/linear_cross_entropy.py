@@ -18,9 +18,9 @@ from torch import Tensor
 from megacore.kernels.cross_entropy import Settings, losses, losses_and_gradients
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
-SHARE = 8  # the logits' memory shrinks to one in so many, where there are tokens enough
-# Tokens of the shortest chunk. On a GPU each costs a read and a write of the fp32 gradient of w, at 8 bytes an element against
-# 6 FLOPs a token: about a fifth of a Hopper's time with 1024 tokens. A CPU computes a hundred times slower on memory ten times slower.
+SHARE = 4  # the logits' memory shrinks to one in so many, where there are tokens enough
+# Tokens of the shortest chunk. Each chunk reads and writes the fp32 gradient of w, at 8 bytes an element against 6 FLOPs a token:
+# with 1024 tokens that is a fifth of the products' time on a Hopper if nothing overlaps. A CPU is slower at products.
 SHORTEST = {"cpu": 128}
 SHORTEST_ON_GPU = 1024
 ALIGNMENT = 64  # elements: rows of logits start where vector loads and matrix units like it, whatever the vocabulary
@@ -49,7 +49,7 @@ def linear_cross_entropy(
     targets, gather, ignored, label_smoothing, z_loss, vocab_size: as in `cross_entropy`; one small collective a chunk.
     reduce: with a split vocabulary, sums the gradient of hidden ``[tokens, features]`` over the ranks, in place or not; without
         it that gradient is this rank's part, for a caller who sums it on its way further back.
-    chunk: tokens at a time, the same on every rank; by default an eighth, though no fewer than make long products.
+    chunk: tokens at a time, the same on every rank; by default a quarter, though no fewer than make long products.
     Raises ValueError for what the implementation cannot take, as `cross_entropy`.
     """
     settings = Settings(first_row, gather, ignored, label_smoothing, z_loss, vocab_size)

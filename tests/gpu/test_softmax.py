@@ -1,25 +1,28 @@
-"""The fused causal softmax on a real GPU: the interpreter's checks again, and what only a GPU can show."""
+"""The fused softmax on a real GPU: the interpreter's checks again, and what only a GPU can show."""
 
 import pytest
 import torch
 
 from megacore.kernels import softmax
-from tests.unit.test_softmax_kernel import SHAPES, TOLERANCE, check_extremes, check_strided_and_empty, error_against_fp64
+from tests.kernel_checks import TOLERANCE
+from tests.unit.test_softmax_kernel import CAUSAL, MASKED, check_extremes, check_nan, check_strided_and_empty, error_against_fp64
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(softmax.triton is None, reason="Triton is not installed"),
 ]
-TRAINING_SHAPES = [(2, 4, 1024, 1024), (1, 2, 513, 2053)]
+TRAINING_SHAPES = [(2, 4, 1024, 1024), (1, 2, 513, 2053), (1, 1, 9, softmax.MAX_BLOCK + 8), (1, 1, 3, 65536)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES + TRAINING_SHAPES, ids=str)
-def test_triton_equals_fp64(shape, dtype):
-    assert error_against_fp64("triton", "cuda", shape, dtype) < TOLERANCE[dtype]
+def test_triton_equals_fp64(dtype):
+    for shape, sizes in CAUSAL + [(shape, {}) for shape in TRAINING_SHAPES]:
+        assert error_against_fp64("triton", "cuda", shape, dtype, None, sizes) < TOLERANCE[dtype], (shape, sizes)
+    for shape, mask_shape, sizes in MASKED + [(shape, (shape[0], 1, *shape[2:]), {}) for shape in TRAINING_SHAPES]:
+        assert error_against_fp64("triton", "cuda", shape, dtype, mask_shape, sizes) < TOLERANCE[dtype], (shape, mask_shape, sizes)
 
 
-@pytest.mark.parametrize("check", [check_extremes, check_strided_and_empty])
+@pytest.mark.parametrize("check", [check_extremes, check_nan, check_strided_and_empty])
 def test_corner_cases(check):
     check("cuda")
 
@@ -28,7 +31,7 @@ def test_auto_is_fused_and_bitwise_repeatable():
     """`auto` must reach the kernel on a GPU, and training's bitwise resume needs it to repeat itself."""
     scores = torch.randn(2, 4, 257, 257, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     outputs = [softmax.causal_softmax(scores, 0.125) for _ in range(2)]
-    assert type(outputs[0].grad_fn).__name__ == "_CausalSoftmaxBackward"
+    assert type(outputs[0].grad_fn).__name__ == "_SoftmaxBackward"
     assert torch.equal(*outputs)
     grads = [torch.autograd.grad(output, scores, torch.ones_like(output))[0] for output in outputs]
     assert torch.equal(*grads)

@@ -1,0 +1,205 @@
+"""Compiles the kernels of kernels/ for GPUs that need not be there, and reads in the machine code what they will be like.
+
+Each operation runs once on meta tensors, which have shapes and no data, while launches are written down instead of made. What
+Triton would then specialise a kernel on (dtypes, divisibility by 16, ones, block sizes, warps) is what it is compiled with.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton._utils import find_paths_if, get_iterable_path
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from benchmarks.kernel_operations import OPERATIONS, Size
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+WIDE = 128  # bits of the widest load that one thread can make everywhere
+CACHE = Path(tempfile.gettempdir()) / f"megacore_kernels_{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments that it was launched with."""
+
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def source(self, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
+        """What Triton's runtime would compile for these arguments, and with which options."""
+        backend = make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, options = bind(*self.args, **self.options)
+        types = [kind for kind, _ in specialization]
+        fixed = {path: get_iterable_path(list(bound.values()), path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
+        hints = ["" if kind == "constexpr" else hint for kind, hint in specialization]
+        attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in find_paths_if(hints, lambda _, h: isinstance(h, str))}
+        signature = dict(zip((parameter.name for parameter in self.kernel.params), types, strict=True))
+        return ASTSource(self.kernel, signature, fixed, attributes), options
+
+    @property
+    def identity(self) -> str:
+        """Equal for launches that compile to the same code everywhere."""
+        sources = [self.source(target) for target in (TARGETS["sm_90"], TARGETS["gfx942"])]
+        return repr([(s.fn.cache_key, s.signature, s.constants, s.attrs, options) for s, options in sources])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The `index`-th launch of an operation at a size, to be compiled for a target; names alone, so that a process can be sent it."""
+
+    operation: str
+    size: Size
+    dtype: torch.dtype
+    index: int
+    target: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler says of a kernel."""
+
+    variant: Variant
+    kernel: str
+    warps: int
+    registers: int
+    shared: int  # bytes
+    spilled: int  # bytes a thread keeps in memory because registers did not suffice
+    load: int  # bits of the widest load from global memory
+    store: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows start where a 16-byte load may."""
+        return self.variant.size.width * self.variant.dtype.itemsize % (WIDE // 8) == 0
+
+    @property
+    def fault(self) -> str:
+        """What must not be in a tuned kernel, or nothing."""
+        if self.spilled:
+            return f"spills {self.spilled} bytes a thread"
+        if self.aligned and self.load < WIDE:
+            return f"loads {self.load} bits at most"
+        return ""
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Launches within are written down, not made."""
+    launches: list[Launch] = []
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, args, options))
+
+    made, JITFunction.run = JITFunction.run, record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = made
+
+
+def launches_of(name: str, size: Size, dtype: torch.dtype) -> list[Launch]:
+    """What an operation launches, forward and backward."""
+    operation = OPERATIONS[name]
+    inputs = operation.inputs(size, dtype, torch.device("meta"))
+    for differentiable in operation.by:
+        inputs[differentiable].requires_grad_()
+    with recorded_launches() as launches:
+        result = operation.call(inputs, "triton")
+        if operation.by:
+            results = [t for t in (result if isinstance(result, tuple) else (result,)) if t.requires_grad]
+            torch.autograd.backward(results, [torch.empty_like(t) for t in results])
+    return launches
+
+
+def variants(sizes: list[tuple[str, Size]], dtypes: list[torch.dtype], targets: list[str]) -> list[Variant]:
+    """All that there is to compile, what is compiled to the same code only once."""
+    found: dict[str, tuple[str, Size, torch.dtype, int]] = {}
+    for name, size in sizes:
+        for dtype in dtypes:
+            for index, launch in enumerate(launches_of(name, size, dtype)):
+                found.setdefault(launch.identity, (name, size, dtype, index))
+    return [Variant(*place, target) for place in found.values() for target in targets]
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    """Compiles one kernel and reads its code."""
+    launch = launches_of(variant.operation, variant.size, variant.dtype)[variant.index]
+    return inspect(variant, launch.kernel.__name__, compiled(launch, TARGETS[variant.target]))
+
+
+def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
+    """Machine code for `target`; kept in a folder of its own, under a key that names source and options."""
+    source, options = launch.source(target)
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(CACHE)
+        return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
+
+
+def inspect(variant: Variant, kernel: str, binary: CompiledKernel) -> Compiled:
+    """Registers, shared memory, spills and widths of access."""
+    cuda = "cubin" in binary.asm
+    registers, spilled = nvidia_resources(binary.asm["cubin"]) if cuda else amd_resources(binary.asm["amdgcn"])
+    load, store = (widest(binary.asm["ptx" if cuda else "amdgcn"], kind) for kind in ("load", "store"))
+    return Compiled(variant, kernel, binary.metadata.num_warps, registers, binary.metadata.shared, spilled, load, store)
+
+
+def nvidia_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes that it keeps on the stack or in local memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def amd_resources(assembly: str) -> tuple[int, int]:
+    """The same of AMD's assembly, whose spilled registers have 4 bytes."""
+    found = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", assembly)}
+    return found["vgpr_count"], 4 * found["vgpr_spill_count"]
+
+
+def widest(assembly: str, kind: str) -> int:
+    """Bits of the widest access to global memory in PTX or AMD's assembly; `kind` is load or store."""
+    short = {"load": "ld", "store": "st"}[kind]
+    bits = [int(count or 1) * int(size) for count, size in re.findall(rf"\b{short}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)", assembly)]
+    if kind == "load":  # straight into shared memory
+        bits += [8 * int(size) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^,]+, [^,]+, (?:0x)?(\d+)", assembly)]
+    for size in re.findall(rf"\b(?:global|buffer|flat)_{kind}_(\w+)", assembly):
+        number = re.search(r"\d+", size)
+        if "dword" in size:
+            bits.append(32 * int(number.group() if number else 1))
+        elif number:  # b32, d16, u16 and the like
+            bits.append(int(number.group()))
+        else:
+            bits.append(16 if "short" in size else 8)
+    return max(bits, default=0)
+
+
+def compile_all(todo: list[Variant], processes: int) -> Iterator[Compiled]:
+    """`compile_variant` of each, in order."""
+    if processes == 1:
+        yield from map(compile_variant, todo)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:  # forked, a process may inherit a lock of torch's threads
+        yield from pool.map(compile_variant, todo, chunksize=4)

@@ -1,0 +1,340 @@
+"""What there is to compile and to measure of kernels/: for each operation its inputs, its call and the bytes that it must move.
+
+One entry of `OPERATIONS` an operation: a new kernel needs a line here, and is then in the compile table, in the bandwidth
+table and in the chart.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.config import Config, load
+from megacore.kernels.cross_entropy import cross_entropy
+from megacore.kernels.dropout import bias_dropout_residual
+from megacore.kernels.gelu import bias_gelu
+from megacore.kernels.layernorm import layer_norm, rms_norm
+from megacore.kernels.linear_cross_entropy import linear_cross_entropy
+from megacore.kernels.rope import rope, rope_qkv
+from megacore.kernels.softmax import causal_softmax, masked_softmax
+from megacore.kernels.swiglu import swiglu
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+Inputs = dict[str, Any]  # tensors, lists of tensors, and numbers, by name
+EPS, SCALE, PROBABILITY, KEY = 1e-5, 0.125, 0.1, 0x1234567_89ABCDEF
+MODELS = ("gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b", "llama_8b", "gpt_175b")  # of configs/
+
+
+@dataclass(frozen=True)
+class Size:
+    """`rows` of `width` elements; where a row is made of heads, each has `head` of them, and `group` query heads share a key."""
+
+    rows: int
+    width: int
+    head: int = 128
+    group: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rows} × {self.width}"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`call(inputs, implementation)` of `inputs(size, dtype, device)`, differentiated by the inputs named in `by`.
+
+    moved: (forward, backward) bytes that must be read and written, of a size and an element's bytes; None if memory is not the limit.
+    used: the size at which a model's rank runs it, None if the model does not.
+    goals: shares of a copy's speed, forward and backward, of rows longer than 1K; None where none is set.
+    plain: what PyTorch offers for it, which is what torch.compile is given; by default the eager reference.
+    liger: Liger-Kernel's, called with the module that has its functions.
+    """
+
+    inputs: Callable[[Size, torch.dtype, torch.device], Inputs]
+    call: Callable[[Inputs, Any], Any]
+    used: Callable[[Config], Size | None]
+    by: tuple[str, ...] = ()
+    moved: Callable[[Size, int], tuple[int, int]] | None = None
+    goals: tuple[float | None, float | None] = (0.95, None)
+    plain: Callable[[Inputs], Any] | None = None
+    liger: Callable[[Any, Inputs], Any] | None = None
+
+    def goal(self, backward: bool, width: int) -> float | None:
+        """Rows of 1K are too short for the full goal."""
+        goal = self.goals[backward]
+        return None if goal is None else min(goal, 0.85) if width <= 1024 else goal
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Normal numbers, the same for every dtype up to its rounding."""
+    if device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
+
+
+def integers(high: int, count: int, device: torch.device) -> Tensor:
+    """`count` numbers below `high`."""
+    if device.type == "meta":
+        return torch.empty(count, dtype=torch.int64, device=device)
+    return torch.randint(high, (count,), generator=torch.Generator(device).manual_seed(0), device=device)
+
+
+def rows_of(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """x, and for norms and biases a row each of weight and bias."""
+    x = normal((size.rows, size.width), dtype, device)
+    return {"x": x, "weight": normal((size.width,), dtype, device, 1), "bias": normal((size.width,), dtype, device, 2)}
+
+
+def rows_and_residual(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The same with a residual."""
+    return rows_of(size, dtype, device) | {"residual": normal((size.rows, size.width), dtype, device, 3)}
+
+
+def gate_and_up(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """``[rows, 2 · width]``."""
+    return {"x": normal((size.rows, 2 * size.width), dtype, device)}
+
+
+def score_shape(size: Size) -> tuple[int, int, int, int]:
+    """[1, heads, queries, keys]: as many queries as keys, or fewer where that many rows are not wanted."""
+    queries = min(size.width, size.rows)
+    return 1, size.rows // queries, queries, size.width
+
+
+def scores(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Attention scores, and a mask with a quarter of the keys hidden from all queries."""
+    mask = torch.ones(1, 1, 1, size.width, dtype=torch.bool, device=device)
+    mask[..., -size.width // 4 :] = False
+    return {"scores": normal(score_shape(size), dtype, device), "mask": mask}
+
+
+def logits(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """A row of logits a token, and its target."""
+    return {"logits": normal((size.rows, size.width), dtype, device), "targets": integers(size.width, size.rows, device)}
+
+
+def hidden_and_vocabulary(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """Rows of 1024 features and a vocabulary of `width`: logits of the size's rows and width."""
+    weight = normal((size.width, 1024), dtype, device, 1) / 32
+    return {"hidden": normal((size.rows, 1024), dtype, device), "weight": weight, "targets": integers(size.width, size.rows, device)}
+
+
+def tables(seq: int, head: int, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """cos and sin ``[seq, head]``."""
+    angles = torch.outer(torch.arange(seq, device=device), 1e4 ** (-torch.arange(0, head, 2, device=device) / head)).repeat(1, 2)
+    wide = torch.promote_types(dtype, torch.float32)
+    return {"cos": angles.cos().to(wide), "sin": angles.sin().to(wide)}
+
+
+def sequences(size: Size) -> tuple[int, int]:
+    """(batch, seq) of as many tokens as there are rows, in sequences of 4096 at most."""
+    seq = min(size.rows, 4096)
+    return size.rows // seq, seq
+
+
+def heads(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """x ``[batch, heads, seq, head]``, token by token in memory."""
+    batch, seq = sequences(size)
+    x = normal((batch, seq, size.width // size.head, size.head), dtype, device).transpose(1, 2)
+    return {"x": x} | tables(seq, size.head, dtype, device)
+
+
+def grouped_heads(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """qkv ``[batch, seq, kv heads, group + 2, head]`` whose rows have the size's width."""
+    batch, seq = sequences(size)
+    kv_heads = max(size.width // (size.head * (size.group + 2)), 1)
+    return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(seq, size.head, dtype, device)
+
+
+def tokens(config: Config) -> int:
+    """Of a microbatch."""
+    return config.train.micro_batch_size * config.train.seq_len
+
+
+def hidden(config: Config) -> Size:
+    """Activations between blocks."""
+    return Size(tokens(config), config.model.hidden_size)
+
+
+def feed_forward(config: Config) -> Size:
+    """This rank's inner features."""
+    assert config.model.ffn_size is not None
+    return Size(tokens(config), config.model.ffn_size // config.parallel.tensor)
+
+
+def attention_scores(config: Config) -> Size:
+    """This rank's heads, of a microbatch."""
+    heads = config.model.num_heads // config.parallel.tensor
+    return Size(config.train.micro_batch_size * heads * config.train.seq_len, config.train.seq_len)
+
+
+def vocabulary(config: Config) -> Size:
+    """This rank's logits."""
+    return Size(tokens(config), config.model.vocab_size // config.parallel.tensor)
+
+
+def queries(config: Config) -> Size:
+    """This rank's query heads."""
+    return Size(tokens(config), config.model.num_heads * config.head_size // config.parallel.tensor, config.head_size)
+
+
+def queries_keys_values(config: Config) -> Size:
+    """This rank's part of the projection that has all three."""
+    group = config.model.num_heads // config.kv_heads
+    return Size(tokens(config), (group + 2) * config.kv_heads * config.head_size // config.parallel.tensor, config.head_size, group)
+
+
+def model_sizes(models: tuple[str, ...] = MODELS) -> list[tuple[str, Size]]:
+    """Every operation at the size at which one rank of each model runs it."""
+    found: dict[tuple[str, Size], None] = {}  # an ordered set
+    for name in models:
+        path = CONFIGS / f"{name}.json"
+        parallel = json.loads(path.read_text(encoding="utf-8"))["parallel"]
+        config = load(str(path), world_size=parallel["tensor"] * parallel["pipeline"]).config
+        for operation in OPERATIONS:
+            if size := OPERATIONS[operation].used(config):
+                found[operation, size] = None
+    return list(found)
+
+
+def where(value: str, key: str, size: Callable[[Config], Size]) -> Callable[[Config], Size | None]:
+    """The size in models whose `key` is `value`."""
+    return lambda config: size(config) if getattr(config.model, key) == value else None
+
+
+def passes(forward: float, backward: float) -> Callable[[Size, int], tuple[int, int]]:
+    """So many times the bytes of the size's rows."""
+    return lambda size, element: (int(forward * size.rows * size.width * element), int(backward * size.rows * size.width * element))
+
+
+def causal_passes(size: Size, element: int) -> tuple[int, int]:
+    """What the mask hides is not read, but written."""
+    _, heads, queries, keys = score_shape(size)
+    visible, all_scores = heads * (queries * (keys - queries) + queries * (queries + 1) // 2), prod(score_shape(size))
+    return (visible + all_scores) * element, (2 * visible + all_scores) * element
+
+
+OPERATIONS: dict[str, Operation] = {
+    "layer_norm": Operation(
+        rows_of,
+        lambda i, how: layer_norm(i["x"], i["weight"], i["bias"], EPS, implementation=how),
+        where("layernorm", "norm", hidden),
+        by=("x", "weight", "bias"),
+        moved=passes(2, 3),
+        goals=(0.95, 0.85),
+        plain=lambda i: F.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"], EPS),
+        liger=lambda liger, i: liger.liger_layer_norm(i["x"], i["weight"], i["bias"], EPS),
+    ),
+    "layer_norm with residual": Operation(
+        rows_and_residual,
+        lambda i, how: layer_norm(i["x"], i["weight"], i["bias"], EPS, residual=i["residual"], implementation=how),
+        where("layernorm", "norm", hidden),
+        by=("x", "weight", "bias", "residual"),
+        moved=passes(4, 4),
+        goals=(0.95, 0.85),
+    ),
+    "rms_norm": Operation(
+        rows_of,
+        lambda i, how: rms_norm(i["x"], i["weight"], EPS, implementation=how),
+        where("rmsnorm", "norm", hidden),
+        by=("x", "weight"),
+        moved=passes(2, 3),
+        goals=(0.95, 0.85),
+        plain=lambda i: F.rms_norm(i["x"], i["weight"].shape, i["weight"], EPS),
+        liger=lambda liger, i: liger.liger_rms_norm(i["x"], i["weight"], EPS, in_place=False),
+    ),
+    "rms_norm with residual": Operation(
+        rows_and_residual,
+        lambda i, how: rms_norm(i["x"], i["weight"], EPS, residual=i["residual"], implementation=how),
+        where("rmsnorm", "norm", hidden),
+        by=("x", "weight", "residual"),
+        moved=passes(4, 4),
+        goals=(0.95, 0.85),
+    ),
+    "causal_softmax": Operation(
+        scores,
+        lambda i, how: causal_softmax(i["scores"], SCALE, how),
+        attention_scores,
+        by=("scores",),
+        moved=causal_passes,
+    ),
+    "masked_softmax": Operation(
+        scores,
+        lambda i, how: masked_softmax(i["scores"], i["mask"], SCALE, implementation=how),
+        attention_scores,
+        by=("scores",),
+        moved=passes(2, 3),
+    ),
+    "cross_entropy": Operation(
+        logits,
+        lambda i, how: cross_entropy(i["logits"], i["targets"], implementation=how),
+        vocabulary,
+        by=("logits",),
+        moved=passes(1, 2),
+        goals=(0.95, 0.95),
+        plain=lambda i: F.cross_entropy(i["logits"].float(), i["targets"], reduction="none"),
+        liger=lambda liger, i: liger.liger_cross_entropy(i["logits"], i["targets"], reduction="none"),
+    ),
+    "linear_cross_entropy": Operation(
+        hidden_and_vocabulary,
+        lambda i, how: linear_cross_entropy(i["hidden"], i["weight"], i["targets"], implementation=how),
+        vocabulary,
+        by=("hidden", "weight"),
+        plain=lambda i: F.cross_entropy(F.linear(i["hidden"], i["weight"]).float(), i["targets"], reduction="sum"),
+    ),
+    "gelu": Operation(
+        rows_of,
+        lambda i, how: bias_gelu(i["x"], implementation=how),
+        where("gelu", "activation", feed_forward),
+        by=("x",),
+        moved=passes(2, 3),
+        goals=(0.95, 0.95),
+    ),
+    "bias_gelu": Operation(
+        rows_of,
+        lambda i, how: bias_gelu(i["x"], i["bias"], implementation=how),
+        where("gelu", "activation", feed_forward),
+        by=("x", "bias"),
+        moved=passes(2, 3),
+        goals=(0.95, 0.85),
+    ),
+    "swiglu": Operation(
+        gate_and_up,
+        lambda i, how: swiglu(i["x"], implementation=how),
+        where("swiglu", "activation", feed_forward),
+        by=("x",),
+        moved=passes(3, 5),
+        goals=(0.95, 0.95),
+        liger=lambda liger, i: liger.liger_swiglu(*i["x"].chunk(2, -1)),
+    ),
+    "rope": Operation(
+        heads,
+        lambda i, how: rope(i["x"], i["cos"], i["sin"], implementation=how),
+        where("rope", "position", queries),
+        by=("x",),
+        moved=passes(2, 2),
+        goals=(0.95, 0.95),
+    ),
+    "rope_qkv": Operation(
+        grouped_heads,
+        lambda i, how: rope_qkv(i["qkv"], i["cos"], i["sin"], implementation=how),
+        where("rope", "position", queries_keys_values),
+        by=("qkv",),
+        moved=passes(2, 2),
+        goals=(0.95, 0.95),
+    ),
+    "bias_dropout_residual": Operation(
+        rows_and_residual,
+        lambda i, how: bias_dropout_residual(i["x"], i["bias"], i["residual"], PROBABILITY, KEY, implementation=how),
+        hidden,
+        by=("x", "bias", "residual"),
+        moved=passes(3, 2),
+        goals=(0.95, 0.85),
+        plain=lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], PROBABILITY),
+    ),
+}
