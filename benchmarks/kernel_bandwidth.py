@@ -6,6 +6,7 @@ turn the cache is flushed. Medians count.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
@@ -17,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.kernel_operations import OPERATIONS, Inputs, Operation, Size
 
-# Of results whose statistics are in fp32: twice what rounding to the dtype costs, relative to the largest value; see tests/kernel_checks.py.
-# Sums over rows and products of matrices add up some more of it, and the interpreter, of --dry-run, truncates to bf16.
+# Relative to the largest value: twice what rounding to the dtype costs (tests/kernel_checks.py), and as much again for sums over
+# rows, products of matrices, and the interpreter's truncation.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 FLUSH_BYTES = 2**30  # many times any cache; writing it also takes longer than queueing a turn does, so that no launch is waited for
 COPY = "copy"
@@ -31,6 +32,7 @@ class Measured:
 
     operation: str
     size: Size
+    dtype: str
     direction: str  # forward, backward, or "step" for both
     moved: int | None  # bytes
     goal: float | None
@@ -67,11 +69,10 @@ def results(operation: Operation, inputs: Inputs, how: str, wide: bool) -> list[
     kept = [t.detach().clone() for t in found]
     if not operation.by:
         return kept
-    narrow = tuple(t.dtype for t in outputs(operation.call(prepared(inputs, operation), "eager"))) if wide else tuple(t.dtype for t in found)
-    generators = [torch.Generator(t.device).manual_seed(i) for i, t in enumerate(found)]
-    grads = [
-        torch.randn(t.shape, generator=g, device=t.device).to(dtype).to(t.dtype) for t, g, dtype in zip(found, generators, narrow, strict=True)
-    ]
+    grads = []
+    for seed, t in enumerate(found):
+        noise = torch.randn(t.shape, generator=torch.Generator(t.device).manual_seed(seed), device=t.device)
+        grads.append(noise.bfloat16().to(t.dtype))  # the same numbers whatever the dtype
     return kept + list(torch.autograd.grad(found, [own[name] for name in operation.by], grads))
 
 
@@ -100,10 +101,8 @@ def contenders(operation: Operation, compiled: bool) -> dict[str, Callable[[Inpu
         torch.compiler.reset()
         found["compile"] = torch.compile(plain, dynamic=False)
     if operation.liger is not None and find_spec("liger_kernel") is not None:
-        from liger_kernel.transformers import functional
-
-        liger = operation.liger
-        found["liger"] = lambda inputs: liger(functional, inputs)
+        liger, functions = operation.liger, import_module("liger_kernel.transformers.functional")
+        found["liger"] = lambda inputs: liger(functions, inputs)
     return found
 
 
@@ -181,14 +180,14 @@ def measure(name: str, size: Size, dtype: torch.dtype, device: torch.device, rou
     if operation.moved is None:
         makers = able({contender: turns(operation, call, inputs, "step") for contender, call in calls.items()})
         memory = {contender: peak(maker) for contender, maker in makers.items()} if device.type == "cuda" else {}
-        yield Measured(name, size, "step", None, None, race(makers, rounds, device), memory)
+        yield Measured(name, size, str(dtype), "step", None, None, race(makers, rounds, device), memory)
         return
     for direction, moved in zip(("forward", "backward"), operation.moved(size, dtype.itemsize), strict=True):
         if moved:
             makers = able({contender: turns(operation, call, inputs, direction) for contender, call in calls.items()})
             makers[COPY] = copies(moved, device)
             goal = operation.goal(direction == "backward", size.width)
-            yield Measured(name, size, direction, moved, goal, race(makers, rounds, device), {})
+            yield Measured(name, size, str(dtype), direction, moved, goal, race(makers, rounds, device), {})
 
 
 def peak(maker: Callable[[], Turn]) -> int:

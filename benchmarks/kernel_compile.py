@@ -32,6 +32,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 WIDE = 128  # bits of the widest load that one thread can make everywhere
+META = torch.device("meta")
 CACHE = Path(tempfile.gettempdir()) / f"megacore_kernels_{os.getuid()}"
 
 
@@ -51,7 +52,8 @@ class Launch:
         types = [kind for kind, _ in specialization]
         fixed = {path: get_iterable_path(list(bound.values()), path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
         hints = ["" if kind == "constexpr" else hint for kind, hint in specialization]
-        attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in find_paths_if(hints, lambda _, h: isinstance(h, str))}
+        hinted = find_paths_if(hints, lambda _, hint: isinstance(hint, str))
+        attributes = {path: backend.parse_attr(get_iterable_path(hints, path)) for path in hinted}
         signature = dict(zip((parameter.name for parameter in self.kernel.params), types, strict=True))
         return ASTSource(self.kernel, signature, fixed, attributes), options
 
@@ -96,7 +98,7 @@ class Compiled:
         """What must not be in a tuned kernel, or nothing."""
         if self.spilled:
             return f"spills {self.spilled} bytes a thread"
-        if self.aligned and self.load < WIDE:
+        if self.aligned and self.load < WIDE and self.kernel not in OPERATIONS[self.variant.operation].small:
             return f"loads {self.load} bits at most"
         return ""
 
@@ -119,7 +121,7 @@ def recorded_launches() -> Iterator[list[Launch]]:
 def launches_of(name: str, size: Size, dtype: torch.dtype) -> list[Launch]:
     """What an operation launches, forward and backward."""
     operation = OPERATIONS[name]
-    inputs = operation.inputs(size, dtype, torch.device("meta"))
+    inputs = operation.inputs(size, dtype, META)
     for differentiable in operation.by:
         inputs[differentiable].requires_grad_()
     with recorded_launches() as launches:
@@ -181,8 +183,9 @@ def amd_resources(assembly: str) -> tuple[int, int]:
 
 def widest(assembly: str, kind: str) -> int:
     """Bits of the widest access to global memory in PTX or AMD's assembly; `kind` is load or store."""
-    short = {"load": "ld", "store": "st"}[kind]
-    bits = [int(count or 1) * int(size) for count, size in re.findall(rf"\b{short}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)", assembly)]
+    instruction = {"load": "ld", "store": "st"}[kind]
+    ptx = rf"\b{instruction}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)"
+    bits = [int(count or 1) * int(size) for count, size in re.findall(ptx, assembly)]
     if kind == "load":  # straight into shared memory
         bits += [8 * int(size) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^,]+, [^,]+, (?:0x)?(\d+)", assembly)]
     for size in re.findall(rf"\b(?:global|buffer|flat)_{kind}_(\w+)", assembly):

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config, load
+from megacore.kernels.adamw import AdamW
 from megacore.kernels.cross_entropy import cross_entropy
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.gelu import bias_gelu
+from megacore.kernels.grad_norm import SumOfSquares
 from megacore.kernels.layernorm import layer_norm, rms_norm
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy
 from megacore.kernels.rope import rope, rope_qkv
@@ -28,6 +30,8 @@ from megacore.kernels.swiglu import swiglu
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 Inputs = dict[str, Any]  # tensors, lists of tensors, and numbers, by name
 EPS, SCALE, PROBABILITY, KEY = 1e-5, 0.125, 0.1, 0x1234567_89ABCDEF
+FEATURES = 2048  # of linear cross entropy's rows
+TENSORS = 16  # of a list
 MODELS = ("gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b", "llama_8b", "gpt_175b")  # of configs/
 
 
@@ -38,7 +42,7 @@ class Size:
     rows: int
     width: int
     head: int = 128
-    group: int = 1
+    group: int = 2
 
     def __str__(self) -> str:
         return f"{self.rows} × {self.width}"
@@ -53,6 +57,8 @@ class Operation:
     goals: shares of a copy's speed, forward and backward, of rows longer than 1K; None where none is set.
     plain: what PyTorch offers for it, which is what torch.compile is given; by default the eager reference.
     liger: Liger-Kernel's, called with the module that has its functions.
+    measured_at: sizes to measure instead of rows of 1K to 64K, 64 MB an operand.
+    small: kernels that touch too little for the width of their loads to matter.
     """
 
     inputs: Callable[[Size, torch.dtype, torch.device], Inputs]
@@ -63,6 +69,8 @@ class Operation:
     goals: tuple[float | None, float | None] = (0.95, None)
     plain: Callable[[Inputs], Any] | None = None
     liger: Callable[[Any, Inputs], Any] | None = None
+    measured_at: tuple[Size, ...] = ()
+    small: tuple[str, ...] = ()
 
     def goal(self, backward: bool, width: int) -> float | None:
         """Rows of 1K are too short for the full goal."""
@@ -119,9 +127,9 @@ def logits(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
 
 
 def hidden_and_vocabulary(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Rows of 1024 features and a vocabulary of `width`: logits of the size's rows and width."""
-    weight = normal((size.width, 1024), dtype, device, 1) / 32
-    return {"hidden": normal((size.rows, 1024), dtype, device), "weight": weight, "targets": integers(size.width, size.rows, device)}
+    """Rows of `FEATURES` and a vocabulary of `width`: logits of the size's rows and width."""
+    weight = normal((size.width, FEATURES), dtype, device, 1) / FEATURES**0.5
+    return {"hidden": normal((size.rows, FEATURES), dtype, device), "weight": weight, "targets": integers(size.width, size.rows, device)}
 
 
 def tables(seq: int, head: int, dtype: torch.dtype, device: torch.device) -> Inputs:
@@ -147,8 +155,50 @@ def heads(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
 def grouped_heads(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """qkv ``[batch, seq, kv heads, group + 2, head]`` whose rows have the size's width."""
     batch, seq = sequences(size)
-    kv_heads = max(size.width // (size.head * (size.group + 2)), 1)
+    kv_heads, rest = divmod(size.width, size.head * (size.group + 2))
+    assert not rest, f"rows of {size.width} are no whole groups of {size.group + 2} heads of {size.head}"
     return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(seq, size.head, dtype, device)
+
+
+def tensors(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """A list of them, with the size's elements altogether."""
+    return {"tensors": [normal((size.rows // TENSORS, size.width), dtype, device, i) for i in range(TENSORS)]}
+
+
+def optimizer_state(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """fp32 lists, and where the model computes in 16 bits its copies."""
+    wide = torch.promote_types(dtype, torch.float32)
+    state = {name: tensors(size, wide, device)["tensors"] for name in ("masters", "gradients", "first_moments", "second_moments")}
+    state["second_moments"] = [t.abs() for t in state["second_moments"]]
+    return state | {"copies": [t.to(dtype) for t in state["masters"]] if dtype.itemsize == 2 else None}
+
+
+def built(inputs: Inputs, name: str, build: Callable[[], Any]) -> Any:
+    """What is built once for tensors that stay where they are, and used at every call."""
+    if name not in inputs:
+        inputs[name] = build()
+    return inputs[name]
+
+
+def adamw(inputs: Inputs, how: Any) -> tuple[Tensor, ...]:
+    """One step; all that it writes."""
+    state = {name: inputs[name] for name in ("masters", "gradients", "first_moments", "second_moments")}
+    copies = inputs["copies"] if state["masters"][0].dtype == torch.float32 else None  # a reference in fp64 rounds nothing
+    settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "copies": copies}
+    built(inputs, how, lambda: AdamW(**state, **settings, implementation=how)).step(1e-3)
+    return *state["masters"], *state["first_moments"], *state["second_moments"], *(copies or state["masters"])
+
+
+def torch_adamw(inputs: Inputs) -> None:
+    """PyTorch's fused one, which leaves the copies to others."""
+
+    def build() -> torch.optim.Optimizer:
+        parameters = [t.detach().requires_grad_() for t in inputs["masters"]]
+        for parameter, gradient in zip(parameters, inputs["gradients"], strict=True):
+            parameter.grad = gradient
+        return torch.optim.AdamW(parameters, fused=True)
+
+    built(inputs, "optimizer", build).step()
 
 
 def tokens(config: Config) -> int:
@@ -200,6 +250,13 @@ def model_sizes(models: tuple[str, ...] = MODELS) -> list[tuple[str, Size]]:
             if size := OPERATIONS[operation].used(config):
                 found[operation, size] = None
     return list(found)
+
+
+def parameters(config: Config) -> Size:
+    """About as many elements as a rank has in the blocks' weights."""
+    parallel, model = config.parallel, config.model
+    rows = 12 * model.num_layers * model.hidden_size // (parallel.tensor * parallel.pipeline)
+    return Size(rows // TENSORS * TENSORS, model.hidden_size)
 
 
 def where(value: str, key: str, size: Callable[[Config], Size]) -> Callable[[Config], Size | None]:
@@ -286,6 +343,7 @@ OPERATIONS: dict[str, Operation] = {
         vocabulary,
         by=("hidden", "weight"),
         plain=lambda i: F.cross_entropy(F.linear(i["hidden"], i["weight"]).float(), i["targets"], reduction="sum"),
+        measured_at=(Size(8192, 50304), Size(8192, 128256)),
     ),
     "gelu": Operation(
         rows_of,
@@ -336,5 +394,23 @@ OPERATIONS: dict[str, Operation] = {
         moved=passes(3, 2),
         goals=(0.95, 0.85),
         plain=lambda i: i["residual"] + F.dropout(i["x"] + i["bias"], PROBABILITY),
+    ),
+    "adamw": Operation(
+        optimizer_state,
+        adamw,
+        parameters,
+        moved=lambda size, element: ((28 + (2 if element == 2 else 0)) * size.rows * size.width, 0),
+        plain=torch_adamw,
+        measured_at=(Size(1024, 65536),),
+        small=("_prepare_kernel",),
+    ),
+    "sum_of_squares": Operation(
+        tensors,
+        lambda i, how: built(i, how, lambda: SumOfSquares(i["tensors"], implementation=how))(),
+        parameters,
+        moved=passes(1, 0),
+        plain=lambda i: torch.nn.utils.get_total_norm(i["tensors"]).square(),
+        measured_at=(Size(1024, 65536),),
+        small=("_total_kernel",),
     ),
 }

@@ -11,10 +11,11 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,10 @@ from megacore.errors import ConfigError
 if TYPE_CHECKING:
     from benchmarks.kernel_bandwidth import Measured
     from benchmarks.kernel_compile import Compiled
+    from benchmarks.kernel_operations import Size
 
 EXAMPLE = "python -m benchmarks.kernels --compile-only"
-WIDTHS = [2**n for n in range(10, 17)]
+WIDTHS = [4096, 1024, 16384, 65536, 2048, 8192, 32768]  # those that say most first, should time run out
 OPERAND_BYTES = 2**26
 COMPILED_WIDTH = 4096  # the one at which torch.compile takes part, for it takes many seconds a shape
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,11 +45,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--compile-only", action="store_true", help="compile at the models' sizes; needs no GPU")
-    kind.add_argument("--dry-run", action="store_true", help="tiny sizes through Triton's interpreter on the CPU: nothing it says is a speed")
+    kind.add_argument(
+        "--dry-run", action="store_true", help="tiny sizes through Triton's interpreter: no speeds, but all that the run does"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="operations, such as rms_norm; default: all")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="with --compile-only: of configs/; default: gpt_124m to gpt_175b")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help="bf16, fp16, fp32; default: bf16, to compile also fp32")
     parser.add_argument("--rounds", type=int, default=21, metavar="N", help="turns of each contender (21)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="no new size is begun after so many")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="that compile side by side (2)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for JSON and chart; default: benchmarks/results")
     args = parser.parse_args(argv)
@@ -99,38 +104,69 @@ def compile_table(found: "list[Compiled]") -> Table:
         variant = kernel.variant
         values = (kernel.warps, kernel.registers, kernel.shared, kernel.spilled, kernel.load, kernel.store)
         dtype = next(name for name, dtype in DTYPES.items() if dtype == variant.dtype)
-        table.add_row(variant.operation, kernel.kernel, str(variant.size), dtype, variant.target, *map(str, values))
+        table.add_row(
+            variant.operation, kernel.kernel.strip("_").removesuffix("_kernel"), str(variant.size), dtype, variant.target, *map(str, values)
+        )
     return table
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Compares with fp64, then measures; 1 if a result is wrong."""
     from benchmarks.kernel_bandwidth import TOLERANCE, error, measure
-    from benchmarks.kernel_operations import Size
+    from benchmarks.kernel_operations import OPERATIONS
 
-    names, device = chosen(args.only), torch.device("cpu" if args.dry_run else "cuda")
-    widths, rounds = ([32, 64], 2) if args.dry_run else (WIDTHS, args.rounds)
+    names, device, deadline = chosen(args.only), torch.device("cpu" if args.dry_run else "cuda"), monotonic() + args.seconds
     report = machine.describe() | {"device": device_name(device), "versions": versions(), "dry_run": args.dry_run}
     console.print(f"{report['device']}, " + ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value))
     errors: list[dict[str, Any]] = []
     measured: list[Measured] = []
+    left: list[str] = []
     for dtype in (DTYPES[name] for name in args.dtypes or ("bf16",)):
-        for name in names:
-            for width in widths:
-                rows = 4 if args.dry_run else max(OPERAND_BYTES // (width * dtype.itemsize), 64)
-                size = Size(rows, width, head=8 if args.dry_run else 128)
-                largest = error(name, Size(min(rows, 64), width, size.head), dtype, device)
-                errors.append({"operation": name, "width": width, "dtype": str(dtype), "error": largest, "wrong": not largest <= TOLERANCE[dtype]})
-                measured += measure(name, size, dtype, device, rounds, width == COMPILED_WIDTH)
+        for name, size in dry_sizes(names) if args.dry_run else sizes(names, dtype):
+            if monotonic() > deadline:
+                left.append(f"{name} {size}")
+                continue
+            largest = error(name, replace(size, rows=min(size.rows, 64)), dtype, device)
+            found = {
+                "operation": name,
+                "width": size.width,
+                "dtype": str(dtype),
+                "error": largest,
+                "wrong": not largest <= TOLERANCE[dtype],
+            }
+            errors.append(found)
+            compiled = not args.dry_run and (size.width == COMPILED_WIDTH or bool(OPERATIONS[name].measured_at))
+            measured += measure(name, size, dtype, device, 2 if args.dry_run else args.rounds, compiled)
+    measured.sort(key=lambda found: (names.index(found.operation), found.dtype, found.direction == "backward", found.size.width))
     wrong = [found for found in errors if found["wrong"]]
     for table in (bandwidth_table(measured), step_table(measured)):
         if table.row_count:
             console.print(table)
-    report |= {"errors": errors, "measured": [asdict(found) | {"share": found.share("triton")} for found in measured]}
+    if args.dry_run:
+        console.print("a dry run: nothing above is a speed")
+    if left:
+        console.print(f"no time was left for: {', '.join(left)}")
+    report |= {"errors": errors, "not_measured": left, "measured": [asdict(found) | {"share": found.share("triton")} for found in measured]}
     console.print(f"written to {write(report, measured, args.output)}")
     for found in wrong:
         console.print(f"WRONG: {found['operation']} on rows of {found['width']} in {found['dtype']} is off by {found['error']:.1e}")
     return 1 if wrong else 0
+
+
+def sizes(names: list[str], dtype: torch.dtype) -> "list[tuple[str, Size]]":
+    """What is measured, in this order."""
+    from benchmarks.kernel_operations import OPERATIONS, Size
+
+    usual = [Size(OPERAND_BYTES // (width * dtype.itemsize), width) for width in WIDTHS]
+    own = [(name, size) for name in names for size in OPERATIONS[name].measured_at]
+    return own + [(name, size) for size in usual for name in names if not OPERATIONS[name].measured_at]
+
+
+def dry_sizes(names: list[str]) -> "list[tuple[str, Size]]":
+    """Two tiny ones each."""
+    from benchmarks.kernel_operations import Size
+
+    return [(name, Size(16, width, head=8)) for width in (32, 64) for name in names]
 
 
 def device_name(device: torch.device) -> str:
@@ -246,7 +282,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False, markup=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     return compile_only(args, console) if args.compile_only else run(args, console)
 
 

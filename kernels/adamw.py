@@ -88,11 +88,12 @@ class AdamW:
         if self.table is not None:
             self._launch(self.table, lr, scale, skip)
             return
-        if self.masters[0].dtype == self.gradients[0].dtype == torch.float32:
+        by_pytorch = self.masters[0].dtype == self.gradients[0].dtype == torch.float32
+        if by_pytorch:
             self._step_by_pytorch(lr, scale, skip)
         self.updates += 1 if skip is None else skip == 0
         for i, master in enumerate(self.masters):
-            if self.gradients[i].dtype != torch.float32:
+            if not by_pytorch:
                 tensors = (master, self.gradients[i], self.first_moments[i], self.second_moments[i])
                 adamw_eager(*tensors, lr, self.beta1, self.beta2, self.eps, self.decays[i], self.updates, scale, skip)
             if self.copies is not None:
@@ -102,11 +103,25 @@ class AdamW:
         """One call for each weight decay."""
         state = (self.masters, self.gradients, self.first_moments, self.second_moments)
         for decay in set(self.decays):
-            chosen = [[column[i] for i, own in enumerate(self.decays) if own == decay] for column in state]
-            updates = [self.updates.clone() for _ in chosen[0]]  # it counts for itself
-            flags = {"grad_scale": None if scale is None else scale.float(), "found_inf": None if skip is None else skip.float()}
-            factors = {"lr": lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps, "weight_decay": decay}
-            pytorch_adamw(*chosen, [], updates, fused=True, amsgrad=False, maximize=False, **flags, **factors)
+            masters, gradients, first, second = ([column[i] for i, own in enumerate(self.decays) if own == decay] for column in state)
+            pytorch_adamw(
+                masters,
+                gradients,
+                first,
+                second,
+                max_exp_avg_sqs=[],
+                state_steps=[self.updates.clone() for _ in masters],  # it counts for itself
+                fused=True,
+                grad_scale=None if scale is None else scale.float(),
+                found_inf=None if skip is None else skip.float(),
+                amsgrad=False,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                lr=lr,
+                weight_decay=decay,
+                eps=self.eps,
+                maximize=False,
+            )
 
     def _launch(self, table: TensorTable, lr: float, scale: Tensor | None, skip: Tensor | None) -> None:
         logs = (math.log(self.beta1), math.log(self.beta2))

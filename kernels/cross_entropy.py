@@ -58,6 +58,8 @@ class Settings:
         check_shape(operation, "targets", targets, f"[{tokens}], one for each token", targets.shape == (tokens,))
         if targets.dtype != torch.int64:
             raise ValueError(f"{operation}: targets are {targets.dtype} (right: torch.int64)")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"{operation}: label_smoothing is {self.label_smoothing} (right: 0 to below 1)")
         if self.label_smoothing and self.gather is not None and self.vocab_size is None:
             raise ValueError(f"{operation}: vocab_size is missing (label smoothing over a split vocabulary needs it)")
         if targets.device.type != "cpu":
@@ -66,7 +68,8 @@ class Settings:
         wrong = (targets < low) if high is None else (targets < low) | (targets >= high)
         wrong &= targets != self.ignored
         if wrong.any():
-            raise ValueError(f"{operation}: targets hold {int(targets[wrong][0])} (right: {low} to {high}, or {self.ignored} to ignore)")
+            right = f"from {low}" if high is None else f"{low} to {high - 1}"
+            raise ValueError(f"{operation}: targets hold {int(targets[wrong][0])} (right: {right}, or {self.ignored} to ignore)")
 
 
 def cross_entropy(

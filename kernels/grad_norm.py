@@ -61,7 +61,7 @@ class SumOfSquares:
     @torch.no_grad()
     def __call__(self) -> Tensor:
         if self.table is None:
-            weights = self.row_weights or [None] * len(self.tensors)
+            weights: Sequence[Tensor | None] = self.row_weights or [None] * len(self.tensors)
             return torch.stack([sum_of_squares_eager(tensor, w) for tensor, w in zip(self.tensors, weights, strict=True)]).sum()
         device, programs = self.table.addresses.device, self.table.programs
         total = torch.zeros((), dtype=torch.float64, device=device)

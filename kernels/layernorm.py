@@ -296,11 +296,12 @@ if triton is not None:
         tl.store(grads + which * features + at, tl.sum(total, 0), mask=at < features)
 
 
-def launch_options(features: int) -> dict[str, Any]:
-    """Compile-time sizes of forward: about 32 elements a thread, several short rows a program."""
-    block = min(triton.next_power_of_2(features), MAX_BLOCK)
-    rows = max(32 * THREADS // block, 1) if features <= MAX_BLOCK else 1
-    return {"ROWS": rows, "BLOCK": block, "ONE_BLOCK": features <= MAX_BLOCK, "num_warps": min(max(rows * block // 1024, 1), 16)}
+def launch_options(features: int, element_size: int) -> dict[str, Any]:
+    """Compile-time sizes of forward: about 64 bytes of a row a thread, several short rows a program."""
+    block, elements = min(triton.next_power_of_2(features), MAX_BLOCK), 64 // element_size
+    rows = max(elements * THREADS // block, 1) if features <= MAX_BLOCK else 1
+    warps = min(max(rows * block // (32 * elements), 1), 16)
+    return {"ROWS": rows, "BLOCK": block, "ONE_BLOCK": features <= MAX_BLOCK, "num_warps": warps}
 
 
 def backward_options(features: int, element_size: int) -> dict[str, Any]:
@@ -344,7 +345,7 @@ class _Norm(torch.autograd.Function):
         addend = None if residual is None else _rows(residual)
         total = None if residual is None else torch.empty_like(y)
         if rows:  # a launch of no programs is an error
-            options = launch_options(features)
+            options = launch_options(features, x.element_size())
             residual_stride = 0 if addend is None else addend.stride(0)
             with torch.cuda.device_of(x):
                 _forward_kernel[(triton.cdiv(rows, options["ROWS"]),)](

@@ -19,19 +19,18 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 
 class TensorTable:
-    """`addresses` ``[tensors, columns]`` (0 for None), `sizes` ``[tensors]``, int64; `blocks` ``[programs, 2]``, int32: tensor, block of it.
+    """`addresses` ``[tensors, columns]`` and `sizes` ``[tensors]``, int64; `blocks` ``[programs, 2]``, int32: tensor, block of it.
 
-    columns: lists of one length, of the tensors that belong together: of one size, the first column's, unless a caller knows better.
-    block: elements of the first column that a program does.
+    columns: lists of one length; the sizes are those of the first list's tensors, of which a program does `block` elements.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Tensor | None]], block: int) -> None:
-        first = [tensor for tensor in columns[0] if tensor is not None]
+    def __init__(self, columns: Sequence[Sequence[Tensor]], block: int) -> None:
+        first = columns[0]
         sizes = torch.tensor([tensor.numel() for tensor in first], dtype=torch.int64)
         counts = -(-sizes // block)
         tensor = torch.arange(len(first)).repeat_interleave(counts)
         position = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
-        addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in zip(*columns, strict=True)]
+        addresses = [[tensor.data_ptr() for tensor in row] for row in zip(*columns, strict=True)]
         device = first[0].device
         self.tensors = columns  # kept, for addresses alone keep nothing alive
         self.addresses = torch.tensor(addresses, dtype=torch.int64).to(device)
@@ -60,8 +59,8 @@ def check_columns(operation: str, columns: dict[str, Sequence[Tensor] | None]) -
         for i, (tensor, model) in enumerate(zip(column, first, strict=True)):
             check_shape(operation, f"{name}[{i}]", tensor, f"{list(model.shape)}", tensor.shape == model.shape)
             if tensor.dtype != column[0].dtype or tensor.device != first[0].device or not tensor.is_contiguous():
-                right = f"{column[0].dtype} on {first[0].device}, contiguous"
-                raise ValueError(f"{operation}: {name}[{i}] is {tensor.dtype} on {tensor.device}, stride {tensor.stride()} (right: {right})")
+                given = f"{tensor.dtype} on {tensor.device}, stride {tensor.stride()}"
+                raise ValueError(f"{operation}: {name}[{i}] is {given} (right: {column[0].dtype} on {first[0].device}, contiguous)")
 
 
 if triton is not None:

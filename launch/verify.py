@@ -1,13 +1,14 @@
 """Proves that every layout computes what one process does: every gradient, parameter, moment, loss and norm."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser
-from megacore.errors import ConfigError, UserError
+from megacore.cli import Parser, exit_status
+from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
 MORE = """The config is made small, its structure kept (kinds of layers, ties, biases, grouped heads, remainders, schedule,
@@ -64,8 +65,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and files go with this process
     try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_status(main))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -29,7 +29,8 @@ class Difference:
     @property
     def moment(self) -> tuple[int, int]:
         """When in a run this comes about, to be sorted by."""
-        return self.step, ORDER.index(self.name if self.kind == "figure" else self.kind)
+        what = self.name if self.kind == "figure" else self.kind
+        return self.step, ORDER.index(what) if what in ORDER else len(ORDER)  # another optimizer may have other moments
 
     def describe(self) -> str:
         """In words."""
@@ -64,13 +65,20 @@ def relative(apart: np.ndarray, scale: float) -> float:
     return value if math.isfinite(value) else math.inf
 
 
+def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
+    """What the difference of each of a rank's tensors is to be held against: its size, or a little of the largest of its kind."""
+    sizes = {key: rms(tensor) for key, tensor in tensors.items()}
+    largest: dict[str, float] = {}
+    for key, size in sizes.items():
+        kind = key.partition("|")[0]
+        largest[kind] = max(largest.get(kind, 0.0), size)
+    return {key: max(size, NOTHING * largest[key.partition("|")[0]]) for key, size in sizes.items()}
+
+
 def against_reference(layout: Records, reference: Records) -> list[Difference]:
     """Every tensor and figure of every rank, replicas too, against the one process that `reference` holds."""
     whole = reference.ranks[0]
-    largest: dict[str, float] = {}
-    for key, tensor in whole.items():
-        kind = key.partition("|")[0]
-        largest[kind] = max(largest.get(kind, 0.0), rms(tensor))
+    scales = scales_of(whole)
     found = []
     for rank, (tensors, places) in enumerate(zip(layout.ranks, layout.places, strict=True)):
         for key, tensor in tensors.items():
@@ -80,8 +88,8 @@ def against_reference(layout: Records, reference: Records) -> list[Difference]:
                 found.append(difference(key, rank, math.inf))
                 continue
             cut = expected[tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))]
-            scale = max(rms(expected), NOTHING * largest[key.partition("|")[0]])
-            found.append(difference(key, rank, relative(tensor - cut, scale)))
+            apart = relative(tensor - cut, scales[logical(key)]) if cut.shape == tensor.shape else math.inf
+            found.append(difference(key, rank, apart))
     return found + figures(layout, reference.figures[0])
 
 
@@ -89,11 +97,12 @@ def rank_by_rank(ours: Records, theirs: Records) -> list[Difference]:
     """Two records of the same layout: the same pieces on the same ranks."""
     found = []
     for rank, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
+        scales = scales_of(other)
         for key in sorted(mine.keys() | other.keys()):
             if key not in mine or key not in other or mine[key].shape != other[key].shape:
                 found.append(difference(key, rank, math.inf))
             else:
-                found.append(difference(key, rank, relative(mine[key] - other[key], rms(other[key]))))
+                found.append(difference(key, rank, relative(mine[key] - other[key], scales[key])))
     return found + figures(ours, theirs.figures[0])
 
 

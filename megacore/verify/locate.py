@@ -1,13 +1,13 @@
 """The first place where a layout parts from one process: module, tensor, microbatch and direction."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from megacore.verify.compare import rms
+from megacore.verify.compare import relative, rms
 
 ORDER = {"forward": 0, "recompute": 1, "backward": 2}
 MAX_INTERLEAVED = 8  # blocks along the features that a rank may hold a part of each: q, k, v; gate, up; …
@@ -74,18 +74,22 @@ def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound:
         by_place = {event.place: (event, value) for event, value in expected.items()}
         agreed: dict[tuple[int, str], Event] = {}
         for event, value in read(layout / f"trace_{rank}.safetensors").items():
-            if event.place not in by_place:
+            place = event.place
+            if event.direction == "recompute" and place not in by_place:  # one process keeps what must come out the same again
+                place = replace(event, direction="forward").place
+            if place not in by_place:
                 continue
-            original, whole = by_place[event.place]
-            relative = apart(value, whole, rank % tensor, tensor)
-            if relative is None:
+            original, whole = by_place[place]
+            original = replace(original, direction=event.direction)
+            distance = apart(value, whole, rank % tensor, tensor)
+            if distance is None:
                 continue
-            if relative <= bound:
+            if distance <= bound:
                 agreed[event.microbatch, event.direction] = event
                 continue
             key = (ORDER[event.direction], event.microbatch, original.order)
             _, ranks, most, before = parted.get(key, (original, [], 0.0, agreed.get((event.microbatch, event.direction))))
-            parted[key] = (original, [*ranks, rank], max(most, relative), before)
+            parted[key] = (original, [*ranks, rank], max(most, distance), before)
     if not parted:
         return None
     return Parting(*parted[min(parted)])
@@ -98,7 +102,7 @@ def apart(value: np.ndarray, whole: np.ndarray, tensor_rank: int, tensor_ranks: 
     follows from the shapes, and where the features are interleaved the best fit is taken.
     """
     scale = max(rms(whole), 1e-12)
-    differences = [rms(value - part) / scale for part in parts(whole, value.shape, tensor_rank, tensor_ranks)]
+    differences = [relative(value - part, scale) for part in parts(whole, value.shape, tensor_rank, tensor_ranks)]
     return min(differences, default=None)
 
 

@@ -1,6 +1,7 @@
 """What a run computes, tensor by tensor, in one file a rank."""
 
 import json
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,8 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     Rounded so that the sum is exact in `dtype`.
     """
-    whole = normal_slice(("verify", name), shape, SPREAD, 0, 0, shape[0])
+    size = math.prod(shape)  # 1 for a scalar
+    whole = normal_slice(("verify", name), (size,), SPREAD, 0, 0, size).view(shape)
     return ((1.0 + whole).to(dtype) - 1.0).double()
 
 

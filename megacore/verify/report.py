@@ -22,6 +22,7 @@ CAUSES = {
     "parameter": "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first {name}",
     "valid_loss": "training agrees; the validation loss does not",
 }
+ONE_SIDED = "there is a {kind} of {name}, which what it is compared with has not"
 MOST_NAMES = 5  # of tensors that differ, told one by one
 
 
@@ -75,7 +76,7 @@ def explain(result: Result) -> Iterator[str]:
             yield f"  before it, {result.parting.agreed.describe()} still agrees"
     else:
         cause = first.name if first.kind == "figure" else "start" if first.step == 0 else first.kind
-        yield f"{name}: {CAUSES[cause].format(name=first.name)}"
+        yield f"{name}: {CAUSES.get(cause, ONE_SIDED).format(name=first.name, kind=first.kind)}"
     for difference in result.beyond[:MOST_NAMES]:
         yield f"  {difference.describe()}: {difference.relative:.1e} off, most on rank {difference.rank}"
     if len(result.beyond) > MOST_NAMES:
@@ -104,6 +105,9 @@ def show(proof: Proof) -> None:
     for result in proof.results:
         if result.impossible:
             console.print(f"{result.layout.name} left out: {result.impossible}", markup=False)
+    reports = [result.failure.report for result in proof.results if result.failure]
+    if any(reports):
+        console.print(next(filter(None, reports)), markup=False)
     for result in proof.results:
         for line in explain(result):
             console.print(line, markup=False)

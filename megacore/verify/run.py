@@ -1,6 +1,7 @@
 """The proof from start to end: a small case, the reference, every layout, and a search where one is found to differ."""
 
 import contextlib
+import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megacore.config import Config, load
+from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.verify.compare import Difference, Records, against_reference, missing, rank_by_rank
 from megacore.verify.layouts import Layout, impossible
@@ -63,8 +64,6 @@ class Proof:
     """All results, and what they are about."""
 
     options: Options
-    user: Config
-    small: Config
     names: list[str]  # parameters, in the model's order
     results: list[Result]
 
@@ -93,7 +92,7 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
             ours = workers or stack.enter_context(Workers(ROOT))
             others = stack.enter_context(Workers(options.against.resolve())) if options.against else None
             prover = Prover(options, folder, case, ours, others)
-            proof = Proof(options, user, load(str(case)).config, prover.order, [])
+            proof = Proof(options, prover.order, [])
             for layout in options.layouts:
                 reason = reasons[layout.name]
                 result = Result(layout, impossible=reason) if reason else prover.examine(layout)
@@ -126,7 +125,8 @@ class Prover:
         """The largest difference of this tensor that is rounding."""
         if self.options.precision == "fp64":
             return BOUND
-        return BF16_FACTOR * self.explained[difference.kind, difference.step]
+        explained = self.explained.get((difference.kind, difference.step), BF16_ULP)
+        return BF16_FACTOR * explained if math.isfinite(explained) else BF16_ULP  # nothing explains what is not a number
 
     def when(self, difference: Difference) -> tuple[int, int, int]:
         """Sorts differences as they come about in a run, and then as the model is written."""
@@ -143,13 +143,12 @@ class Prover:
                 result.missing = missing(ours, self.reference)
             else:
                 found = rank_by_rank(ours, self._run(self.others, f"{layout.name}_other", layout))
+            result.differences = worst(found)
+            result.beyond = sorted((d for d in result.differences.values() if d.relative > self.bound(d)), key=self.when)
+            if result.beyond and result.beyond[0].name != "valid_loss" and result.beyond[0].kind in ("gradient", "figure"):
+                self._locate(result, result.beyond[0].step)
         except RankFailed as failure:
             result.failure = failure
-            return result
-        result.differences = worst(found)
-        result.beyond = sorted((d for d in result.differences.values() if d.relative > self.bound(d)), key=self.when)
-        if result.beyond and result.beyond[0].name != "valid_loss" and result.beyond[0].kind in ("gradient", "figure"):
-            self._locate(result, result.beyond[0].step)
         return result
 
     def _locate(self, result: Result, step: int) -> None:
@@ -187,7 +186,12 @@ class Prover:
             "traced_step": traced_step,
             "plant": self.options.plant,
         }
-        workers.run(layout.world, task)
+        try:
+            workers.run(layout.world, task)
+        except RankFailed as failure:
+            if workers is self.others:
+                failure.args = (f"{workers.checkout}: {failure}",)
+            raise
         return Records(out, layout.world) if read else out
 
 

@@ -27,10 +27,10 @@ def load_whole(path: str, overrides: list[str]) -> Config:
 def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
     """The small config's sections, of which only what differs from the defaults.
 
-    `layouts` are those that the user's config allows. Kept: every kind and flag of the model, grouping of heads, whether sizes divide by the tensor ranks and layers by
-    the stages, ties, biases, dropout, schedule, recomputation, the optimizer's settings. Changed: sizes, and what would
-    hide a difference: clipping is always active, the learning rate is there from the first step, and weights are as large as
-    gives activations of the user's size.
+    `layouts` are those that the user's config allows. Kept: every kind and flag of the model, grouping of heads, whether
+    sizes divide by the tensor ranks and layers by the stages, ties, biases, dropout, schedule, recomputation, the
+    optimizer's settings. Changed: sizes, and what would hide a difference: clipping is always active, the learning rate is
+    there from the first step, and weights are as large as gives activations of the user's size.
     """
     model, train = user.model, user.train
     assert model.ffn_size is not None

@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from megacore.errors import ConfigError, UserError
+
 PROTOCOL = 1  # what the two sides of this pipe, maybe of different versions of the code, must agree on
 
 
@@ -25,15 +27,17 @@ def serve() -> None:
     from megacore.verify import record, reference  # noqa: F401  (seconds: now rather than in the first task)
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     print(json.dumps({"protocol": PROTOCOL}), file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         os.environ.update(task["environment"])
+        torch.manual_seed(0)  # whatever draws from PyTorch's generator draws the same in another version of the code
         try:
             with planted(task["plant"]):
                 perform(task)
             answer: dict[str, Any] = {"error": None, "finished": time.monotonic()}
+        except UserError as error:
+            answer = {"error": str(error), "mistake": [error.where, error.wrong, error.right], "finished": time.monotonic()}
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             answer = {"error": reason, "traceback": traceback.format_exc(), "finished": time.monotonic()}
@@ -57,11 +61,19 @@ def perform(task: dict[str, Any]) -> None:
 
 
 def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
-    """The context manager `module:function` makes, to be entered around a task: a mistake made on purpose."""
+    """The context manager `module:function` makes, to be entered around a task: a mistake made on purpose.
+
+    Raises `ConfigError` where there is no such function.
+    """
     if plant is None:
         return contextlib.nullcontext()
     module, _, function = plant.partition(":")
-    return getattr(importlib.import_module(module), function)()
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        wrong = f"{plant} cannot be found: {error}"
+        raise ConfigError("--plant", wrong, "module:function, such as tests.faults.tensor:embedding_unsummed") from error
+    return make()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,10 @@ class Workers:
         self.complaints: list[Any] = []  # what each writes to stderr
 
     def run(self, world: int, task: dict[str, Any], timeout: float = 300.0) -> None:
-        """Gives `task` to ranks 0 … world − 1 and waits for all. Raises `RankFailed` with the first failure."""
+        """Gives `task` to ranks 0 … world − 1 and waits for all. Raises `RankFailed` with the first failure.
+
+        Raises `ConfigError` where that is a mistake of the user's, such as a key that the checkout does not know.
+        """
         try:
             self._grow(world)
             port = free_port()
@@ -64,7 +67,8 @@ class Workers:
         self.close()
 
     def _grow(self, world: int) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.checkout), "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, (str(self.checkout), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         fresh = range(len(self.processes), world)
         for _ in fresh:
             self.complaints.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (closed by `close`)
@@ -107,6 +111,9 @@ class Workers:
                 deadline = min(deadline, time.monotonic() + 1.0)
         if failures:
             _, rank, answer = min(failures, key=lambda failure: failure[:2])
+            if "mistake" in answer:
+                where, wrong, right = answer["mistake"]
+                raise ConfigError(where, f"{wrong}, says {self.checkout}", right)
             raise RankFailed(rank, answer["error"], answer.get("traceback", ""))
         if waiting:
             raise RankFailed(min(waiting.values()), f"no answer in time, from {len(waiting)} of {world} ranks")

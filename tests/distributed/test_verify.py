@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from megacore.errors import ConfigError
 from megacore.verify.layouts import parse
 from megacore.verify.report import explain, verdict
 from megacore.verify.run import ROOT, Options, Proof, prove
@@ -63,7 +64,7 @@ def test_the_readme_s_block_is_proved_and_a_mistake_in_it_is_found_by_name(fork:
     edit(block, "config.parallel.sequence", "False")  # each rank's norm then keeps the gradient of its own tokens
     done = run(fork, "--layouts", "tp2,tp2sp")
     assert done.returncode == 1 and "NOT EQUAL: tp2sp (1 of 2 layouts equal)" in done.stdout, done.stdout + done.stderr
-    assert "tp2sp parts first in module blocks.0.norm, gradient of its weight, microbatch 0, backward, step 1" in done.stdout
+    assert "tp2sp parts first in module blocks.3.norm, gradient of its weight, microbatch 0, backward, step 1" in done.stdout
 
     block.write_text(right)
     edit(block, "self.feed_forward(h)", "(1 + context.group.rank) * self.feed_forward(h)")
@@ -108,6 +109,49 @@ def second_rank_raises() -> Iterator[None]:
 
     with mock.patch.object(Block, "forward", wrong):
         yield
+
+
+@contextlib.contextmanager
+def nothing_is_a_number() -> Iterator[None]:
+    """On one process too, whose error is what bf16 is held against."""
+    from megacore.model.block import Block
+
+    forward = Block.forward
+    with mock.patch.object(Block, "forward", lambda self, x, context: forward(self, x, context) * float("nan")):
+        yield
+
+
+@contextlib.contextmanager
+def with_parameters_of_other_kinds() -> Iterator[None]:
+    """A block with a scalar that it applies to its own tokens, and with a vector that nothing depends on."""
+    from megacore.model.block import Block
+    from megacore.tensor_parallel.linear import replicated
+    from megacore.tensor_parallel.shard import new_parameter
+
+    init, forward = Block.__init__, Block.forward
+
+    def more(self, index, config, group, dtype, device):  # type: ignore[no-untyped-def]
+        init(self, index, config, group, dtype, device)
+        self.gate = new_parameter(replicated((), group, config.parallel.sequence, fill=1.0), dtype, device)
+        self.unused = new_parameter(replicated((5,), group, False), dtype, device)
+
+    gated = mock.patch.object(Block, "forward", lambda self, x, context: forward(self, x, context) * self.gate)
+    with mock.patch.object(Block, "__init__", more), gated:
+        yield
+
+
+def test_what_is_not_a_number_is_not_explained(workers: Workers) -> None:
+    assert not bf16(workers, f"{__name__}:nothing_is_a_number").holds
+
+
+def test_scalars_and_unused_parameters_are_proved(workers: Workers) -> None:
+    proof = prove(Options(TINY, [], [parse("tp2sp")], plant=f"{__name__}:with_parameters_of_other_kinds"), workers=workers)
+    assert proof.holds and "blocks.1.gate" in proof.names and "blocks.1.unused" in proof.names
+
+
+def test_a_plant_that_is_not_there_is_the_user_s_mistake(workers: Workers) -> None:
+    with pytest.raises(ConfigError, match="--plant: tests.faults.tensor:typo cannot be found"):
+        prove(Options(TINY, [], [parse("one")], plant="tests.faults.tensor:typo"), workers=workers)
 
 
 def test_a_rank_that_fails_is_named_with_its_reason(workers: Workers) -> None:

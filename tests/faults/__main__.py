@@ -3,17 +3,22 @@
 import sys
 
 import tests.faults
-from megacore.cli import Parser
+from megacore.cli import Parser, exit_status
+from megacore.errors import ConfigError
 from tests.faults.checks import FAULTS, ROOT, Checks, document
 
 
 def main(argv: list[str]) -> int:
     """Plants every fault, or runs the checks without; returns the exit status."""
     parser = Parser("python -m tests.faults", tests.faults.__doc__)
-    parser.add_argument("--silent", type=int, metavar="TIMES", help="run the checks without any fault, this many times")
+    parser.add_argument("--silent", type=int, default=0, metavar="TIMES", help="run the checks without any fault, this many times")
     parser.add_argument("--write", action="store_true", help="write docs/faults.md, when every fault was caught as it says")
     parser.add_argument("names", nargs="*", metavar="FAULT", help="some faults only")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if unknown := set(args.names) - {fault.name for fault in FAULTS}:
+        raise ConfigError("FAULT", f"there is no {', '.join(sorted(unknown))}", "the name of a function in tests/faults/")
+    if args.write and (args.names or args.silent):
+        raise ConfigError("--write", "writes what was found of all faults", "--write alone")
     chosen = [fault for fault in FAULTS if not args.names or fault.name in args.names]
     checks, wrong = Checks(), 0
     try:
@@ -40,4 +45,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_status(main))

@@ -64,7 +64,7 @@ def stale_activation() -> Any:
 @fault(
     "backward takes the oldest graph where the schedule goes back from the newest",
     "pp2",
-    "module blocks.0, gradient of its output, microbatch 0, backward",
+    "module blocks.1, gradient of its output, microbatch 0, backward",
     "parallel.schedule=gpipe",
 )
 def graph_of_another_microbatch() -> Any:
@@ -82,7 +82,7 @@ def graph_of_another_microbatch() -> Any:
 @fault(
     "recomputation draws another dropout mask",
     "one",
-    "module blocks.0.feed_forward.down, gradient of its output, microbatch 0, backward",
+    "module blocks.0.norm2, its input, computed again for backward, microbatch 0, forward",
     "model.dropout=0.1",
     "train.recompute=full",
 )

@@ -118,7 +118,7 @@ def partial_gradients_unsummed() -> Any:
 @fault(
     "the weight of a norm over each head's queries and keys, of which a rank has some, is not summed",
     "tp2",
-    "module blocks.0.attention.key_norm, gradient of its weight, microbatch 0, backward",
+    "module blocks.3.attention.key_norm, gradient of its weight, microbatch 0, backward",
     "model.qk_norm=true",
 )
 def head_norm_gradients_unsummed() -> Any:

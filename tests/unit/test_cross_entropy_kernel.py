@@ -82,10 +82,10 @@ def error_against_fp64(
         found = split(logits, targets, ranks, implementation=implementation, **options)
     for loss in found:
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
-        assert not loss[targets == IGNORED].any()
         errors.append(relative_error(loss, exact))
     (grad_logits,) = torch.autograd.grad(found, logits, [grad.to(loss.dtype) for loss in found])
-    assert grad_logits.dtype == dtype and not grad_logits[targets == IGNORED].any()
+    assert grad_logits.dtype == dtype
+    errors.append(float(loss[targets == IGNORED].any() or grad_logits[targets == IGNORED].any()))
     return max(*errors, relative_error(grad_logits, exact_grad))
 
 
@@ -212,12 +212,7 @@ FAULTS = {
 def test_planted_faults_are_caught(interpreted, fault):
     """The comparison itself: were it blind to one of these, it would prove nothing."""
     check = (error_against_fp64, "triton", "cpu", CROSSING, torch.float32, ALL)
-    try:
-        error = interpreted(with_fault, "cross_entropy", *FAULTS[fault], interpreted_check, *check)
-    except RuntimeError as raised:  # the worker's report of an assertion of the check
-        assert "AssertionError" in str(raised)
-    else:
-        assert error > TOLERANCE[torch.float32]
+    assert interpreted(with_fault, "cross_entropy", *FAULTS[fault], interpreted_check, *check) > TOLERANCE[torch.float32]
 
 
 REFUSALS = {
@@ -229,6 +224,7 @@ REFUSALS = {
     "targets hold -1 ": lambda x, t: cross_entropy.cross_entropy(x, t - 2, gather=lambda s: s),
     "targets hold 1 ": lambda x, t: cross_entropy.cross_entropy(x, t, first_row=2),
     "vocab_size is missing": lambda x, t: cross_entropy.cross_entropy(x, t, label_smoothing=0.1, gather=lambda s: s),
+    "label_smoothing is 1": lambda x, t: cross_entropy.cross_entropy(x, t, label_smoothing=1.0),
     "targets is on meta": lambda x, t: cross_entropy.cross_entropy(x, t.to("meta")),
     "'fast' is unknown": lambda x, t: cross_entropy.cross_entropy(x, t, implementation="fast"),
     "logits is torch.float64|not installed": lambda x, t: cross_entropy.cross_entropy(x.double(), t, implementation="triton"),

@@ -24,6 +24,7 @@ CASES: list[tuple[tuple[int, ...], dict[str, int]]] = [
     ((2, 48), LONG),
     ((19, 17), {"MAX_BACKWARD_BLOCK": 8}),  # forward in one block, backward not, several turns
 ]
+FAULT = 1e-5
 TRITON_TOLERANCE = INTERPRETED_TOLERANCE | {torch.float32: 4e-6}  # rsqrt's own error counts twice in the gradient
 
 
@@ -175,12 +176,14 @@ def test_eager_keeps_fp64(rms):
 
 
 def worst_error(device: str) -> float:
-    errors = [
-        error_against_fp64(rms, True, "triton", device, (4, 17), torch.float32, sizes)
-        for rms in (False, True)
-        for sizes in ({}, {"THREADS": 1}, LONG)
-    ]
-    return max(errors)
+    """Over every path; of a fault, the first error that shows it."""
+    worst = 0.0
+    for rms in (False, True):
+        for sizes in ({}, {"THREADS": 1}, LONG):
+            worst = max(worst, error_against_fp64(rms, True, "triton", device, (4, 17), torch.float32, sizes))
+            if worst > FAULT:
+                return worst
+    return worst
 
 
 @cache
@@ -209,7 +212,7 @@ def sound_error(device: str) -> float:
 def test_the_check_catches_planted_faults(interpreted, right, wrong):
     """A constant that is a thousandth off is caught."""
     fault = interpreted(with_fault, "layernorm", right, wrong, worst_error, "cpu")
-    assert fault > 1e-5 > TRITON_TOLERANCE[torch.float32] > interpreted(sound_error, "cpu")
+    assert fault > FAULT > TRITON_TOLERANCE[torch.float32] > interpreted(sound_error, "cpu")
 
 
 @pytest.mark.parametrize("module, norm", [(layernorm.LayerNorm, torch.nn.LayerNorm), (layernorm.RMSNorm, torch.nn.RMSNorm)])

@@ -111,18 +111,18 @@ def test_eager_keeps_fp64_and_splits():
     assert error_on_split_vocabulary("eager", "cpu", PLAIN) < TOLERANCE[torch.float32]
 
 
-def check_fp16() -> float:
+def check_fp16(device: str) -> float:
     """Of a loss scale that comes with backward nothing is left if the gradient has underflowed by then."""
-    hidden = torch.zeros(1, 1, dtype=torch.float16, requires_grad=True)
-    weight = torch.full((2, 1), 2.0**-19, dtype=torch.float16)
+    hidden = torch.zeros(1, 1, dtype=torch.float16, device=device, requires_grad=True)
+    weight = torch.full((2, 1), 2.0**-19, dtype=torch.float16, device=device)
     weight[1] *= 2.03125  # the gradient of hidden, half their difference, is 16.5 of fp16's smallest steps
-    loss = linear_cross_entropy.linear_cross_entropy(hidden, weight.requires_grad_(), torch.tensor([0]))
+    loss = linear_cross_entropy.linear_cross_entropy(hidden, weight.requires_grad_(), torch.tensor([0], device=device))
     (grad,) = torch.autograd.grad(loss * 2.0**16, hidden)
     return relative_error(grad, (weight[1:] - weight[:1]).detach().double() / 2 * 2.0**16)
 
 
 def test_fp16_keeps_small_gradients():
-    assert check_fp16() < 2**-10
+    assert check_fp16("cpu") < 2**-10
 
 
 class _Largest(TorchDispatchMode):
@@ -157,7 +157,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault):
-    check = (check_fp16,) if "fp16" in fault else (error_against_fp64, "eager", "cpu", torch.float32, PLAIN, 3)
+    check = (check_fp16, "cpu") if "fp16" in fault else (error_against_fp64, "eager", "cpu", torch.float32, PLAIN, 3)
     assert with_fault("linear_cross_entropy", *FAULTS[fault], *check) > 2**-10
 
 

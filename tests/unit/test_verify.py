@@ -53,11 +53,36 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
 
 
 def test_shrinking_keeps_what_does_not_divide() -> None:
-    layouts = [Layout("tp4", 4), Layout("pp4", pipeline=4)]
+    layouts = [Layout("tp2", 2), Layout("pp4", pipeline=4)]
     user = load_whole("configs/gpt_1b.json", ["model.vocab_size=50257", "model.num_layers=23", "model.num_kv_heads=2"])
     small = shrink(user, layouts, 3, "fp64")["model"]
     assert small["vocab_size"] % 4 == 1 and small["num_layers"] == 5 and small["num_kv_heads"] == 2
-    assert impossible(layouts[0], user) == "2 key/value heads over 4 tensor ranks" and impossible(layouts[1], user) is None
+    assert impossible(Layout("tp4", 4), user) == "2 key/value heads over 4 tensor ranks" and impossible(layouts[1], user) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "overrides"),
+    [
+        ("tp2,tp3,dp3,dp2", []),
+        ("tp6,dp8", ["model.vocab_size=50257"]),
+        ("tp4sp", ["train.seq_len=9", "train.micro_batch_size=4"]),
+        ("tp3sp,tp2sp", ["train.micro_batch_size=3", "train.global_batch_size=12"]),
+        ("pp2", ["optim.schedule=wsd"]),
+    ],
+)
+def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, overrides: list[str], tmp_path: Path) -> None:
+    """Else a proof would be refused for numbers that nobody wrote."""
+    layouts = [parse(name) for name in names.split(",")]
+    user = load_whole("configs/gpt_1b.json", ["model.num_heads=12", "model.hidden_size=1536", "model.ffn_size=6144", *overrides])
+    case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
+    for layout in layouts:
+        assert impossible(layout, user) is None
+        small = load(str(case), layout.overrides(), layout.world).config
+        assert small.model.vocab_size % layout.tensor == user.model.vocab_size % layout.tensor
+        assert small.num_microbatches >= 2 and small.model.num_layers >= 4
+        assert small.kv_heads > layout.tensor  # a rank's number must not do for that of its first head
+    odd = load_whole("configs/gpt_1b.json", ["train.seq_len=9", "train.micro_batch_size=1"])
+    assert impossible(parse("tp4sp"), odd) == "9 tokens of a microbatch over 4 tensor ranks"
 
 
 def records(folder: Path, pieces: list[tuple[torch.Tensor, Shard]], loss: float = 2.0) -> Records:
