@@ -116,11 +116,29 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather(grad, ctx.group), None
 
 
+class _Enter(torch.autograd.Function):
+    """Forward: all tokens, gathered if they are split. Backward: sum of the ranks' gradients, scattered if they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sequence: bool) -> Tensor:
+        ctx.group, ctx.sequence = group, sequence
+        return all_gather(x, group) if sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.group) if ctx.sequence else all_reduce(grad.clone(), ctx.group), None, None
+
+
+def enter_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
+    """``[tokens, …]``, the same on every rank or with `sequence` this rank's tokens → all tokens, for work with each rank's own weights."""
+    return x if group.size == 1 else _Enter.apply(x, group, sequence)
+
+
 def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
     """Sums the ranks' partial results: ``[tokens, …]`` → the same on every rank, or with `sequence` this rank's tokens.
 
-    Leaves the region in which each rank works on all tokens with its own part of the weights. The way into it, and
-    this function's conjugate, is inside `tensor_parallel.linear.column_linear`, where it overlaps a product.
+    Leaves the region in which each rank works on all tokens with its own part of the weights. The way into it is
+    `enter_tensor_parallel`; inside `tensor_parallel.linear.column_linear` its backward overlaps a product.
     Takes `x` over: it must be a fresh result that nothing else reads.
     """
     if group.size == 1:

@@ -33,9 +33,3 @@ def normal_slice(key: tuple[object, ...], shape: tuple[int, ...], std: float, di
         piece = torch.empty([last - first if d == dim else n for d, n in enumerate(shape)]).normal_(0.0, std, generator=generator)
         pieces.append(piece.narrow(dim, max(start - first, 0), min(stop, last) - max(start, first)))
     return torch.cat(pieces, dim)
-
-
-def keep_mask(shape: tuple[int, ...], probability: float, key: int, device: torch.device) -> Tensor:
-    """A boolean mask that is True with `probability`, drawn from the stream `key`."""
-    generator = torch.Generator(device).manual_seed(key)
-    return torch.empty(shape, device=device).uniform_(generator=generator) < probability

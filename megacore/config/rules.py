@@ -92,6 +92,8 @@ def check_model(config: Config) -> None:
     if parallel.sequence:
         tokens = train.micro_batch_size * train.seq_len
         divides("train.seq_len", train.seq_len, "parallel.tensor", parallel.tensor) if tokens % parallel.tensor else None
+    if model.kernels == "triton" and train.precision == "fp64":
+        raise ConfigError("model.kernels", "the Triton kernels keep their statistics in fp32, below fp64's precision", "auto or eager")
     if model.attention == "fused" and train.precision == "fp64":
         raise ConfigError("model.attention", "the fused softmax keeps its statistics in fp32, below fp64's precision", "sdpa or eager")
 

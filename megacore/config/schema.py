@@ -86,6 +86,12 @@ class Model(Section):
         0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
     )
     attention: Literal["sdpa", "fused", "eager"] = "sdpa"
+    kernels: Literal["auto", "triton", "eager"] = Field(
+        "auto", description="fused Triton kernels; auto: on GPUs. triton: also in Triton's interpreter (TRITON_INTERPRET=1)"
+    )
+    chunked_loss: bool = Field(
+        False, description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole"
+    )
     init_std: Positive = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
 
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
 from megacore.config.schema import LinearRope, Llama3Rope, resolved
+from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
 from megacore.mesh import Group
 from megacore.model.cache import latest_mask
@@ -30,7 +31,7 @@ class Attention(nn.Module):
         model, sequence = config.model, config.parallel.sequence
         self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
-        self.implementation = model.attention
+        self.implementation, self.kernels = model.attention, model.kernels
         # sdpa keeps no scores, so there is nothing for selective recomputation to drop.
         self.recompute = config.train.recompute == "selective" and model.attention != "sdpa"
         self.qkv = ColumnLinear(
@@ -60,12 +61,7 @@ class Attention(nn.Module):
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
         # [batch, seq, kv heads, queries + 2, head]
         qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
-        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [batch, heads, seq, head]
-        if context.rope is not None:
-            q, k = rotate(q, *context.rope), rotate(k, *context.rope)
+        q, k, v = self.heads(qkv, context.rope)
         if context.cache is not None:
             y = self.attend_all(q, *context.cache.extend(self, k, v))
         elif self.recompute:
@@ -73,6 +69,18 @@ class Attention(nn.Module):
         else:
             y = self.attend(q, k, v)
         return self.output(y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size))
+
+    def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, normed and rotated, keys, likewise, and values, ``[batch, heads, seq, head]``, of the qkv layer's outputs."""
+        if self.query_norm is None and tables is not None:
+            return rope_qkv(qkv, *tables, implementation=self.kernels)
+        q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if tables is not None:
+            q, k = (rope(t, *tables, implementation=self.kernels) for t in (q, k))
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
@@ -83,8 +91,7 @@ class Attention(nn.Module):
         if self.queries > 1:
             k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
         scores = q @ k.transpose(-2, -1)
-        implementation = "auto" if self.implementation == "fused" else "eager"
-        return causal_softmax(scores, self.scale, implementation) @ v
+        return causal_softmax(scores, self.scale, self.kernels if self.implementation == "fused" else "eager") @ v
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend` of the latest queries to all keys so far, of which there are more; by sdpa, whatever trains the model."""
@@ -110,10 +117,3 @@ def rope_tables(
         frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies).repeat(1, 2)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the feature pairs of ``[batch, heads, seq, head]`` by their position's angles, in fp32 at least."""
-    first, second = x.to(cos.dtype).chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return (x * cos + turned * sin).to(x.dtype)

@@ -9,26 +9,23 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config import Config
+from megacore.kernels.gelu import bias_gelu
+from megacore.kernels.swiglu import swiglu
 from megacore.mesh import Group
 from megacore.model.attention import Attention
 from megacore.model.context import Context
 from megacore.model.norm import Norm
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
-gelu = partial(F.gelu, approximate="tanh")  # as in GPT-2
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """``[tokens, 2 · ffn]``, gate then up → silu(gate) · up (Shazeer 2020)."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "gelu_erf": F.gelu, "swiglu": swiglu}  # by `model.activation`
+# By `model.activation`; gelu is the tanh form, as in GPT-2.
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "gelu": partial(bias_gelu, approximate="tanh"),
+    "gelu_erf": partial(bias_gelu, approximate="none"),
+    "swiglu": swiglu,
+}
 
 
 class FeedForward(nn.Module):
@@ -62,7 +59,7 @@ class FeedForward(nn.Module):
             sequence=sequence,
             dtype=dtype,
             device=device,
-            activation=ACTIVATIONS[model.activation],
+            activation=partial(ACTIVATIONS[model.activation], implementation=model.kernels),
             recompute=config.train.recompute == "selective",
         )
 
@@ -87,5 +84,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
-        x = x.add(context.drop(self.attention(self.norm1(x), context), self.index, "attention"), alpha=self.scale)
-        return x.add(context.drop(self.feed_forward(self.norm2(x)), self.index, "feed_forward"), alpha=self.scale)
+        branch = self.attention(self.norm1(x), context)
+        if context.dropout == 0.0 and self.scale == 1.0:  # the sum then needs no pass of its own
+            h, x = self.norm2(branch, x)
+        else:
+            x = context.add(x, branch, self.scale, self.index, "attention")
+            h = self.norm2(x)
+        return context.add(x, self.feed_forward(h), self.scale, self.index, "feed_forward")

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megacore.comm import own_part
+from megacore.kernels.dispatch import Implementation
+from megacore.kernels.dropout import bias_dropout_residual
 from megacore.mesh import Group
 from megacore.model.cache import KeyValueCache
-from megacore.rng import keep_mask, key_of
+from megacore.rng import key_of
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,18 @@ class Context:
     key: int  # names this microbatch: (seed, step, position in the global batch)
     start: int = 0  # the position of the first token
     cache: KeyValueCache | None = None  # in generation: what attention keeps of the tokens before
+    kernels: Implementation = "auto"
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
-        """Dropout of ``[tokens, hidden]`` with the mask of (microbatch, site): the same in every layout and recomputation.
+        """Dropout of ``[tokens, hidden]`` with the mask of (microbatch, site): the same in every layout and recomputation."""
+        return x if self.dropout == 0.0 else self._dropped(x, None, 1.0, site)
 
-        With sequence parallelism each rank draws the mask of all tokens and keeps its own part.
-        """
-        if self.dropout == 0.0:
-            return x
-        shape = (self.batch_size * self.seq_len, x.shape[1])
-        mask = keep_mask(shape, 1.0 - self.dropout, key_of(self.key, *site), x.device)
-        if self.sequence:
-            mask = own_part(mask, self.group)
-        return x * mask / (1.0 - self.dropout)
+    def add(self, residual: Tensor, x: Tensor, scale: float, *site: object) -> Tensor:
+        """``residual + scale · drop(x)``, in one pass."""
+        return residual.add(x, alpha=scale) if self.dropout == 0.0 else self._dropped(x, residual, scale, site)
+
+    def _dropped(self, x: Tensor, residual: Tensor | None, scale: float, site: tuple[object, ...]) -> Tensor:
+        # An element's mask depends on its position in the whole microbatch: a rank that holds some tokens begins further on.
+        first = self.group.rank * x.numel() if self.sequence else 0
+        key = key_of(self.key, *site)
+        return bias_dropout_residual(x, None, residual, self.dropout, key, first=first, scale=scale, implementation=self.kernels)

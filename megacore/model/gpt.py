@@ -13,7 +13,7 @@ from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
 from megacore.model.norm import Norm
 from megacore.rng import normal_slice
-from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear, replicated
 from megacore.tensor_parallel.shard import new_parameter, shard_of
@@ -86,7 +86,7 @@ class Stage(nn.Module):
         start = 0 if cache is None else cache.length
         rope = None if self.rope is None else (self.rope[0][start : start + seq], self.rope[1][start : start + seq])
         dropout = self.config.model.dropout if self.training else 0.0
-        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache)
+        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache, self.config.model.kernels)
         if self.first:
             x = self.embed(x, context)
         for block in self.blocks.values():
@@ -110,17 +110,27 @@ class Stage(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The last stage's hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``."""
-        head = self.embedding if self.config.model.tie_embeddings else self.head
+        return column_linear(self.scaled_norm(x), self.head_weight, None, self.group, self.sequence)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the LM head."""
+        return (self.embedding if self.config.model.tie_embeddings else self.head).weight
+
+    def scaled_norm(self, x: Tensor) -> Tensor:
+        """The last hidden states as the head takes them."""
         x = self.norm(x)
-        if (scale := self.config.model.logit_scale) != 1.0:
-            x = x * scale  # the same as on the logits, of which there are many more
-        return column_linear(x, head.weight, None, self.group, self.sequence)
+        scale = self.config.model.logit_scale
+        return x if scale == 1.0 else x * scale  # the same as on the logits, of which there are many more
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least."""
-        head = self.embedding if self.config.model.tie_embeddings else self.head
-        first_row = shard_of(head.weight).start
-        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row).sum()
+        model, first_row = self.config.model, shard_of(self.head_weight).start
+        if model.chunked_loss:
+            return vocab_parallel_linear_cross_entropy(
+                self.scaled_norm(x), self.head_weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
+            )
+        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels).sum()
 
 
 def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:

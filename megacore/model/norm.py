@@ -1,10 +1,12 @@
 """Layer and RMS norm, of the features and of attention's heads. Statistics in fp32 for bf16 and fp16 input (PyTorch's kernels do so)."""
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config.schema import Config, Model
+from megacore.kernels.layernorm import layer_norm, rms_norm
 from megacore.mesh import Group
 from megacore.tensor_parallel.linear import replicated
 from megacore.tensor_parallel.shard import new_parameter
@@ -16,16 +18,16 @@ class Norm(nn.Module):
     def __init__(self, model: Model, group: Group, sequence: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         shape = (model.hidden_size,)
-        self.rms, self.eps = model.norm == "rmsnorm", model.norm_eps
+        self.rms, self.eps, self.implementation = model.norm == "rmsnorm", model.norm_eps, model.kernels
         self.weight = new_parameter(replicated(shape, group, sequence, fill=1.0), dtype, device)
         has_bias = model.bias and not self.rms
         self.bias = new_parameter(replicated(shape, group, sequence), dtype, device) if has_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` → the same shape."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """``[tokens, hidden]`` → the same shape; with a residual (norm(x + residual), x + residual), in one pass."""
         if self.rms:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return rms_norm(x, self.weight, self.eps, residual=residual, implementation=self.implementation)
+        return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, implementation=self.implementation)
 
 
 class HeadNorm(nn.Module):
@@ -36,9 +38,9 @@ class HeadNorm(nn.Module):
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.eps = config.model.norm_eps
+        self.eps, self.implementation = config.model.norm_eps, config.model.kernels
         self.weight = new_parameter(replicated((config.head_size,), group, partial=True, fill=1.0), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[…, head]`` → the same shape."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, implementation=self.implementation)

@@ -24,6 +24,7 @@ from megacore.plan.flops import attention_sizes, block_parameters, norm_paramete
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
+SHORTEST_CHUNK = 1024  # tokens, of a chunked loss on a GPU
 OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8, "fp64": 16}
 
 
@@ -95,12 +96,16 @@ def stage_activations(config: Config) -> list[int]:
         layers[virtual % len(layers)] += len(held)
     kept = [n * block_activations(config, recompute) // config.parallel.chunks for n in layers]
     working = [block_activations(config, "none") - block_activations(config, recompute)] * len(kept)
-    # The ends: the embedding's dropout mask; the inputs of final norm and head, the loss's softmax in fp32 (or fp64) until
-    # its backward, and logits or their gradient while it is at work.
-    logits = tokens * -(-model.vocab_size // config.parallel.tensor)
+    # The ends: the embedding's dropout mask; the inputs of final norm and head, and the logits, whose gradient is written over them.
+    # With a chunked loss only a chunk of them while it is at work, and until backward the gradients of hidden states and head.
+    rows = -(-model.vocab_size // config.parallel.tensor)
     kept[0] += _shared(config, tokens * model.hidden_size) if model.dropout else 0
-    kept[-1] += _shared(config, 2 * element * tokens * model.hidden_size) + max(4, element) * logits
-    working[-1] += element * logits
+    kept[-1] += _shared(config, 2 * element * tokens * model.hidden_size)
+    if model.chunked_loss:
+        kept[-1] += element * tokens * model.hidden_size + 4 * rows * model.hidden_size
+        working[-1] += element * rows * min(tokens, max(-(-tokens // 4), SHORTEST_CHUNK))
+    else:
+        kept[-1] += element * rows * tokens
     plan = GENERATORS[config.parallel.schedule](config.parallel.pipeline, config.num_microbatches, config.parallel.chunks)
     return [live * k + w for live, k, w in zip(peak_live(plan), kept, working, strict=True)]
 

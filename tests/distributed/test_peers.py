@@ -62,8 +62,9 @@ def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) 
     plain = stage.logits
 
     def logits(x: Tensor) -> Tensor:
-        seen.append(plain(x))
-        return seen[-1]
+        result = plain(x)
+        seen.append(result.clone())  # the loss takes the logits' memory over
+        return result
 
     stage.logits = logits  # type: ignore[method-assign]
     engine = NativeEngine(config, stage, mesh)
@@ -139,11 +140,13 @@ def test_equals_transformers(measure: Measure, name: str, precision: str, world:
 # Planted faults: conventions that two code bases often do not share. Each must show by far more than rounding.
 
 
-def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_neighbours(qkv: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, ...]:
     """Rotary positions that pair feature 2j with 2j + 1, as the first papers do, and not j with j + d/2."""
-    half = x.shape[-1] // 2
+    half = qkv.shape[-1] // 2
     cos, sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
-    return x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin
+    q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in qkv.split([qkv.shape[3] - 2, 1, 1], 3))
+    q, k = (x * cos + torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2) * sin for x in (q, k))
+    return q, k, v
 
 
 def gate_for_up(name: str, shape: mapped.Shape, names: list[str]) -> mapped.Mapped:
@@ -178,8 +181,8 @@ STACKED, GROUPED, FUSED = mapped.stacked, mapped.grouped_qkv, mapped.fused_qkv
 @pytest.mark.parametrize(
     ("name", "place", "fault"),
     [
-        ("llama", (attention, "rotate"), rotate_neighbours),
-        ("gpt2", (block.ACTIVATIONS, "gelu"), torch.nn.functional.gelu),
+        ("llama", (attention, "rope_qkv"), rotate_neighbours),
+        ("gpt2", (block.ACTIVATIONS, "gelu"), block.ACTIVATIONS["gelu_erf"]),
         ("gpt2", (mapped, "fused_qkv"), fused_by_head),
         ("llama", (mapped, "grouped_qkv"), heads_dealt_out),
         ("qwen3", (mapped, "grouped_qkv"), keys_for_values),

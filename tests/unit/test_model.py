@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config, load
+from megacore.kernels.rope import rope
 from megacore.mesh import SOLO, Group
-from megacore.model.attention import rope_tables, rotate
+from megacore.model.attention import rope_tables
 from megacore.model.context import Context
 from megacore.model.gpt import Stage, whole_model
 from megacore.model.norm import Norm
@@ -193,13 +194,13 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(2, 1, 1, 32, 8)
     cos, sin = rope_tables(32, 8, 10000.0, torch.float64, CPU)
-    scores = (rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-2, -1))[0, 0]  # the same q and k at every position
+    scores = (rope(q, cos, sin) @ rope(k, cos, sin).transpose(-2, -1))[0, 0]  # the same q and k at every position
     for distance in range(-31, 32):
         diagonal = scores.diagonal(distance)
         assert float((diagonal - diagonal[0]).abs().max()) < 1e-12
     assert float(scores.std()) > 0.1
-    assert torch.allclose(rotate(q, cos, sin).norm(dim=-1), q.norm(dim=-1), rtol=1e-12)
-    assert torch.equal(rotate(q, cos, sin)[..., 0, :], q[..., 0, :])
+    assert torch.allclose(rope(q, cos, sin).norm(dim=-1), q.norm(dim=-1), rtol=1e-12)
+    assert torch.equal(rope(q, cos, sin)[..., 0, :], q[..., 0, :])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,7 +211,7 @@ def test_rotary_angles_at_long_context(dtype: torch.dtype) -> None:
     angle = torch.tensor([position * 10000.0 ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64)
     x = torch.ones(1, 1, 1, head, dtype=dtype)
     right = torch.cat((angle.cos() - angle.sin(), angle.sin() + angle.cos()))
-    assert float((rotate(x, cos[-1:], sin[-1:]) - right).abs().max()) < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    assert float((rope(x, cos[-1:], sin[-1:]) - right).abs().max()) < {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
 
 
 @pytest.mark.parametrize("overrides", ["", LLAMA, "model.num_kv_heads=2"])

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config import Config, load
 from megacore.config.load import resolve
+from megacore.kernels import layernorm
 from megacore.mesh import Group
-from megacore.model import norm
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.plan.flops import (
@@ -141,7 +141,7 @@ def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, mo
     # As on a device with bf16: where it is emulated, attention keeps fp32 copies, which the formula is not about.
     monkeypatch.setattr(linear, "EMULATED_ON_CPU", frozenset())
     # And with a fused RMS norm, which keeps its input alone; PyTorch has one for CPUs in layernorm's form only.
-    monkeypatch.setattr(norm.F, "rms_norm", lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps))
+    monkeypatch.setattr(layernorm.F, "rms_norm", lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps))
     three, one = make(model, **train), make(model | {"num_layers": 1}, **train)
     measured = (saved_bytes(three) - saved_bytes(one)) / 2
     assert block_activations(three, three.train.recompute) == pytest.approx(measured, rel=0.01)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacore import rng
-from megacore.rng import BLOCKS, keep_mask, key_of, normal_slice
+from megacore.rng import BLOCKS, key_of, normal_slice
 
 CPU = torch.device("cpu")
 
@@ -78,16 +78,3 @@ def test_a_key_is_the_same_in_every_process() -> None:
     """Python's own `hash` of a string is another in each process: ranks would draw different masks. The value is fixed for ever,
     or an old run would resume with other dropout."""
     assert key_of(0, "embedding.weight", 64) == 201941048195853859
-
-
-def test_mask_depends_on_its_key_only() -> None:
-    """A mask that moved with the global generator would differ between a forward and its recomputation, and between layouts."""
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    mask = keep_mask((64, 500), 0.8, key_of(3, "attention"), CPU)
-    assert torch.equal(torch.get_rng_state(), before), "drawing a mask must not disturb other random numbers"
-    torch.manual_seed(1)
-    assert torch.equal(keep_mask((64, 500), 0.8, key_of(3, "attention"), CPU), mask)
-    other = keep_mask((64, 500), 0.8, key_of(4, "attention"), CPU)
-    assert abs((mask == other).double().mean() - (0.8**2 + 0.2**2)) < 0.02, "another key: an independent mask"
-    assert abs(mask.double().mean() - 0.8) < 4 * (0.8 * 0.2 / mask.numel()) ** 0.5
