@@ -15,7 +15,9 @@ MORE = """The config is made small, its structure kept (kinds of layers, ties, b
 recomputation, dropout), and trained for three steps by real gloo ranks on this machine's CPU, in every layout, and by plain
 code on one process in fp64. A table shows the largest relative difference of each parameter (its gradients, its value,
 its moments) in each layout; where a layout differs, the first module, tensor, microbatch and direction at which it does
-is searched for and named.
+is searched for and named. Sizes of parallel.* come from --layouts; absolute sizes that a fork adds (a window) are not made
+small: give them as overrides. Not exercised: fp16's loss scaling, train.compile, Triton kernels in fp64, and in the training loop
+logging and saving. `--precision bf16` is in addition to fp64, not in its place: it measures every layout against one process.
 Exit status: 0 equal, 1 not equal, 2 bad arguments."""
 
 

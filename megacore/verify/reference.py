@@ -69,8 +69,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 g = gradients[name] * clip
                 first[name].lerp_(g, 1 - optim.beta1)
                 second[name].mul_(optim.beta2).addcmul_(g, g, value=1 - optim.beta2)
-                # By shape rather than by the parameter's own record, so that a wrong record is seen.
-                decays = p.dim() > 1 and not name.endswith("bias")
+                # Vectors and biases never, whatever their record says, so that a wrong one is seen; of matrices it is believed.
+                decays = p.dim() > 1 and not name.endswith("bias") and shard_of(p).decay
                 p.mul_(1 - lr * optim.weight_decay * decays)
                 denominator = (second[name] / (1 - optim.beta2**step)).sqrt_().add_(optim.eps)
                 p.addcdiv_(first[name] / (1 - optim.beta1**step), denominator, value=-lr)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megacore.config import Config, load
-from megacore.config.load import flatten
+from megacore.config.load import flatten, resolve
 from megacore.config.schema import resolved
 from megacore.data.indexed import IndexedWriter
 from megacore.verify.layouts import Layout
@@ -66,6 +66,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
             "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
             "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
+            "kernels": "auto" if precision == "fp64" else model.kernels,
         },
         "train": {
             "steps": steps,
@@ -93,12 +94,22 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     }
     defaults = flatten(Config().model_dump(mode="json", by_alias=True))
     values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
+    # Only what differs, and not what would be derived: another version of the code, which may not know every key, can then
+    # read it too.
+    written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
+    for key in [key for key in written if defaults[key] is None]:
+        rest = {k: v for k, v in written.items() if k != key}
+        if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
+            written = rest
+    return sections_of(written)
+
+
+def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"model.num_layers": 2} to {"model": {"num_layers": 2}}."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
-        # Only what differs: another version of the code, which may not know every key, can then read it too.
-        if key in defaults and value != defaults[key]:
-            section, name = key.split(".")
-            sections.setdefault(section, {})[name] = value
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
     return sections
 
 

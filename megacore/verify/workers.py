@@ -92,8 +92,11 @@ class Workers:
     def _send(self, rank: int, task: dict[str, Any]) -> None:
         stdin = self.processes[rank].stdin
         assert stdin is not None
-        stdin.write(json.dumps(task) + "\n")
-        stdin.flush()
+        try:
+            stdin.write(json.dumps(task) + "\n")
+            stdin.flush()
+        except BrokenPipeError:  # it died since its last task: `_receive` says why
+            self._receive(rank)
 
     def _collect(self, world: int, deadline: float) -> None:
         waiting = {stream: rank for rank, process in enumerate(self.processes[:world]) if (stream := process.stdout) is not None}
@@ -114,7 +117,8 @@ class Workers:
             if "mistake" in answer:
                 where, wrong, right = answer["mistake"]
                 raise ConfigError(where, f"{wrong}, says {self.checkout}", right)
-            raise RankFailed(rank, answer["error"], answer.get("traceback", ""))
+            silent = f" (no answer from ranks {', '.join(map(str, sorted(waiting.values())))})" if waiting else ""
+            raise RankFailed(rank, answer["error"] + silent, answer.get("traceback", ""))
         if waiting:
             raise RankFailed(min(waiting.values()), f"no answer in time, from {len(waiting)} of {world} ranks")
 
