@@ -51,8 +51,12 @@ def rope_eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """The reference in plain PyTorch; x ``[batch, heads, seq, head]``, tables ``[seq, head]``."""
     half = x.shape[-1] // 2
     cos, sin = cos[:, :half], sin[:, :half]
+    by_token = x.stride(1) < x.stride(2)  # the result keeps that order, else attention's output would need a copy
+    if by_token:
+        x, cos, sin = x.transpose(1, 2), cos[:, None], sin[:, None]
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    y = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+    return y.transpose(1, 2) if by_token else y
 
 
 def rope_qkv(
