@@ -187,7 +187,7 @@ def widest(assembly: str, kind: str) -> int:
     ptx = rf"\b{instruction}\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfsu](\d+)"
     bits = [int(count or 1) * int(size) for count, size in re.findall(ptx, assembly)]
     if kind == "load":  # straight into shared memory
-        bits += [8 * int(size) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^,]+, [^,]+, (?:0x)?(\d+)", assembly)]
+        bits += [8 * int(size, 0) for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^,]+, [^,]+, (\w+)", assembly)]
     for size in re.findall(rf"\b(?:global|buffer|flat)_{kind}_(\w+)", assembly):
         number = re.search(r"\d+", size)
         if "dword" in size:

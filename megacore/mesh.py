@@ -131,7 +131,7 @@ def pick_device(config: Config, place: Place) -> torch.device:
     wanted = config.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if config.model.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ConfigError("model.kernels", "triton needs a GPU, and this rank computes on the CPU", "auto; TRITON_INTERPRET=1 to try it")
+            raise ConfigError("model.kernels", "triton needs a GPU, and this rank computes on the CPU", "auto, or TRITON_INTERPRET=1")
         if config.parallel.backend == "nccl":
             raise ConfigError("parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo")
         return torch.device("cpu")

@@ -5,6 +5,7 @@ reduce-scattered while backward runs, each rank updates its part, and the parame
 """
 
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megacore.comm import all_reduce
 from megacore.config import Config
 from megacore.engine.gather import ParameterGatherer
-from megacore.engine.optimizer import ALIGNMENT, AdamW, LossScale, fill_buffers
+from megacore.engine.optimizer import ALIGNMENT, FlatBuffer, LossScale, fill_buffers
 from megacore.engine.protocol import StepStatistics
 from megacore.engine.reduce import GradientReducer
+from megacore.kernels.adamw import AdamW
+from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
 from megacore.mesh import SOLO, Mesh
 from megacore.model.gpt import Stage
 from megacore.tensor_parallel.shard import Box, piece_key
@@ -31,12 +34,40 @@ class NativeEngine:
         self.buffers = fill_buffers(stage, config.engine.bucket_mib, mesh.dp if self.sharded else SOLO, tied)
         self.reducer = GradientReducer(self.buffers, mesh.dp, mesh.tp)
         self.gatherer = ParameterGatherer(stage, self.buffers, mesh.dp) if self.sharded else None
-        self.optimizer = AdamW(self.buffers, config.optim)
+        self.first, self.second = ([[torch.zeros_like(m) for m in b.masters] for b in self.buffers] for _ in range(2))  # moments
+        self.optimizer = self._optimizer(config)
         # Gradients are of the mean over the global batch; the scale starts where its microbatches' own would be 2^16.
         microbatches = config.train.global_batch_size // config.train.micro_batch_size
         self.loss_scale = LossScale(config.train.precision == "fp16", 2.0**16 * microbatches, mesh.device)
         self.skipped = torch.zeros((), device=mesh.device, dtype=torch.float64)
-        self.counted = [buffer.rows_where(lambda slot: slot.shard.counted) for buffer in self.buffers]
+        self.squares = SumOfSquares(
+            [gradients for buffer in self.buffers for gradients in buffer.own_gradients],
+            [weights for buffer in self.buffers for weights in self.row_weights(buffer)],
+            implementation=config.model.kernels,
+        )
+
+    def _optimizer(self, config: Config) -> AdamW:
+        def every(tensors: list[list[Tensor]]) -> list[Tensor]:
+            return list(chain.from_iterable(tensors))
+
+        optim = config.optim
+        return AdamW(
+            every([buffer.masters for buffer in self.buffers]),
+            every([buffer.own_gradients for buffer in self.buffers]),
+            every(self.first),
+            every(self.second),
+            weight_decay=[optim.weight_decay if buffer.decay else 0.0 for buffer in self.buffers for _ in buffer.ranges],
+            beta1=optim.beta1,
+            beta2=optim.beta2,
+            eps=optim.eps,
+            copies=every([buffer.own_values for buffer in self.buffers]) if self.buffers[0].rounds else None,
+            implementation=config.model.kernels,
+        )
+
+    def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
+        """Of each of a buffer's ranges, 1 for rows that count in the gradient norm here, 0 for those that do elsewhere."""
+        rows = buffer.rows_where(lambda slot: slot.shard.counted)
+        return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
     def loss_gradient(self, scale: float) -> Tensor:
         """See `Engine`."""
@@ -61,24 +92,17 @@ class NativeEngine:
         assert self.mesh.tied is not None
         for buffer in self.buffers:
             if buffer.tied:
-                for own in buffer.ranges:
-                    all_reduce(buffer.gradients[own], self.mesh.tied)
+                for gradients in buffer.own_gradients:
+                    all_reduce(gradients, self.mesh.tied)
 
     def gradients(self) -> dict[str, tuple[Tensor, Box]]:
         """See `Engine`."""
-        return self._pieces("", [[buffer.gradients[own] for own in buffer.ranges] for buffer in self.buffers])
+        return self._pieces("", [buffer.own_gradients for buffer in self.buffers])
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """The norm of the gradient of the whole model, a replicated or tied parameter counted once; fp64 scalar, scaled."""
-        # Norms of short rows, then fp64: PyTorch's CPU norm of a whole fp32 tensor is off by 4e-6 at half a million elements and
-        # by 7e-4 at 16 million (measured with 2.13), and so would depend on how a layout cuts it.
-        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for buffer, counted in zip(self.buffers, self.counted, strict=True):
-            for own in buffer.ranges:
-                rows = torch.linalg.vector_norm(buffer.gradients[own].view(-1, ALIGNMENT), dim=1).double()
-                squares += torch.dot(rows.square_(), counted[own.start // ALIGNMENT : own.stop // ALIGNMENT])
-        return all_reduce(squares, self.mesh.world if self.sharded else self.mesh.model).sqrt()
+        return all_reduce(self.squares(), self.mesh.world if self.sharded else self.mesh.model).sqrt()
 
     @torch.no_grad()
     def step(self, lr: float) -> StepStatistics:
@@ -86,20 +110,14 @@ class NativeEngine:
         self.settle()
         norm = self.grad_norm() / self.loss_scale.value
         skip = (~norm.isfinite()).float()
-        coefficient = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
+        coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
         self.optimizer.step(lr, self.loss_scale.value / coefficient, skip)
         self.skipped += skip
         self.loss_scale.update(skip)
-        self._publish()
-        self.reducer.clear()
-        return StepStatistics(norm, self.skipped.clone())
-
-    def _publish(self) -> None:
-        """Lets the parameters be what the masters say, on every rank (with a sharded optimizer: by when they are used)."""
-        for buffer in self.buffers:
-            buffer.publish()
         if self.gatherer is not None:
             self.gatherer.start()
+        self.reducer.clear()
+        return StepStatistics(norm, self.skipped.clone())
 
     def settle(self) -> None:
         """See `Engine`."""
@@ -108,10 +126,8 @@ class NativeEngine:
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
         """See `Engine`: for every parameter its master and both moments."""
-        moments = [self.optimizer.moments(i) for i in range(len(self.buffers))]
         named = self._pieces("model/", [buffer.masters for buffer in self.buffers])
-        named |= self._pieces("adam_m/", [first for first, _ in moments])
-        return named | self._pieces("adam_v/", [second for _, second in moments])
+        return named | self._pieces("adam_m/", self.first) | self._pieces("adam_v/", self.second)
 
     def _pieces(self, kind: str, tensors: list[list[Tensor]]) -> dict[str, tuple[Tensor, Box]]:
         """This rank's pieces of what `tensors` hold, for each buffer one tensor a range."""
@@ -131,9 +147,13 @@ class NativeEngine:
 
     def load_state(self, state: dict[str, float]) -> None:
         """See `Engine`."""
-        self.optimizer.set_updates(state["updates"])
+        self.optimizer.updates.fill_(state["updates"])
         self.skipped.fill_(state["skipped"])
         if self.loss_scale.dynamic and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.good_steps.fill_(state["good_steps"])
-        self._publish()
+        self.settle()
+        for buffer in self.buffers:
+            buffer.publish()
+        if self.gatherer is not None:
+            self.gatherer.start()

@@ -1,9 +1,8 @@
-"""The optimizer's side of a step without a host synchronisation: flat buffers, AdamW, loss scale, learning rate."""
+"""The optimizer's side of a step without a host synchronisation: flat buffers, loss scale, learning rate."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 
 import torch
@@ -116,8 +115,18 @@ class FlatBuffer:
     def publish(self) -> None:
         """Rounds the masters into this rank's part of the parameters."""
         if self.rounds:
-            for own, master in zip(self.ranges, self.masters, strict=True):
-                self.values[own].copy_(master)
+            for own, master in zip(self.own_values, self.masters, strict=True):
+                own.copy_(master)
+
+    @property
+    def own_gradients(self) -> list[Tensor]:
+        """Of what this rank updates."""
+        return [self.gradients[own] for own in self.ranges]
+
+    @property
+    def own_values(self) -> list[Tensor]:
+        """The parameters that this rank updates."""
+        return [self.values[own] for own in self.ranges]
 
     def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor, Box]]:
         """Of tensors that hold something for each element of `ranges`: every parameter's pieces, (name, view, place).
@@ -151,58 +160,6 @@ def fill_buffers(module: nn.Module, bucket_mib: float, share: Group = SOLO, tied
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())
-
-
-class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over flat buffers, through PyTorch's fused kernel.
-
-    The kernel divides gradients by a scale on the device and does nothing if a flag on the device is set, so unscaling,
-    clipping and skipping cost no pass of their own and no synchronisation.
-    """
-
-    def __init__(self, buffers: list[FlatBuffer], optim: Optim) -> None:
-        self.buffers = buffers
-        self.parameters = [[nn.Parameter(master) for master in buffer.masters] for buffer in buffers]
-        groups = [
-            {"params": own, "weight_decay": optim.weight_decay if b.decay else 0.0} for b, own in zip(buffers, self.parameters, strict=True)
-        ]
-        self.inner = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
-        for buffer, parameters in zip(buffers, self.parameters, strict=True):
-            for own, parameter in zip(buffer.ranges, parameters, strict=True):
-                parameter.grad = buffer.gradients[own]
-                # Made here rather than at the first step, so that a checkpoint can be read into it.
-                self.inner.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Updates the masters from ``gradients / scale`` (an fp64 scalar), unless `skip` (an fp32 scalar) is 1."""
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        if self.buffers[0].gradients.dtype == torch.float64:
-            # The kernel's own scale is fp32, too coarse for proofs in fp64.
-            for parameter in chain.from_iterable(self.parameters):
-                assert parameter.grad is not None
-                parameter.grad.div_(scale)
-            scale = torch.ones_like(scale)
-        self.inner.grad_scale, self.inner.found_inf = scale.float(), skip  # type: ignore[attr-defined]
-        self.inner.step()
-
-    def moments(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The first and second moments of each of a buffer's ranges."""
-        states = [self.inner.state[parameter] for parameter in self.parameters[index]]
-        return [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
-
-    @property
-    def updates(self) -> Tensor:
-        """How many steps were not skipped: what bias correction counts."""
-        return self.inner.state[self.parameters[0][0]]["step"]
-
-    def set_updates(self, count: float) -> None:
-        for parameter in chain.from_iterable(self.parameters):
-            self.inner.state[parameter]["step"].fill_(count)
 
 
 class LossScale:

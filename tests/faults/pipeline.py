@@ -100,13 +100,8 @@ def recompute_draws_another_mask() -> Any:
 
 @fault("the gradient norm counts what every tensor rank holds once a rank", "tp2", "every gradient agrees; the gradient norm does not")
 def norm_counts_replicas() -> Any:
-    init = native.NativeEngine.__init__
-
-    def count_all(self: Any, *rest: Any) -> None:
-        init(self, *rest)
-        self.counted = [buffer.rows_where(lambda slot: True) for buffer in self.buffers]
-
-    return patch(native.NativeEngine, "__init__", count_all)
+    weights = native.NativeEngine.row_weights
+    return patch(native.NativeEngine, "row_weights", lambda self, buffer: [torch.ones_like(rows) for rows in weights(self, buffer)])
 
 
 @fault("each stage clips by its own norm", "pp2", "every gradient agrees; the gradient norm does not")
@@ -139,7 +134,7 @@ def no_bias_correction() -> Any:
     step = native.AdamW.step
 
     def late(self: Any, *rest: Any) -> None:
-        self.set_updates(1e6)
+        self.updates.fill_(1e6)
         step(self, *rest)
 
     return patch(native.AdamW, "step", late)
@@ -155,8 +150,7 @@ def moments_in_low_precision() -> Any:
 
     def rounded(self: Any, *rest: Any) -> None:
         step(self, *rest)
-        for index in range(len(self.buffers)):
-            for moment in chain(*self.moments(index)):
-                moment.copy_(moment.float())
+        for moment in chain(self.first_moments, self.second_moments):
+            moment.copy_(moment.float())
 
     return patch(native.AdamW, "step", rounded)

@@ -135,8 +135,8 @@ def embedding_unsummed() -> Any:
 def vocabulary_offset_rounded_down() -> Any:
     loss = cross_entropy.vocab_parallel_cross_entropy
 
-    def wrong(logits: Tensor, targets: Tensor, group: Any, first_row: int) -> Tensor:
-        return loss(logits, targets, group, group.rank * (65 // group.size))
+    def wrong(logits: Tensor, targets: Tensor, group: Any, first_row: int, *rest: Any) -> Tensor:
+        return loss(logits, targets, group, group.rank * (65 // group.size), *rest)
 
     return patch(gpt, "vocab_parallel_cross_entropy", wrong)
 
@@ -146,8 +146,8 @@ def softmax_over_own_vocabulary() -> Any:
     gather = comm.all_gather
 
     def own_sum(x: Tensor, group: Any) -> Tensor:
-        every = gather(x, group)
-        every[..., 0] = torch.where(torch.arange(group.size)[:, None] == group.rank, every[..., 0], -torch.inf)
+        every = gather(x, group)  # [ranks, statistics, tokens], the first of the statistics a rank's logarithm of its sum
+        every[:, 0] = torch.where(torch.arange(group.size)[:, None] == group.rank, every[:, 0], -torch.inf)
         return every
 
     return patch(cross_entropy, "all_gather", own_sum)

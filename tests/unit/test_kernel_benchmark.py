@@ -111,6 +111,14 @@ def test_what_compiles_to_the_same_code_is_compiled_once():
     assert [(v.size.width, v.index) for v in found] == [(3072, 0), (3072, 1), (512, 0), (512, 1)]
 
 
+def test_tuned_kernels_do_not_spill():
+    """The models of most and of widest features, for Hopper; all models and four targets are `benchmarks.kernels --compile-only`."""
+    sizes = model_sizes(("gpt_7b", "gpt_175b"))
+    assert {name for name, _ in sizes} == set(OPERATIONS)
+    found = list(bench.compile_all(bench.variants(sizes, [torch.bfloat16], ["sm_90"]), 1))
+    assert len(found) > 30 and not [kernel for kernel in found if kernel.fault]
+
+
 def test_compile_table(capsys):
     arguments = ["--compile-only", "--only", "swiglu", "--models", "gpt_7b", "--dtypes", "bf16", "--processes", "1"]
     assert kernels.main(arguments) == 0
