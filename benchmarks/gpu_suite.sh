@@ -10,9 +10,9 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python} limit=470 status=0
-logs=$(mktemp -d) results=benchmarks/results kernels=(--seconds 150) configs=(gpt_124m gpt_350m gpt_1b) steps=8 micro_batches=4
+logs=$(mktemp -d) results=benchmarks/results kernels=(--seconds 150) configs=(gpt_124m gpt_350m gpt_1b) compile=(false true) steps=8 micro_batches=4
 if [[ ${1:-} == --dry-run ]]; then
-    results=$logs kernels=(--dry-run) configs=(gpt_tiny) steps=1 micro_batches=1
+    results=$logs kernels=(--dry-run) configs=(gpt_tiny) compile=(false) steps=1 micro_batches=1
 fi
 training=$results/training_$(date -u +%F).jsonl
 
@@ -29,7 +29,7 @@ stage() {
     if timeout "$((seconds < left ? seconds : left))" "$@" >"$logs/$name.txt" 2>"$logs/$name.err"; then
         printf 'done (%d s)\n' "$SECONDS"
     else
-        printf 'FAILED, status %d (%d s)\n' "$?" "$SECONDS"
+        printf 'FAILED, status %d, 124 being out of time (%d s)\n' "$?" "$SECONDS"
         tail -n 5 "$logs/$name.err" >>"$logs/$name.txt"
         status=1
     fi
@@ -39,7 +39,7 @@ stage tests 120 "$python" -m pytest -q tests/gpu
 stage kernels 220 "$python" -m benchmarks.kernels "${kernels[@]}" --output "$results"
 for config in "${configs[@]}"; do
     micro_batch=$("$python" -c "import json; print(json.load(open('configs/$config.json'))['train']['micro_batch_size'])")
-    for compiled in false true; do
+    for compiled in "${compile[@]}"; do
         stage "$config-compile-$compiled" 60 "$python" -m benchmarks.throughput --config "configs/$config.json" --steps "$steps" \
             train.compile=$compiled train.precision=bf16 train.global_batch_size=$((micro_batch * micro_batches))
     done

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from benchmarks.kernel_operations import OPERATIONS, Inputs, Operation, Size
+from benchmarks.kernel_inputs import Inputs, Size
+from benchmarks.kernel_operations import OPERATIONS, Operation
 
 # Relative to the largest value: twice what rounding to the dtype costs (tests/kernel_checks.py), and as much again for sums over
 # rows, products of matrices, and the interpreter's truncation.

@@ -23,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from benchmarks.kernel_operations import OPERATIONS, Size
+from benchmarks.kernel_inputs import Size
+from benchmarks.kernel_operations import OPERATIONS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -31,6 +32,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 64 * 2**10}  # bytes that a program may have
 WIDE = 128  # bits of the widest load that one thread can make everywhere
 META = torch.device("meta")
 CACHE = Path(tempfile.gettempdir()) / f"megacore_kernels_{os.getuid()}"
@@ -98,6 +100,8 @@ class Compiled:
         """What must not be in a tuned kernel, or nothing."""
         if self.spilled:
             return f"spills {self.spilled} bytes a thread"
+        if self.shared > SHARED[self.variant.target]:
+            return f"needs {self.shared} bytes of shared memory, of {SHARED[self.variant.target]}"
         if self.aligned and self.load < WIDE and self.kernel not in OPERATIONS[self.variant.operation].small:
             return f"loads {self.load} bits at most"
         return ""

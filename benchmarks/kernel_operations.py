@@ -15,6 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernel_inputs import (
+    Inputs,
+    Size,
+    attention_scores,
+    feed_forward,
+    gate_and_up,
+    grouped_heads,
+    heads,
+    hidden,
+    hidden_and_vocabulary,
+    logits,
+    optimizer_state,
+    parameters,
+    queries,
+    queries_keys_values,
+    rows_and_residual,
+    rows_of,
+    score_shape,
+    scores,
+    tensors,
+    vocabulary,
+)
 from megacore.config import Config, load
 from megacore.kernels.adamw import AdamW
 from megacore.kernels.cross_entropy import cross_entropy
@@ -28,24 +50,8 @@ from megacore.kernels.softmax import causal_softmax, masked_softmax
 from megacore.kernels.swiglu import swiglu
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-Inputs = dict[str, Any]  # tensors, lists of tensors, and numbers, by name
 EPS, SCALE, PROBABILITY, KEY = 1e-5, 0.125, 0.1, 0x1234567_89ABCDEF
-FEATURES = 2048  # of linear cross entropy's rows
-TENSORS = 16  # of a list
 MODELS = ("gpt_124m", "gpt_350m", "gpt_1b", "gpt_7b", "llama_8b", "gpt_175b")  # of configs/
-
-
-@dataclass(frozen=True)
-class Size:
-    """`rows` of `width` elements; where a row is made of heads, each has `head` of them, and `group` query heads share a key."""
-
-    rows: int
-    width: int
-    head: int = 128
-    group: int = 2
-
-    def __str__(self) -> str:
-        return f"{self.rows} × {self.width}"
 
 
 @dataclass(frozen=True)
@@ -78,101 +84,6 @@ class Operation:
         return None if goal is None else min(goal, 0.85) if width <= 1024 else goal
 
 
-def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    """Normal numbers, the same for every dtype up to its rounding."""
-    if device.type == "meta":
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
-
-
-def integers(high: int, count: int, device: torch.device) -> Tensor:
-    """`count` numbers below `high`."""
-    if device.type == "meta":
-        return torch.empty(count, dtype=torch.int64, device=device)
-    return torch.randint(high, (count,), generator=torch.Generator(device).manual_seed(0), device=device)
-
-
-def rows_of(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """x, and for norms and biases a row each of weight and bias."""
-    x = normal((size.rows, size.width), dtype, device)
-    return {"x": x, "weight": normal((size.width,), dtype, device, 1), "bias": normal((size.width,), dtype, device, 2)}
-
-
-def rows_and_residual(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """The same with a residual."""
-    return rows_of(size, dtype, device) | {"residual": normal((size.rows, size.width), dtype, device, 3)}
-
-
-def gate_and_up(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """``[rows, 2 · width]``."""
-    return {"x": normal((size.rows, 2 * size.width), dtype, device)}
-
-
-def score_shape(size: Size) -> tuple[int, int, int, int]:
-    """[1, heads, queries, keys]: as many queries as keys, or fewer where that many rows are not wanted."""
-    queries = min(size.width, size.rows)
-    return 1, size.rows // queries, queries, size.width
-
-
-def scores(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Attention scores, and a mask with a quarter of the keys hidden from all queries."""
-    mask = torch.ones(1, 1, 1, size.width, dtype=torch.bool, device=device)
-    mask[..., -size.width // 4 :] = False
-    return {"scores": normal(score_shape(size), dtype, device), "mask": mask}
-
-
-def logits(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """A row of logits a token, and its target."""
-    return {"logits": normal((size.rows, size.width), dtype, device), "targets": integers(size.width, size.rows, device)}
-
-
-def hidden_and_vocabulary(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Rows of `FEATURES` and a vocabulary of `width`: logits of the size's rows and width."""
-    weight = normal((size.width, FEATURES), dtype, device, 1) / FEATURES**0.5
-    return {"hidden": normal((size.rows, FEATURES), dtype, device), "weight": weight, "targets": integers(size.width, size.rows, device)}
-
-
-def tables(seq: int, head: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """cos and sin ``[seq, head]``."""
-    angles = torch.outer(torch.arange(seq, device=device), 1e4 ** (-torch.arange(0, head, 2, device=device) / head)).repeat(1, 2)
-    wide = torch.promote_types(dtype, torch.float32)
-    return {"cos": angles.cos().to(wide), "sin": angles.sin().to(wide)}
-
-
-def sequences(size: Size) -> tuple[int, int]:
-    """(batch, seq) of as many tokens as there are rows, in sequences of 4096 at most."""
-    seq = min(size.rows, 4096)
-    return size.rows // seq, seq
-
-
-def heads(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """x ``[batch, heads, seq, head]``, token by token in memory."""
-    batch, seq = sequences(size)
-    x = normal((batch, seq, size.width // size.head, size.head), dtype, device).transpose(1, 2)
-    return {"x": x} | tables(seq, size.head, dtype, device)
-
-
-def grouped_heads(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """qkv ``[batch, seq, kv heads, group + 2, head]`` whose rows have the size's width."""
-    batch, seq = sequences(size)
-    kv_heads, rest = divmod(size.width, size.head * (size.group + 2))
-    assert not rest, f"rows of {size.width} are no whole groups of {size.group + 2} heads of {size.head}"
-    return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(seq, size.head, dtype, device)
-
-
-def tensors(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """A list of them, with the size's elements altogether."""
-    return {"tensors": [normal((size.rows // TENSORS, size.width), dtype, device, i) for i in range(TENSORS)]}
-
-
-def optimizer_state(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """fp32 lists, and where the model computes in 16 bits its copies."""
-    wide = torch.promote_types(dtype, torch.float32)
-    state = {name: tensors(size, wide, device)["tensors"] for name in ("masters", "gradients", "first_moments", "second_moments")}
-    state["second_moments"] = [t.abs() for t in state["second_moments"]]
-    return state | {"copies": [t.to(dtype) for t in state["masters"]] if dtype.itemsize == 2 else None}
-
-
 def built(inputs: Inputs, name: str, build: Callable[[], Any]) -> Any:
     """What is built once for tensors that stay where they are, and used at every call."""
     if name not in inputs:
@@ -201,44 +112,6 @@ def torch_adamw(inputs: Inputs) -> None:
     built(inputs, "optimizer", build).step()
 
 
-def tokens(config: Config) -> int:
-    """Of a microbatch."""
-    return config.train.micro_batch_size * config.train.seq_len
-
-
-def hidden(config: Config) -> Size:
-    """Activations between blocks."""
-    return Size(tokens(config), config.model.hidden_size)
-
-
-def feed_forward(config: Config) -> Size:
-    """This rank's inner features."""
-    assert config.model.ffn_size is not None
-    return Size(tokens(config), config.model.ffn_size // config.parallel.tensor)
-
-
-def attention_scores(config: Config) -> Size:
-    """This rank's heads, of a microbatch."""
-    heads = config.model.num_heads // config.parallel.tensor
-    return Size(config.train.micro_batch_size * heads * config.train.seq_len, config.train.seq_len)
-
-
-def vocabulary(config: Config) -> Size:
-    """This rank's logits."""
-    return Size(tokens(config), config.model.vocab_size // config.parallel.tensor)
-
-
-def queries(config: Config) -> Size:
-    """This rank's query heads."""
-    return Size(tokens(config), config.model.num_heads * config.head_size // config.parallel.tensor, config.head_size)
-
-
-def queries_keys_values(config: Config) -> Size:
-    """This rank's part of the projection that has all three."""
-    group = config.model.num_heads // config.kv_heads
-    return Size(tokens(config), (group + 2) * config.kv_heads * config.head_size // config.parallel.tensor, config.head_size, group)
-
-
 def model_sizes(models: tuple[str, ...] = MODELS) -> list[tuple[str, Size]]:
     """Every operation at the size at which one rank of each model runs it."""
     found: dict[tuple[str, Size], None] = {}  # an ordered set
@@ -250,13 +123,6 @@ def model_sizes(models: tuple[str, ...] = MODELS) -> list[tuple[str, Size]]:
             if size := OPERATIONS[operation].used(config):
                 found[operation, size] = None
     return list(found)
-
-
-def parameters(config: Config) -> Size:
-    """About as many elements as a rank has in the blocks' weights."""
-    parallel, model = config.parallel, config.model
-    rows = 12 * model.num_layers * model.hidden_size // (parallel.tensor * parallel.pipeline)
-    return Size(rows // TENSORS * TENSORS, model.hidden_size)
 
 
 def where(value: str, key: str, size: Callable[[Config], Size]) -> Callable[[Config], Size | None]:

@@ -30,7 +30,7 @@ from megacore.errors import ConfigError
 if TYPE_CHECKING:
     from benchmarks.kernel_bandwidth import Measured
     from benchmarks.kernel_compile import Compiled
-    from benchmarks.kernel_operations import Size
+    from benchmarks.kernel_inputs import Size
 
 EXAMPLE = "python -m benchmarks.kernels --compile-only"
 WIDTHS = [4096, 1024, 16384, 65536, 2048, 8192, 32768]  # those that say most first, should time run out
@@ -81,8 +81,11 @@ def chosen(names: list[str] | None) -> list[str]:
 def compile_only(args: argparse.Namespace, console: Console) -> int:
     """The compile table; 1 where a kernel is not what it should be."""
     from benchmarks.kernel_compile import TARGETS, compile_all, variants
-    from benchmarks.kernel_operations import MODELS, model_sizes
+    from benchmarks.kernel_operations import CONFIGS, MODELS, model_sizes
 
+    for model in args.models or ():
+        if not (CONFIGS / f"{model}.json").is_file():
+            raise ConfigError("--models", f"configs/{model}.json does not exist", "such as gpt_7b")
     names, dtypes = chosen(args.only), [DTYPES[name] for name in args.dtypes or ("bf16", "fp32")]
     sizes = [(name, size) for name, size in model_sizes(tuple(args.models or MODELS)) if name in names]
     found = list(compile_all(variants(sizes, dtypes, list(TARGETS)), args.processes))
@@ -155,7 +158,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def sizes(names: list[str], dtype: torch.dtype) -> "list[tuple[str, Size]]":
     """What is measured, in this order."""
-    from benchmarks.kernel_operations import OPERATIONS, Size
+    from benchmarks.kernel_inputs import Size
+    from benchmarks.kernel_operations import OPERATIONS
 
     usual = [Size(OPERAND_BYTES // (width * dtype.itemsize), width) for width in WIDTHS]
     own = [(name, size) for name in names for size in OPERATIONS[name].measured_at]
@@ -164,7 +168,7 @@ def sizes(names: list[str], dtype: torch.dtype) -> "list[tuple[str, Size]]":
 
 def dry_sizes(names: list[str]) -> "list[tuple[str, Size]]":
     """Two tiny ones each."""
-    from benchmarks.kernel_operations import Size
+    from benchmarks.kernel_inputs import Size
 
     return [(name, Size(16, width, head=8)) for width in (32, 64) for name in names]
 

@@ -1,6 +1,7 @@
 """Writes text with a trained or imported model, from a checkpoint of any layout, while it is made."""
 
 import argparse
+import io
 import os
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, rank_exit_status
+from megacore.cli import INTERRUPTED, Parser, rank_exit_status
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.errors import ConfigError, DataError
@@ -19,8 +20,6 @@ MORE = """A model too large for one device is spread over several, like a run: o
   torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b --device cuda parallel.tensor=2 parallel.pipeline=2
 The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
 A text may be longer than the model's positions (model.max_positions): it then goes on from its last half of them."""
-
-INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -125,9 +124,18 @@ def run(argv: list[str], place: Place) -> int:
             raise ConfigError("--prompt", "has no tokens", "at least one character")
         device = pick_device(config, place)
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character that a model writes
+    heard = True  # until the reader, such as head, has enough
+
     def say(text: str) -> None:
-        if place.rank == 0:
-            print(text, end="", flush=True)
+        nonlocal heard
+        if place.rank == 0 and heard:
+            try:
+                print(text, end="", flush=True)
+            except BrokenPipeError:
+                heard = False
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 
     if len(tokens) > config.max_positions:
         print(f"the prompt has {len(tokens)} tokens; the model sees the last {config.max_positions}", file=sys.stderr)
@@ -142,10 +150,10 @@ def run(argv: list[str], place: Place) -> int:
         try:
             for token in Decoder(stage, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
                 say(text.push(token))
+                if not heard and place.world_size == 1:  # other ranks count on this one to the end
+                    break
         except KeyboardInterrupt:
             status = INTERRUPTED
-        except BrokenPipeError:  # the reader, such as head, has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say(text.end() + "\n")
     return status
 

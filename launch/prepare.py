@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_status
+from megacore.cli import INTERRUPTED, Parser, exit_status
 from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
@@ -85,11 +85,10 @@ def run(argv: list[str]) -> None:
 def main() -> int:
     """Exit status: 0, 2 with one line on stderr, or that of the signal that stopped it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what is unfinished
-    try:
-        return exit_status(run)
-    except KeyboardInterrupt:
+    status = exit_status(run)
+    if status == INTERRUPTED:
         print("interrupted: nothing was written", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return status
 
 
 if __name__ == "__main__":

@@ -68,7 +68,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and files go with this process
-    try:
-        sys.exit(exit_status(main))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(exit_status(main))

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from megacore.errors import ConfigError, UserError
 from megacore.place import Place, missing_hostfile, place_from_environment
 
+INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose help begins with `example` (a command), and whose errors are `ConfigError`s.
@@ -32,12 +34,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(script: Callable[[list[str]], int | None]) -> int:
-    """Runs a script's body with the command line's arguments: what it returns (None: 0), or 2 with one line on stderr for a `UserError`."""
+    """Runs a script's body with the command line's arguments: what it returns (None: 0), `INTERRUPTED` after Ctrl-C,
+    or 2 with one line on stderr for a `UserError`.
+    """
     try:
         return script(sys.argv[1:]) or 0
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def rank_exit_status(script: Callable[[list[str], Place], int]) -> int:
@@ -52,3 +58,5 @@ def rank_exit_status(script: Callable[[list[str], Place], int]) -> int:
         if place.rank == 0:
             print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED

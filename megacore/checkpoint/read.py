@@ -74,16 +74,17 @@ class Reader:
             if box is not None:
                 out[_relative(box, shard.offset)].copy_(self._stored(name, piece)[_relative(box, piece.offset)])
 
-    def check_model(self, model: dict[str, Any]) -> None:
+    def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint") -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming the first key that differs.
 
-        Keys that only one of them has are passed over, as are those that change no shape and no function (dropout).
+        Keys that only one of them has are passed over, as are those that change no shape and no function (dropout). `otherwise`
+        is what to do for a user who wants the section as it is.
         """
         recorded = self.state.get("model", {})
         for key in model:  # in the schema's order: what others are derived from comes first
             if key in recorded and key not in FREE_MODEL_KEYS and recorded[key] != model[key]:
                 wrong = f"was written with model.{key}={recorded[key]}, and the config says {model[key]}"
-                right = f"set model.{key}={recorded[key]}, or take another checkpoint (checkpoint.resume=never takes none)"
+                right = f"set model.{key}={recorded[key]}, or {otherwise}"
                 raise CheckpointError(str(self.path), wrong, right)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:

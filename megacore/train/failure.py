@@ -8,6 +8,7 @@ import traceback
 
 import torch.distributed as dist
 
+from megacore.cli import INTERRUPTED
 from megacore.mesh import Mesh
 from megacore.place import Place
 
@@ -25,7 +26,10 @@ def lost_peer(error: BaseException) -> bool:
 
 def fail(error: BaseException, place: Place, mesh: Mesh | None) -> None:
     """Prints this rank's traceback and, last, its reason in one line; ends the process with status 1, without clean-up:
-    leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks."""
+    leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks.
+    After Ctrl-C, which the user knows of, the status is `INTERRUPTED` and nothing is printed."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(INTERRUPTED)
     if lost_peer(error):
         time.sleep(GRACE_SECONDS)
     where = "" if mesh is None else f", pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"

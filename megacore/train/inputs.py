@@ -38,7 +38,7 @@ class Inputs:
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
             raise CheckpointError(str(path), wrong, f"checkpoint.weights={path}, with a log.dir of its own")
-        reader.check_model(config.model.model_dump())
+        reader.check_model(config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
         self._check_samples(config, reader)
         if reader.step > config.train.steps:
             wrong = f"is of step {reader.step}, beyond train.steps {config.train.steps}"

@@ -87,15 +87,15 @@ def graph_of_another_microbatch() -> Any:
     "train.recompute=full",
 )
 def recompute_draws_another_mask() -> Any:
-    drop, seen = context.Context.drop, set()
+    dropped, seen = context.Context._dropped, set()
 
-    def again(self: Any, x: Tensor, *site: object) -> Tensor:
+    def again(self: Any, x: Tensor, residual: Any, scale: float, site: tuple[object, ...]) -> Tensor:
         visit = (self.key, *site)
         site = (*site, "again") if visit in seen else site
         seen.add(visit)
-        return drop(self, x, *site)
+        return dropped(self, x, residual, scale, site)
 
-    return patch(context.Context, "drop", again)
+    return patch(context.Context, "_dropped", again)
 
 
 @fault("the gradient norm counts what every tensor rank holds once a rank", "tp2", "every gradient agrees; the gradient norm does not")

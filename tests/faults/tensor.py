@@ -214,5 +214,5 @@ def weights_drawn_by_rank() -> Any:
     "model.dropout=0.1",
 )
 def dropout_differs_by_tensor_rank() -> Any:
-    drop = context.Context.drop
-    return patch(context.Context, "drop", lambda self, x, *site: drop(self, x, *site, self.group.rank))
+    dropped = context.Context._dropped
+    return patch(context.Context, "_dropped", lambda self, *rest: dropped(self, *rest[:-1], (*rest[-1], self.group.rank)))

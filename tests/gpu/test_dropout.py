@@ -37,13 +37,3 @@ def test_keep_mask_is_the_same_on_both_devices():
     for tokens, features, first in [(257, 768, 0), (64, 129, 2**33 + 5)]:
         masks = [dropout.keep_mask(tokens, features, 0.1, KEY, first=first, device=device).cpu() for device in ("cpu", "cuda")]
         assert torch.equal(*masks) and torch.equal(masks[0], mask_of_kernel("cuda", tokens, features, first, KEY, 0.1).cpu())
-
-
-def test_keys_and_positions_compile_once():
-    """Every step has another key: were it specialised on, every step might compile."""
-    for key, first in ((16, 0), (17, 64), (2**62 + 1, 2**40), (1, 128)):
-        mask_of_kernel("cuda", 4, 64, first, key, 0.3)
-    compiled = [cache[0] for cache in dropout._forward_kernel.device_caches.values()]
-    names = [kernel for kernels in compiled for kernel in kernels]
-    mask_of_kernel("cuda", 4, 64, 2**41, 2**61 + 3, 0.7)
-    assert [kernel for kernels in compiled for kernel in kernels] == names

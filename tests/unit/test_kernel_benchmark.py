@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ import triton.language as tl  # noqa: E402
 
 from benchmarks import kernels  # noqa: E402
 from benchmarks.kernel_bandwidth import Measured  # noqa: E402
-from benchmarks.kernel_operations import OPERATIONS, Size, model_sizes  # noqa: E402
+from benchmarks.kernel_inputs import Size  # noqa: E402
+from benchmarks.kernel_operations import OPERATIONS, model_sizes  # noqa: E402
+from megacore.kernels.dropout import bias_dropout_residual  # noqa: E402
 
 
 @triton.jit
@@ -56,6 +59,7 @@ def test_a_spill_is_found():
     crowded, roomy = planted(crowded_kernel, 4096, 1, "sm_90"), planted(crowded_kernel, 1024, 4, "sm_90")
     assert crowded.fault.startswith("spills") and crowded.registers == 255
     assert not roomy.fault and roomy.load == 128
+    assert replace(roomy, shared=228 * 2**10).fault.startswith("needs 233472 bytes of shared memory")
 
 
 def test_spills_are_read_from_amd_assembly():
@@ -104,6 +108,17 @@ def test_launches_are_captured_as_triton_would_specialise_them():
 def test_every_operation_is_captured(name):
     """Forward, and backward where there is one, reach Triton, at the size of some model."""
     assert bench.launches_of(name, next(size for found, size in model_sizes() if found == name), torch.bfloat16)
+
+
+def test_a_new_key_compiles_nothing():
+    """Every step and every rank draw under another key, from another position: were they specialised on, each might compile."""
+    x = torch.empty(64, 768, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = set()
+    for key, first in ((0, 0), (1, 768), (16, 2**40), (2**62 + 1, 64)):
+        with bench.recorded_launches() as launches:
+            bias_dropout_residual(x, None, x, 0.3, key, first=first, implementation="triton").backward(torch.empty_like(x))
+        found.add(tuple(launch.identity for launch in launches))
+    assert len(found) == 1
 
 
 def test_what_compiles_to_the_same_code_is_compiled_once():
