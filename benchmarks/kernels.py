@@ -258,7 +258,7 @@ def draw(measured: "list[Measured]", device: str, path: Path) -> None:
     lines = -(-len(names) // columns)
     figure = Figure(figsize=(3.2 * columns, 2.6 * lines + 0.6), layout="constrained")
     FigureCanvasAgg(figure)  # no display, no global state
-    grid = figure.subplots(lines, columns, sharey=True, squeeze=False).flat
+    grid = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
     for axes, name in zip(grid, names, strict=False):
         for direction, dash in (("forward", "-"), ("backward", "--")):
             points = [found for found in measured if found.operation == name and found.direction == direction]
@@ -273,7 +273,7 @@ def draw(measured: "list[Measured]", device: str, path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.1)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in list(grid)[len(names) :]:
+    for axes in grid[len(names) :]:
         axes.set_visible(False)
     labels = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
