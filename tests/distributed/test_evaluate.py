@@ -210,7 +210,7 @@ def altered(text: Path, folder: Path, change: str) -> Path:
     else:
         name = "model/norm.bias" if change == "shape" else "model/blocks.2.norm1.bias"
         tensors[name] = (tensors["model/norm.bias"][0][:31], Shard((31,)))
-    return save(folder / change, 0, tensors, reader.state, rank=0, world=1, writes=True, barrier=lambda: None, keep=1)
+    return save(folder / change, 0, tensors, reader.state, rank=0, world=1, barrier=lambda: None, keep=1)
 
 
 @pytest.mark.parametrize(
