@@ -32,9 +32,12 @@ setup(
     extras_require={
         # GPU builds of torch bring the Triton they were made for; alone it serves the kernels' tests on a CPU.
         "triton": ["triton>=3.4; platform_system == 'Linux'"],
-        "test": ["mypy>=1.15", "pytest>=8", "ruff>=0.11", "transformers>=4.56", "triton>=3.4; platform_system == 'Linux'"],
+        "test": [
+            *("mypy>=1.15", "pytest>=8", "ruff>=0.11", "tokenizers>=0.21", "transformers>=4.56"),
+            "triton>=3.4; platform_system == 'Linux'",
+        ],
         # Models from and to Hugging Face's format are compared with it.
-        "hf": ["transformers>=4.56"],
+        "hf": ["tokenizers>=0.21", "transformers>=4.56"],
         "benchmark": ["transformers>=4.56"],
     },
 )

@@ -36,7 +36,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
     parser.add_argument("--data", metavar="PREFIX", help="of the corpus's .bin and .idx (default: the run's data.valid)")
     parser.add_argument("--batches", type=int, default=0, help="batches to read, spread evenly over the corpus (default: 0, all of it)")
-    parser.add_argument("--tokenizer", help="bytes or a sentencepiece .model, to count text (default: the run's data.tokenizer)")
+    tokenizer = "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
+    parser.add_argument("--tokenizer", help=tokenizer)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures there")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
@@ -49,11 +50,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_size: int) -> Config:
     """The checkpoint's model and batches, in the layout that the overrides name."""
+    from megacore.data.tokenizer import check_kind
+
     batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
     data = {key: sections["data"][key] for key in ("valid", "tokenizer")}
     if args.data is not None:
         data["valid"] = args.data
     if args.tokenizer is not None:
+        check_kind(args.tokenizer, data["tokenizer"])
         data["tokenizer"] = args.tokenizer
     train = {key: sections["train"][key] for key in batches}
     raw = {"model": sections["model"], "data": data, "train": train | {"eval_batches": args.batches}}

@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="and of them the likeliest of this probability together (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default: %(default)s)")
-    parser.add_argument("--tokenizer", help="bytes or a sentencepiece .model (default: the run's data.tokenizer)")
+    parser.add_argument("--tokenizer", help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu or cuda (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
@@ -66,14 +66,13 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> Any:
     """The tokenizer of the run, or the one that is given, if the model can have been trained with it."""
-    from megacore.data.tokenizer import load_tokenizer
+    from megacore.data.tokenizer import check_kind, load_tokenizer
 
     name = given or recorded
     if name is None:
-        raise ConfigError("--tokenizer", "the run names no tokenizer", "bytes or a sentencepiece .model")
+        raise ConfigError("--tokenizer", "the run names no tokenizer", "bytes, a sentencepiece .model or a tokenizer.json")
+    check_kind(given, recorded)
     right = "the tokenizer that the model was trained with"
-    if given and recorded and (given == "bytes") != (recorded == "bytes"):
-        raise ConfigError("--tokenizer", f"{given} is of another kind than the run's {recorded}", right)
     tokenizer = load_tokenizer(name)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError("--tokenizer", f"{name} has {tokenizer.vocab_size} tokens, and the model {vocab_size}", right)

@@ -141,7 +141,7 @@ class Optim(Section):
 class Data(Section):
     train: Prefix | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
     valid: Prefix | WeightedPrefixes | None = None
-    tokenizer: str | None = Field(None, description="bytes, or a sentencepiece .model; needed only where text is shown")
+    tokenizer: str | None = Field(None, description="bytes, a sentencepiece .model or a tokenizer.json; needed only where text is shown")
 
 
 class Checkpoint(Section):

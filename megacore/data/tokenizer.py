@@ -1,6 +1,8 @@
-"""Tokenizers: text to token ids and back. Bytes, or a sentencepiece model, given or trained here."""
+"""Tokenizers: text to token ids and back. Bytes, a sentencepiece model, given or trained here, or a tokenizer.json."""
 
 import io
+import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -87,9 +89,73 @@ class SentencePieceTokenizer:
         return self._processor.id_to_piece(token).replace("\u2581", " ").encode("utf-8")
 
 
+class JsonTokenizer:
+    """A ``tokenizer.json`` of Hugging Face's `tokenizers`, such as GPT-2's and Llama 3's."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            from tokenizers import Tokenizer as Fast
+        except ImportError:
+            raise DataError(path, "needs the package tokenizers", "pip install 'megacore[hf]'") from None
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            self._tokenizer = Fast.from_str(text)
+        except OSError as error:
+            raise DataError(path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json") from None
+        except Exception as error:  # `tokenizers` raises nothing more particular
+            raise DataError(path, f"is no tokenizer: {error}", "a tokenizer.json as transformers writes it") from None
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._special = {int(token["id"]) for token in json.loads(text).get("added_tokens", []) if token.get("special")}
+        self._bytes = byte_characters() if '"ByteLevel"' in text else None
+        self.end_of_document: int | None = self._end(Path(path).with_name("tokenizer_config.json"))
+
+    def _end(self, settings: Path) -> int | None:
+        """The id of the token that `settings`, the file beside ours, says ends a text."""
+        if not settings.is_file():
+            return None
+        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
+        return self._tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of the text: int32 ``[tokens]``."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; special tokens have none."""
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token's characters stand for: bytes one by one, or text with ▁ for spaces and ``<0x0A>`` for a byte."""
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None or token in self._special:
+            return b""
+        if self._bytes is not None:
+            return b"".join(self._bytes.get(c, c.encode("utf-8")) for c in piece)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:-1], 16)])
+        return piece.replace("\u2581", " ").encode("utf-8")
+
+
+def byte_characters() -> dict[str, bytes]:
+    """The bytes that byte-level encodings write as printable characters (Radford et al. 2019, GPT-2): what is printable in Latin-1
+    stands for itself, the others for 256, 257, … in their order."""
+    plain = [b for b in range(256) if chr(b).isprintable() and b != 0x20]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
+
+
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a sentencepiece ``.model``. Raises `DataError` if there is no such model."""
-    return BytesTokenizer() if name == "bytes" else SentencePieceTokenizer(name)
+    """`bytes`, or the path of a sentencepiece ``.model`` or of a ``tokenizer.json``. Raises `DataError` if there is none."""
+    if name == "bytes":
+        return BytesTokenizer()
+    return JsonTokenizer(name) if name.endswith(".json") else SentencePieceTokenizer(name)
+
+
+def check_kind(given: str | None, recorded: str | None) -> None:
+    """Raises `ConfigError` if a tokenizer given in the place of a run's own cannot be the one that the model was trained with."""
+    if given and recorded and (given == "bytes") != (recorded == "bytes"):
+        wrong = f"{given} is of another kind than the run's {recorded}"
+        raise ConfigError("--tokenizer", wrong, "the tokenizer that the model was trained with")
 
 
 def trained_vocab_size(name: str) -> int:

@@ -19,7 +19,7 @@ from megacore.interchange.families import family_for_hf, tensors
 from megacore.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.interchange.mapped import Mapped, stored_name
 from megacore.interchange.nanogpt import HEAD, IGNORED, NanoGPT, nanogpt_tensors
-from megacore.interchange.tokenizer import SENTENCEPIECE, copy_tokenizer
+from megacore.interchange.tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
 from megacore.tensor_parallel.shard import Shard
 
 FILE_BYTES = 4 << 30
@@ -101,8 +101,9 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         "train": {"seq_len": min(peer.model["max_positions"], LONGEST), "precision": "fp32"},
         "log": {"dir": str(output)},
     }
-    if (peer.path / SENTENCEPIECE).is_file():
-        sections["data"] = {"tokenizer": str(output / "tokenizer" / SENTENCEPIECE)}
+    for name in (SENTENCEPIECE, FAST[0]):
+        if "data" not in sections and (peer.path / name).is_file():
+            sections["data"] = {"tokenizer": str(output / "tokenizer" / name)}
     config = resolve(sections, overrides, output.name, 1).config
     check_layers(compare_layers, config)
     mapped = peer.mapped(config)

@@ -95,3 +95,39 @@ def test_bad_models(tmp_path: Path, content: bytes | None) -> None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"t\.model: (cannot be read: No such file|is no sentencepiece model)"):
         load_tokenizer(str(path))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer.json of GPT-2's kind, trained here."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    fast.train_from_iterator(["the cat sat on the mat", "das hör ich gern, 日本"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    fast.save(str(path))
+    (path.parent / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    return str(path)
+
+
+def test_json_tokenizer_gives_the_text_back_byte_by_byte(byte_level: str) -> None:
+    """A byte-level piece writes bytes as other characters: taken for text, every space would come out as Ġ."""
+    tokenizer = load_tokenizer(byte_level)
+    text = "the cat\n\tsat  on 日本 🐈 über \x00\xa0\xad"
+    ids = tokenizer.encode(text).tolist()
+    assert len(ids) < len(text.encode()) and max(ids) < tokenizer.vocab_size <= 300
+    assert tokenizer.decode(ids) == text
+    assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
+    assert tokenizer.end_of_document == 0 and tokenizer.token_bytes(0) == b""
+
+
+def test_json_tokenizer_refusals(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        load_tokenizer(str(tmp_path / "none.json"))
+    (tmp_path / "other.json").write_text('{"model": 3}')
+    with pytest.raises(DataError, match="is no tokenizer"):
+        load_tokenizer(str(tmp_path / "other.json"))
