@@ -137,7 +137,7 @@ def run(argv: list[str], place: Place) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 
     if len(tokens) > config.max_positions:
-        print(f"the prompt has {len(tokens)} tokens; the model sees the last {config.max_positions}", file=sys.stderr)
+        print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
     status = 0
     with joined(config, place, device) as mesh:
         stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, device).eval()

@@ -112,7 +112,7 @@ class StartsAnew(KeyValueCache):
 
 
 class OffByOne(KeyValueCache):
-    """The fault of a count that takes the prompt for one token shorter: every key behind it is one place too early."""
+    """The fault of a count that takes the text for one token shorter: every key behind it is one place too early."""
 
     def advance(self, new: int) -> None:
         super().advance(new - (self.length == 0))
