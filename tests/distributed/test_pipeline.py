@@ -60,7 +60,7 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
         batch = [Microbatch(inputs, targets) for inputs, targets in tokens]
         loss = runtime.run(plan, batch, 1.0)
         left = {kind: sum(not s.expired() for s in storages) for kind, storages in runtime.seen.items()}
-        held = len(runtime.inputs) + len(runtime.outputs) + len(runtime.edges) + len(runtime.gradients)
+        held = len(runtime.inputs) + len(runtime.outputs) + len(runtime.roots) + len(runtime.gradients)
         results.append(
             {
                 "peak_live": runtime.peak_live,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,9 +59,9 @@ def test_an_operation_without_deterministic_implementation_is_refused(determinis
     """The planted fault, in the model: a `put_`, of whose writes to one place any may come last. Without the setting it runs."""
     forward = Norm.forward
 
-    def planted(self: Norm, x: Tensor) -> Tensor:
+    def planted(self: Norm, x: Tensor, residual: Tensor | None = None) -> Any:
         noise = torch.zeros(1).put_(torch.tensor([0, 0]), torch.tensor([0.0, 1e-9]))
-        return forward(self, x + noise)
+        return forward(self, x + noise, residual)
 
     monkeypatch.setattr(Norm, "forward", planted)
     with pytest.raises(RuntimeError, match="put_.* does not have a deterministic implementation"):
