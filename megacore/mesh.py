@@ -6,7 +6,7 @@ once, after the config is checked, and handed down; a layer takes the `Group` th
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megacore.config import Config
 from megacore.errors import ConfigError
+from megacore.ledger import Channel, Ledger
 from megacore.place import Place
 
 
@@ -28,6 +29,7 @@ class Group:
     ranks: tuple[int, ...]
     rank: int  # this process's position in `ranks`
     process_group: dist.ProcessGroup | None = None
+    channel: Channel = field(default_factory=lambda: Channel(Ledger(), ()), compare=False, repr=False)  # notes what is begun over it
 
     @property
     def size(self) -> int:
@@ -40,8 +42,9 @@ SOLO = Group("solo", (0,), 0)
 class Mesh:
     """The process groups of one rank, and its coordinates.
 
-    Groups: `tp`, `dp`, `pp` along one axis; `model` over tp × pp (one whole copy of the model, over which norms
-    add up); `tied` with the first and the last stage if they share embeddings (None elsewhere); `world`.
+    Groups: `tp`, `dp`, `pp` along one axis; `shard` and `replicate`, into which the fsdp engine divides dp; `model` over tp × pp
+    (one whole copy of the model, over which norms add up); `tied` with the first and the last stage if they share embeddings
+    (None elsewhere); `world`.
     """
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
@@ -49,23 +52,32 @@ class Mesh:
         p = config.parallel
         assert isinstance(p.data, int)
         self.place, self.device = place, device
+        self.ledger = Ledger()
+        self.store: dist.Store | None = None  # through which the ranks have met
         self.shape = (p.pipeline, p.data, p.tensor)
         self.timeout = timedelta(seconds=p.timeout_seconds)
         self.backend = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
         if place.world_size > 1:
             os.environ.setdefault("MASTER_ADDR", place.master_address)
             os.environ.setdefault("MASTER_PORT", str(place.master_port))
+            self.store, *_ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=self.timeout))
             # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
-            dist.init_process_group(self.backend, rank=place.rank, world_size=place.world_size, timeout=self.timeout)
+            dist.init_process_group(self.backend, store=self.store, rank=place.rank, world_size=place.world_size, timeout=self.timeout)
         self.pp_rank, self.dp_rank, self.tp_rank = coordinates(place.rank, self.shape)
         # Same order on every rank: with local synchronisation only a group's members meet to create it,
         # so a rank creates its handful of groups, not the whole cluster's.
         everyone = tuple(range(place.world_size))
-        self.world = Group("world", everyone, place.rank, dist.group.WORLD if place.world_size > 1 else None)
+        whole = dist.group.WORLD if place.world_size > 1 else None
+        self.world = Group("world", everyone, place.rank, whole, self.ledger.channel(everyone))
         self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: self.world.process_group}
         self.tp = self._group("tp", "tp")
         self.dp = self._group("dp", "dp")
         self.pp = self._group("pp", "pp")
+        # Neighbours share: they are on one node, and what is gathered most often moves least far.
+        share = config.shard_size
+        first = self.dp_rank // share * share
+        self.shard = self._create("shard", self.dp.ranks[first : first + share])
+        self.replicate = self._create("replicate", self.dp.ranks[self.dp_rank % share :: share])
         self.model = self._group("model", "pp", "tp")
         self.tied: Group | None = None
         if config.model.tie_embeddings and self.pp.size > 1 and self.pp_rank in (0, self.pp.size - 1):
@@ -76,7 +88,7 @@ class Mesh:
     def _connect(self) -> None:
         """Lets NCCL set up its communicators now, in one order on every rank: a group whose first operation were a batch of
         sends and receives would need all of its ranks in that batch, and a pipeline's first batch has two."""
-        for group in (self.world, self.tp, self.dp, self.pp, self.model, self.tied):
+        for group in (self.world, self.tp, self.dp, self.pp, self.shard, self.replicate, self.model, self.tied):
             if group is not None and group.process_group is not None:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
 
@@ -85,21 +97,22 @@ class Mesh:
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == 1:
-            return Group(name, ranks, 0)
+            return Group(name, ranks, 0, None, self.ledger.channel(ranks))
         if ranks not in self.groups:  # a communicator costs memory and start-up time: equal ranks share one
             self.groups[ranks] = dist.new_group(
                 ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name
             )
-        return Group(name, ranks, ranks.index(self.place.rank), self.groups[ranks])
+        return Group(name, ranks, ranks.index(self.place.rank), self.groups[ranks], self.ledger.channel(ranks))
 
     def barrier(self) -> None:
         """Waits for every rank."""
         if self.world.process_group is not None:
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+            with self.world.channel.during("world", "barrier", torch.empty(0)):
+                dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
-        """Leaves the groups."""
-        if self.world.process_group is not None:
+        """Leaves the groups, unless an engine has done so."""
+        if self.world.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
 
     def describe(self) -> str:

@@ -5,6 +5,7 @@ Each refusal names one key, what is wrong with it and what would be right.
 
 from typing import Any
 
+from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, Llama3Rope
 from megacore.errors import ConfigError
 
@@ -47,10 +48,14 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
 def check(config: Config, world_size: int) -> None:
     """Raises `ConfigError` for the first rule that the resolved config breaks on `world_size` ranks."""
     check_available(config)
+    check_checkpoint(config)
     check_model(config)
     check_world(config, world_size)
     check_batch(config)
     check_optim(config)
+    check_fsdp(config)
+    if config.engine.kind == "deepspeed":
+        ds_settings(config)
 
 
 def check_available(config: Config) -> None:
@@ -61,14 +66,26 @@ def check_available(config: Config) -> None:
         raise ConfigError("parallel.chunks", f"{config.parallel.schedule} has one chunk a stage, not {config.parallel.chunks}", "1")
     if config.train.compile and config.model.dropout:
         raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")
-    if config.engine.kind != "native":
-        raise ConfigError("engine.kind", f"{config.engine.kind} is not available in this version", "native")
-    if config.engine.config is not None:
-        raise ConfigError("engine.config", "only the deepspeed engine reads a ds_config", "leave it out with engine.kind=native")
-    if config.checkpoint.async_:
-        raise ConfigError("checkpoint.async", "saving in the background is not available in this version", "false")
+    if config.train.compile and config.train.offload_activations:
+        wrong = "a compiled block chooses itself what it keeps, and where"
+        raise ConfigError("train.compile", wrong, "false, or train.offload_activations=false")
+    if config.engine.kind != "deepspeed" and config.engine.config is not None:
+        right = f"leave it out with engine.kind={config.engine.kind}"
+        raise ConfigError("engine.config", "only the deepspeed engine reads a ds_config", right)
+    if config.engine.kind == "deepspeed" and config.engine.shard_optimizer:
+        raise ConfigError("engine.shard_optimizer", "is the native engine's", "false, and ZeRO stage 1")
+    if config.engine.kind == "deepspeed" and config.optim.spike_threshold is not None:
+        wrong = "DeepSpeed takes the norm and the step at once, and skips only what is not finite"
+        raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")
     if config.log.prometheus_port is not None:
         raise ConfigError("log.prometheus_port", "is not available in this version", "null; log.tensorboard=true has the figures")
+
+
+def check_checkpoint(config: Config) -> None:
+    """What is kept for good must be saved."""
+    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
+    if every:
+        divides("checkpoint.keep_every", keep_every, "checkpoint.every", every)
 
 
 def check_model(config: Config) -> None:
@@ -138,8 +155,10 @@ def check_batch(config: Config) -> None:
 
 
 def check_optim(config: Config) -> None:
-    """The learning rate's phases must fit, and rise before they fall."""
+    """The learning rate's phases must fit, and rise before they fall; who would go back needs something to go back to."""
     optim, steps = config.optim, config.train.steps
+    if optim.max_rollbacks and not config.checkpoint.every:
+        raise ConfigError("optim.max_rollbacks", "without checkpoints there is nothing to go back to", "0, or checkpoint.every=1000")
     if optim.min_lr > optim.lr:
         raise ConfigError("optim.min_lr", f"{optim.min_lr} is above optim.lr {optim.lr}", f"at most {optim.lr}")
     assert optim.decay_steps is not None
@@ -149,3 +168,26 @@ def check_optim(config: Config) -> None:
     if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + optim.decay_steps:
         wrong = f"warmup {optim.warmup_steps} and decay {optim.decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
+
+
+def check_fsdp(config: Config) -> None:
+    """What the fsdp engine does not do, or would do without effect; and its keys, which other engines have no use for."""
+    engine, data = config.engine, config.parallel.data
+    assert isinstance(data, int)
+    if engine.kind != "fsdp":
+        for key in ("shard_size", "reshard", "cpu_offload"):
+            if getattr(engine, key) not in (None, False):
+                raise ConfigError(f"engine.{key}", f"the {engine.kind} engine does not read it", "engine.kind=fsdp, or leave it out")
+        return
+    if engine.shard_optimizer:
+        raise ConfigError("engine.shard_optimizer", "fsdp divides the optimizer's state in any case", "false")
+    if config.train.compile:
+        wrong = "fsdp gathers parameters in hooks around each block, which break a compiled block's graph"
+        raise ConfigError("train.compile", wrong, "false, or engine.kind=native engine.shard_optimizer=true")
+    if engine.shard_size == 1:
+        wrong = "nothing is divided among 1 rank"
+        raise ConfigError("engine.shard_size", wrong, "at least 2, or engine.kind=native, which holds copies")
+    divides("parallel.data", data, "engine.shard_size", config.shard_size)
+    if engine.cpu_offload and data == 1:
+        wrong = "with one data rank there is nothing to divide, and the native engine, which does its work, keeps all on the device"
+        raise ConfigError("engine.cpu_offload", wrong, "false, or at least 2 data ranks")

@@ -103,7 +103,12 @@ class Parallel(Section):
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
     chunks: PositiveInt = Field(1, description="model chunks a stage (interleaved schedules)")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
-    timeout_seconds: Positive = Field(600.0, le=1e8, description="for every collective of every group")
+    timeout_seconds: Positive = Field(1800.0, le=1e8, description="for every collective of every group; more than 4 × hang_seconds")
+    hang_seconds: Positive | None = Field(
+        300.0,
+        description="how long a rank may do nothing before the job is ended with a verdict on who holds it up: longer than saving "
+        "takes; four times as long before the first step; null: never",
+    )
 
 
 class Train(Section):
@@ -113,6 +118,9 @@ class Train(Section):
     global_batch_size: PositiveInt = 8
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"
+    offload_activations: bool = Field(
+        False, description="what blocks keep for their backward waits in host memory, copied while the device computes"
+    )
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = Field(False, description="torch.compile for every block")
@@ -136,6 +144,15 @@ class Optim(Section):
     eps: Positive = 1e-8
     weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
     grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
+    spike_threshold: Positive | None = Field(
+        None,
+        description="skip a step whose gradient norm exceeds the median of the last 128 by more than this many robust deviations "
+        "(1.4826 × the median absolute deviation), say 10; null: skip only what is not finite",
+    )
+    max_skips: PositiveInt = Field(100, description="skipped steps in a row at which the run rolls back, or fails")
+    max_rollbacks: NonNegativeInt = Field(
+        0, description="how often a run may go back to its last checkpoint and on from there with the samples behind the skipped ones"
+    )
 
 
 class Data(Section):
@@ -146,8 +163,14 @@ class Data(Section):
 
 class Checkpoint(Section):
     every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last; 0: none, unless the run is stopped")
-    keep: PositiveInt = Field(2, description="newest checkpoints kept")
-    async_: bool = Field(False, alias="async")
+    keep: PositiveInt = Field(2, description="newest whole checkpoints kept")
+    keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that are multiples of it are kept for good; 0: none")
+    async_: bool = Field(
+        False, alias="async", description="copy to host memory and go on training, while a thread writes; takes as much host memory"
+    )
+    on_failure: Literal["stop", "continue"] = Field(
+        "stop", description="where a checkpoint cannot be saved (a full disk): end the run, or go on without it and try again at the next"
+    )
     resume: str = Field("auto", min_length=1, description="auto: the newest whole checkpoint in log.dir; never; or a checkpoint's path")
     weights: str | None = Field(
         None, min_length=1, description="where there is nothing to resume: start at step 0 from the weights alone of this run or checkpoint"
@@ -160,6 +183,15 @@ class Engine(Section):
     shard_optimizer: bool = Field(
         False, description="native: each data rank keeps and updates a part of the optimizer's state only (ZeRO stage 1)"
     )
+    shard_size: PositiveInt | None = Field(
+        None, description="fsdp: neighbouring data ranks that divide one copy of the state; others hold copies of it; null: all data ranks"
+    )
+    reshard: bool | None = Field(
+        None,
+        description="fsdp: gather a block's parameters for each pass and reduce its gradients after each microbatch (least memory), "
+        "not once a step (least traffic); null: where there is no pipeline",
+    )
+    cpu_offload: bool = Field(False, description="fsdp: parameters, gradients and optimizer state rest, and are updated, in host memory")
     bucket_mib: Positive = Field(25.0, description="size of a gradient bucket, reduced as a whole, in MiB of fp32")
 
 
@@ -187,6 +219,12 @@ class Config(Section):
         """Microbatches that each data-parallel rank runs in a step."""
         assert isinstance(self.parallel.data, int), "num_microbatches of a config that was not resolved"
         return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.data)
+
+    @property
+    def shard_size(self) -> int:
+        """Data ranks that divide one copy of the state among themselves under the fsdp engine."""
+        assert isinstance(self.parallel.data, int), "shard_size of a config that was not resolved"
+        return min(self.engine.shard_size or self.parallel.data, self.parallel.data)
 
     @property
     def kv_heads(self) -> int:

@@ -1,9 +1,10 @@
 """The seam between who computes gradients (the pipeline runtime) and who reduces them and steps (an engine)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.tensor_parallel.shard import Box
 
@@ -13,11 +14,15 @@ class StepStatistics:
     """What a step did, on the device: reading it is the caller's choice, and the only synchronisation."""
 
     grad_norm: Tensor  # global, before clipping
-    skipped: Tensor  # steps skipped so far because a gradient was not finite
+    skipped: Tensor  # steps skipped so far: their loss or gradient was not finite, or a spike
 
 
 class Engine(Protocol):
     """Holds optimizer state, reduces gradients and steps. One engine a rank, for all of its stage's parameters."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What computes the stage's forward: the stage, or what the engine wraps around it."""
 
     def loss_gradient(self, scale: float) -> Tensor:
         """The gradient that the loss's backward starts with: `scale`, times the loss scale under fp16."""
@@ -41,18 +46,22 @@ class Engine(Protocol):
         For proofs and diagnosis; under fp16 they carry the loss scale.
         """
 
-    def step(self, lr: float) -> StepStatistics:
-        """Clips by the global norm, updates the parameters, and clears the gradients."""
+    def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
+        """Clips by the global norm, updates the parameters, and clears the gradients. A bad step changes no parameter: `loss`, the
+        global batch's on every rank's device, helps to tell one."""
 
     def settle(self) -> None:
         """Waits for what `step` left under way; before parameters are read by other than the stage, and before the end."""
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
-        """This rank's pieces of everything a checkpoint holds, by logical name (see `shard.piece_key`); the tensors are live:
-        copying into them restores."""
+        """This rank's pieces of everything a checkpoint holds, by logical name (see `shard.piece_key`); copying
+        into them, and then handing them to `load_state`, restores."""
 
-    def state(self) -> dict[str, float]:
-        """The numbers beside the tensors."""
+    def state(self) -> dict[str, Any]:
+        """The numbers beside the tensors, as JSON values."""
 
-    def load_state(self, state: dict[str, float]) -> None:
-        """Restores `state()`, after the tensors were restored."""
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+        """Restores `state()` and what was copied into the result of `tensors()`."""
+
+    def close(self) -> None:
+        """Settles, and ends whatever the engine began beside the mesh, and perhaps the mesh's groups; the last call."""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megacore.comm import Work, all_reduce, all_reduce_start, reduce_scatter_inside
 from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
@@ -23,6 +24,7 @@ class GradientReducer:
         self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete
         self.armed, self.next = False, 0
         self.work: list[Work] = []
+        self.hooks: list[RemovableHandle] = []
         for buffer, bucket in self.buckets:
             for slot in bucket.slots:
                 self._watch(buffer, slot, bucket)
@@ -43,7 +45,7 @@ class GradientReducer:
                 self.waiting_for[id(bucket)] -= 1
                 self._start_ready()
 
-        slot.parameter.register_post_accumulate_grad_hook(accumulated)
+        self.hooks.append(slot.parameter.register_post_accumulate_grad_hook(accumulated))
 
     def _rearm(self) -> None:
         self.armed, self.next = False, 0
@@ -75,6 +77,11 @@ class GradientReducer:
             work.wait()
         self.work.clear()
         self._rearm()
+
+    def close(self) -> None:
+        """Lets go of the parameters: Python cannot free a circle that goes through their hooks, which PyTorch holds."""
+        for hook in self.hooks:
+            hook.remove()
 
     @torch.no_grad()
     def clear(self) -> None:

@@ -34,6 +34,4 @@ def vocab_parallel_linear_cross_entropy(
     """
     gather = partial(all_gather, group=group) if group.size > 1 else None
     x = enter_tensor_parallel(x, group, sequence)
-    return linear_cross_entropy(
-        x, weight, targets, first_row=first_row, gather=gather, ignored=IGNORED, implementation=implementation
-    )
+    return linear_cross_entropy(x, weight, targets, first_row=first_row, gather=gather, ignored=IGNORED, implementation=implementation)

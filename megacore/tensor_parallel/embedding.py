@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megacore.comm import leave_tensor_parallel
 from megacore.mesh import Group
-from megacore.tensor_parallel.shard import Shard, new_parameter, shard_of
+from megacore.tensor_parallel.shard import Shard, new_parameter
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -31,13 +31,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group, self.sequence = group, sequence
         shard = Shard((vocab_size, hidden_size), 0, group.rank, group.size, decay=True, owner=owner, init_std=init_std)
+        self.first_row = shard.start
         self.weight = new_parameter(shard, dtype, device)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`tokens` ``[tokens]`` int64 → ``[tokens, hidden]`` (with sequence parallelism this rank's tokens)."""
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
-        local = tokens - shard_of(self.weight).start
+        local = tokens - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0.0)
         return leave_tensor_parallel(part, self.group, self.sequence)

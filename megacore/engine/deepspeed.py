@@ -1,0 +1,263 @@
+"""The DeepSpeed engine: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, 2021), their states on the device, in host memory or on disk.
+
+DeepSpeed has the data ranks: it reduces gradients, clips by the global norm and steps. Ours stay the tensor ranks, the
+pipeline and the checkpoints. The only module that imports DeepSpeed, and only when an engine is built.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.comm import all_reduce
+from megacore.config import Config
+from megacore.config.deepspeed import ds_settings
+from megacore.engine.protocol import StepStatistics
+from megacore.engine.zero import MeshUnit, ReleaseViews, StartBackward, group_parameters, mark_parameters, remove_swap_files, swap_folders
+from megacore.engine.zero_state import ZeroState
+from megacore.errors import ConfigError
+from megacore.kernels.grad_norm import clip_coefficient
+from megacore.mesh import Group, Mesh
+from megacore.model.gpt import Stage
+from megacore.tensor_parallel.shard import Box, shard_of
+
+
+class DeepSpeedEngine:
+    """`Engine` by DeepSpeed over a stage's parameters (see `protocol`)."""
+
+    def __init__(self, config: Config, stage: Stage, mesh: Mesh) -> None:
+        self.mesh, self.scales_loss = mesh, config.train.precision == "fp16"
+        settings = ds_settings(config)
+        self.zero_stage: int = settings["zero_optimization"]["stage"]
+        self.clip = settings["gradient_clipping"]
+        if self.zero_stage == 0:
+            settings["gradient_clipping"] = 0.0  # done here: DeepSpeed takes the norm in fp32, which on a CPU is off in the fifth digit
+        place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+        self.offloads, self.swap_folders = place != "none", swap_folders(settings)
+        self.parameters = dict(stage.named_parameters())
+        self.partial = [p for p in self.parameters.values() if shard_of(p).partial]
+        self.tied = [self.parameters["embedding.weight"]] if mesh.tied is not None else []
+        deepspeed = prepare(settings, mesh)
+        self.access, self.comm = deepspeed.utils, deepspeed.comm
+        mark_parameters(stage)
+        optim = config.optim
+        groups = group_parameters(stage, self.tied, optim.weight_decay, mesh)
+        options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        if self.offloads and settings["zero_force_ds_cpu_optimizer"]:
+            self.optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **options)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
+        unit = MeshUnit(mesh)
+        if self.zero_stage == 3:  # parameter by parameter: each is moved to the device whole, and then this rank's part is left
+            stage.compute_on(mesh.device)
+            # Without the global batch, which `Init` would hold against a world of one rank.
+            alone = {key: value for key, value in settings.items() if key != "train_batch_size"}
+            deepspeed.zero.Init(stage, unit.get_data_parallel_group(), config_dict_or_path=alone, mpu=unit)
+        with contextlib.redirect_stdout(io.StringIO()):  # memory figures that no setting turns off
+            self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
+        self.module: nn.Module = ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds
+        self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh.dp, place)
+
+    def loss_gradient(self, scale: float) -> Tensor:
+        """See `Engine`. DeepSpeed takes the mean over the data ranks, where a sum is wanted."""
+        return torch.tensor(scale * self.mesh.dp.size * self._loss_scale(), dtype=torch.float64, device=self.mesh.device)
+
+    def _loss_scale(self) -> float:
+        return float(self.zero.loss_scale) if self.scales_loss else 1.0
+
+    def root(self, output: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """See `Engine`."""
+        handed: list[Tensor] = []
+        return StartBackward.apply(output, handed), handed
+
+    def backward(self, root: tuple[Tensor, list[Tensor]], gradient: Tensor, *, last: bool) -> None:
+        """See `Engine`. DeepSpeed reduces what is complete."""
+        start, handed = root
+        handed.append(gradient)
+        self.ds.backward(start, scale_wrt_gas=False)
+        if not last:
+            self.ds.step()  # which counts microbatches; only the last one's updates
+
+    def reduce_gradients(self) -> None:
+        """See `Engine`. The data ranks have summed theirs by now."""
+        self._sum(self.partial, self.mesh.tp)
+
+    def reduce_tied(self) -> None:
+        """See `Engine`."""
+        assert self.mesh.tied is not None
+        self._sum(self.tied, self.mesh.tied)
+
+    @torch.no_grad()
+    def _sum(self, parameters: list[nn.Parameter], group: Group) -> None:
+        """Sums, over ranks that cut them alike, what this rank holds of some parameters' gradients."""
+        if self.offloads and self.zero_stage < 3:
+            self.zero._wait_for_offload_copies()  # to host memory, behind this rank's back
+        held = [(p, gradient) for p in parameters if (gradient := self._gradient(p)) is not None]
+        if not held or group.size == 1:
+            return
+        summed = all_reduce(torch.cat([gradient.flatten() for _, gradient in held]).to(self.mesh.device), group)
+        for (parameter, gradient), part in zip(held, summed.split([g.numel() for _, g in held]), strict=True):
+            if self.zero_stage == 3:
+                self.access.safe_set_local_grad(parameter, part)
+                continue
+            gradient.copy_(part.view_as(gradient))
+            if self.offloads:  # DeepSpeed took the norm while it copied the gradient to host memory
+                self.zero.norm_for_param_grads[self.zero.get_param_id(parameter)] = part.double().norm()
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of a gradient, live; None if it has none."""
+        if self.zero_stage == 0:
+            return parameter.grad
+        if self.zero_stage == 3:
+            return self.access.safe_get_local_grad(parameter)
+        whole = getattr(parameter, "_hp_grad", None)  # DeepSpeed's own optimizer for bf16 in stage 1 keeps all of it on every rank
+        if whole is not None:
+            return whole
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
+
+    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
+        """See `Engine`; whole ones, gathered from the data ranks."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            shard = shard_of(parameter)
+            box = Box(shard.global_shape, shard.offset, shard.local_shape, shard.counted and self.mesh.dp.rank == 0)
+            found[name] = (self.access.safe_get_full_grad(parameter), box)
+        return found
+
+    def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
+        """See `Engine`. DeepSpeed itself tells a bad step: one whose gradient is not finite changes nothing but the loss scale."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.zero_stage == 0:
+            norm = self._guard_plain_step()
+            self.ds.step()
+        else:
+            self.ds.step()
+            known = self.ds.get_global_grad_norm() if self.ds.was_step_applied() else math.inf  # stage 3 would repeat the step's before
+            norm = torch.as_tensor(known, dtype=torch.float64, device=self.mesh.device)
+        return StepStatistics(norm, torch.tensor(self.ds.skipped_steps, dtype=torch.float64, device=self.mesh.device))
+
+    @torch.no_grad()
+    def _guard_plain_step(self) -> Tensor:
+        """In stage 0 DeepSpeed keeps no norm and skips no step: returns the one, and lets AdamW do the other, and clip."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for parameter in self.parameters.values():
+            if shard_of(parameter).counted and parameter.grad is not None:
+                squares += parameter.grad.double().square().sum()
+        norm = all_reduce(squares, self.mesh.model).sqrt()
+        skip = ~norm.isfinite()
+        self.ds.skipped_steps += int(skip)
+        # What AdamW's kernel looks at: see `engine.optimizer.AdamW`.
+        coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
+        self.optimizer.found_inf, self.optimizer.grad_scale = skip.float(), (1.0 / coefficient).float()  # type: ignore[attr-defined]
+        return norm
+
+    def settle(self) -> None:
+        """See `Engine`: DeepSpeed leaves nothing under way."""
+
+    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+        """See `Engine`; in stage 3 they may be copies."""
+        return self.held.tensors()
+
+    def state(self) -> dict[str, Any]:
+        """See `Engine`."""
+        state = {"updates": self.held.updates, "skipped": float(self.ds.skipped_steps), "loss_scale": 1.0, "good_steps": 0.0}
+        if self.scales_loss:
+            scaler = self.zero.loss_scaler
+            # DeepSpeed's gradients are as many times larger as there are data ranks.
+            state["loss_scale"] = scaler.cur_scale * self.mesh.dp.size
+            state["good_steps"] = float(scaler.cur_iter - scaler.last_overflow_iter - 1)
+        return state
+
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+        """See `Engine`."""
+        self.held.set_updates(state["updates"])
+        self.ds.skipped_steps = int(state["skipped"])
+        if self.scales_loss and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
+            scaler = self.zero.loss_scaler
+            scaler.cur_scale = state["loss_scale"] / self.mesh.dp.size
+            scaler.cur_iter, scaler.last_overflow_iter = int(state["good_steps"]), -1
+        self.held.publish(tensors)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self.ds.destroy()
+        remove_swap_files(self.swap_folders, self.mesh)
+        # Which also forgets the groups that DeepSpeed keeps for the process; with them left, stage 3 may abort at exit.
+        self.comm.destroy_process_group()
+
+
+def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
+    """Imports DeepSpeed and gives it what it takes from the environment; builds what it will need; returns the package."""
+    os.environ.setdefault("LOCAL_RANK", str(mesh.place.local_rank))
+    os.environ.setdefault("WORLD_SIZE", str(mesh.place.world_size))
+    deepspeed = import_deepspeed(mesh.device)
+    # DeepSpeed still calls two collectives by the names that torch 2.13 replaced.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+    if "log_level" not in settings:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Only its inference uses the shared-memory collectives that it would build first on a CPU, for a minute or more.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():  # one rank: DeepSpeed wants a group all the same
+        dist.init_process_group(mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout)
+    for builder in builders(settings, deepspeed):
+        build(builder, speaks=mesh.place.local_rank == 0)
+    return deepspeed
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """The package, told which kind of device it is to use; quiet."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    return deepspeed
+
+
+def builders(settings: dict[str, Any], deepspeed: Any) -> list[Any]:
+    """What compiles the extensions that DeepSpeed will want with these settings."""
+    offload = settings["zero_optimization"].get("offload_optimizer") or {}
+    names = ["AsyncIOBuilder"] if swap_folders(settings) else []
+    if offload.get("device", "none") != "none" and settings["zero_force_ds_cpu_optimizer"]:
+        names.append("CPUAdamBuilder")
+    return [deepspeed.accelerator.get_accelerator().create_op_builder(name) for name in names]
+
+
+def build(builder: Any, *, speaks: bool) -> None:
+    """Loads an extension of DeepSpeed's; says so where it must be compiled first, which takes minutes once a machine."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    folder = Path(_get_build_directory(builder.name, False))
+    fresh, lock = not (folder / f"{builder.name}.so").exists(), folder / "lock"
+    if lock.exists() and speaks:
+        print(f"waiting until whoever compiles {builder.name} has done so; if nobody does, delete {lock}", file=sys.stderr, flush=True)
+    elif fresh and speaks:
+        print(f"DeepSpeed compiles {builder.name} into {folder}, once a machine: some minutes", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    builder.load()
+    if fresh and speaks:
+        print(f"DeepSpeed compiled {builder.name} in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """Raises `ConfigError` for what this machine alone can say about the config."""
+    if find_spec("deepspeed") is None:
+        raise ConfigError("engine.kind", "DeepSpeed is not installed", "pip install deepspeed, or native")
+    if config.train.precision == "fp16" and device.type == "cpu":
+        raise ConfigError("train.precision", "DeepSpeed has no fp16 on CPUs", "bf16, or engine.kind=native")
+    for builder in builders(settings := ds_settings(config), import_deepspeed(device)):
+        if not builder.is_compatible():
+            right = "apt install libaio-dev, or offload to cpu" if swap_folders(settings) else "zero_force_ds_cpu_optimizer=false"
+            raise ConfigError("engine.config", f"DeepSpeed cannot compile {builder.name} on this machine", right)

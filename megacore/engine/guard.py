@@ -1,0 +1,47 @@
+"""Steps that must not be taken, told from their gradient's norm on the device."""
+
+import torch
+from torch import Tensor
+
+WINDOW = 128  # norms remembered
+ENOUGH = 16  # norms without which nothing is called a spike
+SCALE = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
+LEAST = 0.01  # a deviation counts as at least this part of the median: norms that hardly vary must not make spikes of each other
+
+
+class SpikeGuard:
+    """Calls a norm a spike if it exceeds the median of recent ones by more than `threshold` robust deviations (Leys et al. 2013).
+
+    Median and deviation (1.4826 × the median absolute deviation) are of norms of steps that were taken, so spikes do not
+    raise the bar for the next. All is decided on the device.
+    """
+
+    def __init__(self, threshold: float, device: torch.device) -> None:
+        self.threshold = threshold
+        self.recent = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
+        self.places = torch.arange(WINDOW, device=device)
+        self.known = torch.zeros((), dtype=torch.int64, device=device)  # norms seen so far
+
+    def is_spike(self, norm: Tensor) -> Tensor:
+        """Whether this norm is one, a bool scalar: the same on ranks that have the same norms."""
+        median = self.recent.nanmedian()
+        deviation = torch.maximum(SCALE * (self.recent - median).abs().nanmedian(), LEAST * median)
+        return (norm > median + self.threshold * deviation) & (self.known >= ENOUGH)
+
+    def remember(self, norm: Tensor, skipped: Tensor) -> None:
+        """Takes in the norm of a step, unless it was skipped."""
+        here = (self.places == self.known % WINDOW) & ~skipped
+        self.recent = torch.where(here, norm, self.recent)
+        self.known += ~skipped
+
+    def state(self) -> list[float]:
+        """The norms remembered, oldest first. Reads the device."""
+        known = int(self.known)
+        values = self.recent.tolist()
+        return values[: min(known, WINDOW)] if known < WINDOW else values[known % WINDOW :] + values[: known % WINDOW]
+
+    def load_state(self, norms: list[float]) -> None:
+        """Restores `state()`."""
+        self.recent.fill_(torch.nan)
+        self.recent[: len(norms)] = torch.tensor(norms, dtype=torch.float64)
+        self.known.fill_(len(norms))

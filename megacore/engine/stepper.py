@@ -1,0 +1,130 @@
+"""A step of the engines that are written here: norm, clipping, loss scale and AdamW, without a host synchronisation."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megacore.comm import all_reduce
+from megacore.config import Config
+from megacore.engine.guard import SpikeGuard
+from megacore.engine.optimizer import LossScale
+from megacore.engine.protocol import StepStatistics
+from megacore.kernels.adamw import AdamW
+from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
+from megacore.mesh import Group
+from megacore.tensor_parallel.shard import Box
+
+
+class Stepper(ABC):
+    """Updates the masters that this rank holds, from their gradients: tensors that stay where they are.
+
+    An engine adds how parameters and gradients get there, and what is to be done behind a step and behind loading.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        masters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        *,
+        decay: Sequence[bool],
+        row_weights: Sequence[Tensor],
+        over: Group,
+        copies: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`device` computes, and has the figures; masters may rest elsewhere. `decay`: whether weight decay applies, by master.
+        `row_weights`: see `SumOfSquares`, whose result is added up `over` all ranks, so that they decide alike. `copies`: see `AdamW`."""
+        optim, train = config.optim, config.train
+        self.device, self.over, self.clip = device, over, optim.grad_clip
+        kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
+        self.first, self.second = ([torch.zeros_like(master) for master in masters] for _ in range(2))  # moments
+        self.optimizer = AdamW(
+            masters,
+            gradients,
+            self.first,
+            self.second,
+            weight_decay=[optim.weight_decay if own else 0.0 for own in decay],
+            beta1=optim.beta1,
+            beta2=optim.beta2,
+            eps=optim.eps,
+            copies=copies,
+            implementation=kernels,
+        )
+        self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
+        # Gradients are of the mean over the global batch; the scale starts where its microbatches' own would be 2^16.
+        microbatches = train.global_batch_size // train.micro_batch_size
+        self.loss_scale = LossScale(train.precision == "fp16", 2.0**16 * microbatches, device)
+        self.skipped = torch.zeros((), device=device, dtype=torch.float64)
+        self.spikes = SpikeGuard(optim.spike_threshold, device) if optim.spike_threshold is not None else None
+
+    def loss_gradient(self, scale: float) -> Tensor:
+        """See `Engine`."""
+        return self.loss_scale.value * scale
+
+    def root(self, output: Tensor) -> GradientEdge:
+        """See `Engine`."""
+        return get_gradient_edge(output)
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm of the gradient of the whole model, a replicated or tied parameter counted once; fp64 scalar, scaled.
+        The same bits on every rank."""
+        return all_reduce(self.squares().to(self.device), self.over).sqrt()
+
+    @torch.no_grad()
+    def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
+        """See `Engine`. A step whose loss or gradient is not finite, or whose gradient is a spike, changes nothing but the loss scale."""
+        self.settle()
+        norm = self.grad_norm() / self.loss_scale.value
+        overflow = ~norm.isfinite()
+        refused = overflow if loss is None else overflow | ~loss.isfinite()
+        if self.spikes is not None:
+            refused = refused | self.spikes.is_spike(norm)
+            self.spikes.remember(norm, refused)
+        skip = refused.float()
+        coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
+        rest = self.optimizer.updates.device
+        self.optimizer.step(lr, (self.loss_scale.value / coefficient).to(rest), skip.to(rest))
+        self.skipped += skip
+        self.loss_scale.update(overflow.float())
+        self.behind_step()
+        return StepStatistics(norm, self.skipped.clone())
+
+    @abstractmethod
+    def settle(self) -> None:
+        """See `Engine`."""
+
+    @abstractmethod
+    def behind_step(self) -> None:
+        """Lets the parameters that compute be what the masters say, and clears the gradients."""
+
+    @abstractmethod
+    def behind_loading(self) -> None:
+        """The same for masters that were read, without gradients."""
+
+    def state(self) -> dict[str, Any]:
+        """See `Engine`. Reads the device."""
+        scale, updates = self.loss_scale, self.optimizer.updates.to(self.device)
+        numbers = torch.stack([updates.double(), self.skipped, scale.value, scale.good_steps]).tolist()
+        named: dict[str, Any] = dict(zip(("updates", "skipped", "loss_scale", "good_steps"), numbers, strict=True))
+        return named if self.spikes is None else named | {"norms": self.spikes.state()}
+
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+        """See `Engine`."""
+        self.optimizer.updates.fill_(state["updates"])
+        self.skipped.fill_(state["skipped"])
+        if self.loss_scale.dynamic and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
+            self.loss_scale.value.fill_(state["loss_scale"])
+            self.loss_scale.good_steps.fill_(state["good_steps"])
+        if self.spikes is not None:
+            self.spikes.load_state(state.get("norms", []))
+        self.behind_loading()
+
+    def close(self) -> None:
+        """See `Engine`."""
+        self.settle()

@@ -1,0 +1,160 @@
+"""What DeepSpeed is handed: the mesh in its words, parameters marked and grouped, a scalar to start backward from."""
+
+import contextlib
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megacore.comm import all_reduce
+from megacore.mesh import Group, Mesh
+from megacore.tensor_parallel.shard import shard_of
+
+
+class MeshUnit:
+    """The mesh as DeepSpeed asks for it (its `mpu`). Model parallel is all of tp × pp: over fewer ranks every pipeline stage would
+    clip by a norm of its own."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.alone: dist.ProcessGroup | None = None
+        self.data, self.model, self.tensor = (self._process_group(group) for group in (mesh.dp, mesh.model, mesh.tp))
+
+    def _process_group(self, group: Group) -> dist.ProcessGroup:
+        """Also of one rank, where ours has none: to DeepSpeed no group is the world."""
+        if group.process_group is not None:
+            return group.process_group
+        if self.alone is None:
+            mesh = self.mesh
+            self.alone = dist.new_group([mesh.place.rank], timeout=mesh.timeout, backend=mesh.backend, use_local_synchronization=True)
+        return self.alone
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.data
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.mesh.dp.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.dp.rank
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return list(self.mesh.dp.ranks)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.model
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.mesh.model.size
+
+    def get_model_parallel_rank(self) -> int:
+        return self.mesh.model.rank
+
+    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.tensor
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.mesh.tp.size
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.mesh.tp.rank
+
+
+class StartBackward(torch.autograd.Function):
+    """A scalar from which backward starts with a gradient that is known only by then.
+
+    DeepSpeed's `backward` takes scalars alone. The usual one, ``(output · gradient).sum()``, would keep the output.
+
+    forward      0
+    backward     what `handed` has by then; the scalar's own gradient, DeepSpeed's loss scale, is in it already
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, handed: list[Tensor]) -> Tensor:
+        ctx.handed = handed
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.handed.pop(), None
+
+
+class ReleaseViews(nn.Module):
+    """Around ZeRO 3's module: lets what forward keeps of a parameter be found again in backward, not kept.
+
+    ZeRO 3 gathers a parameter for the time that its module runs, and again for its backward. A view of it that autograd keeps
+    (such as the query, key and value weight as a matrix) would hold the gathered memory from the one to the other.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inner = [module]  # not registered: its parameters have their names already
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """What the module returns."""
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            return self.inner[0](*args, **options)
+
+
+def _pack(saved: Tensor) -> Any:
+    base = saved._base
+    if not isinstance(base, nn.Parameter):
+        return saved
+    return base, saved.shape, saved.stride(), saved.storage_offset() - base.storage_offset()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    base, shape, stride, offset = packed
+    return base.detach().as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def mark_parameters(module: nn.Module) -> None:
+    """Tells DeepSpeed what counts in the global norm: split parameters on every tensor rank, others on the first, second copies nowhere."""
+    for parameter in module.parameters():
+        shard = shard_of(parameter)
+        parameter.model_parallel = parameter.tensor_model_parallel = shard.dim is not None  # type: ignore[attr-defined]
+        parameter.ds_pipe_replicated = not shard.owner  # type: ignore[attr-defined]
+
+
+def group_parameters(module: nn.Module, tied: list[nn.Parameter], weight_decay: float, mesh: Mesh) -> list[dict[str, Any]]:
+    """Groups of parameters for an optimizer, by what is done with them alike; collective. DeepSpeed makes one flat tensor of each.
+
+    Those that are summed over tp, or between the end stages (`tied`), are apart: so the ranks that sum cut them alike.
+    """
+    alike: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
+    for parameter in module.parameters():
+        shard = shard_of(parameter)
+        alike[shard.decay, shard.partial, any(parameter is p for p in tied)].append(parameter)
+    groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay if decay else 0.0} for (decay, *_), own in alike.items()]
+    # DeepSpeed's norm is one collective over the model's ranks a group: all of them need as many, or they hang.
+    count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.model, dist.ReduceOp.MAX)
+    for _ in range(int(count) - len(groups)):
+        largest = max(groups, key=lambda group: len(group["params"]))
+        groups.append(largest | {"params": [largest["params"].pop()]})
+    return groups
+
+
+def swap_folders(settings: dict[str, Any]) -> list[Path]:
+    """Where the settings let DeepSpeed keep tensors on disk."""
+    zero = settings["zero_optimization"]
+    offloads = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    return sorted({Path(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"})
+
+
+def remove_swap_files(folders: list[Path], mesh: Mesh) -> None:
+    """Removes what DeepSpeed leaves behind on disk, and the folders that are empty then; collective."""
+    for folder in folders:
+        for own in folder.glob(f"zero_stage_3/*/rank{mesh.place.rank}"):
+            shutil.rmtree(own)
+    if folders:
+        mesh.barrier()
+    for folder in folders:
+        for path in [*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder]:
+            with contextlib.suppress(OSError):  # another rank was faster, or others' files are in it
+                path.rmdir()

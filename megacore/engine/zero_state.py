@@ -1,0 +1,136 @@
+"""The master weights and moments that DeepSpeed keeps for a rank, wherever it keeps them, as pieces of logical tensors."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.mesh import Group
+from megacore.tensor_parallel.shard import Box, boxes_of_range, logical_name, piece_key, shard_of
+
+KINDS = {"model/": None, "adam_m/": "exp_avg", "adam_v/": "exp_avg_sq"}  # of tensors in a checkpoint, and what AdamW calls them
+
+
+class ZeroState:
+    """This rank's runs of elements of every parameter's master and moments.
+
+    Stages 1 and 2 lay parameters end to end and cut the whole into a part a data rank; stage 3 cuts every parameter, padded
+    to equal parts; stage 0 cuts nothing.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        parameters: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        zero: Any,
+        access: Any,
+        dp: Group,
+        place: str,
+    ) -> None:
+        """`zero` is DeepSpeed's wrapper of `optimizer`, `access` its functions for ZeRO 3's partitions (`deepspeed.utils`), `place`
+        where the optimizer's state lives: none (on the device), cpu or nvme."""
+        self.stage, self.parameters, self.optimizer, self.zero, self.access = stage, parameters, optimizer, zero, access
+        self.dp, self.offloads, self.swaps = dp, place != "none", place == "nvme"
+        # The moments are made now rather than at the first step, so that a checkpoint can be read into them.
+        is_torch = isinstance(optimizer, torch.optim.AdamW)
+        for i, flat in enumerate(self.flats()):
+            with self._swapped_in(i):
+                optimizer.state[flat] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=flat.device) if is_torch else 0,
+                    "exp_avg": torch.zeros_like(flat),
+                    "exp_avg_sq": torch.zeros_like(flat),
+                }
+
+    def flats(self) -> list[Tensor]:
+        """What AdamW steps: this rank's master weights."""
+        if self.stage == 3:
+            return list(self.zero.fp32_partitioned_groups_flat)
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @contextlib.contextmanager
+    def _swapped_in(self, index: int) -> Iterator[None]:
+        """While entered, one of `flats` and its moments are in memory; on leaving they go back to disk, if they live there."""
+        swapped = self.swaps and self.zero._swappable_optimizer_subgroup(index)
+        if swapped:
+            self.zero._optimizer_states_and_gradient_swap_in(index)
+        yield
+        if swapped:
+            self.zero._optimizer_states_and_gradient_swap_out(index)
+
+    @property
+    def updates(self) -> float:
+        """How many steps were not skipped."""
+        return float(self.optimizer.state[self.flats()[0]]["step"])
+
+    def set_updates(self, count: float) -> None:
+        """Sets `updates`."""
+        for flat in self.flats():
+            state = self.optimizer.state[flat]
+            state["step"] = torch.full_like(state["step"], count) if torch.is_tensor(state["step"]) else int(count)
+
+    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+        """The pieces by name (see `shard.piece_key`), live, in stage 3 perhaps copies."""
+        pieces: dict[str, tuple[Tensor, Box]] = {}
+        for prefix, kind in KINDS.items():
+            for name, parameter in self.parameters.items():
+                start, held = self._held(parameter, kind)
+                shard = shard_of(parameter)
+                stop = min(start + held.numel(), prod(shard.local_shape))  # stage 3 pads
+                for first, box in boxes_of_range(shard, start, max(start, stop)):
+                    view = held[first - start : first - start + prod(box.local_shape)].view(box.local_shape)
+                    counted = box.counted and (self.stage > 0 or self.dp.rank == 0)
+                    pieces[piece_key(f"{prefix}{name}", pieces)] = (view, replace(box, counted=counted))
+        return pieces
+
+    def _held(self, parameter: nn.Parameter, kind: str | None) -> tuple[int, Tensor]:
+        """This rank's run of a parameter's elements, of the master weight (kind None) or a moment: where it starts, and the run."""
+        if self.stage == 0:
+            return 0, (parameter.data if kind is None else self.optimizer.state[parameter][kind]).view(-1)
+        if self.stage < 3:
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:  # all of it is other ranks'
+                return 0, torch.empty(0)
+            flat, place = self.optimizer.param_groups[mapping.param_group_index]["params"][0], mapping.hp_fragment_address
+            whole = flat.data if kind is None else self.optimizer.state[flat][kind]
+            return mapping.lp_fragment_address.start, whole[place.start : place.start + place.numel]
+        get = self.access
+        held = get.safe_get_local_fp32_param(parameter) if kind is None else get.safe_get_local_optimizer_state(parameter, kind)
+        if self.offloads:  # where there is room for all of them; what was read from disk is in a buffer that is used again
+            held = held.to("cpu", copy=self.swaps)
+        return self.dp.rank * held.numel(), held.detach()
+
+    @torch.no_grad()
+    def publish(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+        """Takes what was copied into the result of `tensors()`, and lets the parameters be what the masters then say."""
+        if self.stage in (1, 2):
+            self.zero.update_lp_params()
+        elif self.stage == 3:
+            self._put_back(tensors)
+
+    def _put_back(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+        """Stage 3: gives DeepSpeed what was read into `tensors`."""
+        runs: dict[str, list[Tensor]] = defaultdict(list)
+        for key, (tensor, _) in tensors.items():
+            runs[logical_name(key)].append(tensor.flatten())
+        for prefix, kind in KINDS.items():
+            for name, parameter in self.parameters.items():
+                held = torch.zeros_like(self._held(parameter, kind)[1])
+                if run := runs[f"{prefix}{name}"]:
+                    whole = torch.cat(run)
+                    held[: whole.numel()].copy_(whole)
+                if kind is None:
+                    self.access.safe_set_local_fp32_param(parameter, held)
+                else:
+                    self.access.safe_set_local_optimizer_state(parameter, held, kind)
+        # As DeepSpeed's own step ends.
+        self.zero._partition_all_parameters()
+        for i in range(len(self.flats())):
+            with self._swapped_in(i):
+                self.zero._reassign_or_swap_out_partitioned_parameters(i)
+        self.zero._post_step(set())

@@ -1,0 +1,88 @@
+"""Every engine, with everything that the table in docs/engines.md says it takes, trains as the native engine on one process."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import training
+from tests.engines import DOCUMENT, ENGINES, FEATURES, FLOATING, PRECISIONS, WORLD, covered, document, missing, refusal, whole_leg
+from tests.training import Figures, difference, figures
+
+STEPS, HALF = 6, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_workers_afterwards(pool: Any) -> Iterator[None]:
+    """DeepSpeed does not let go of the groups of runs that have ended, and a group's threads wake a hundred times a second."""
+    yield
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a small model, clipped in every step; without decay_steps a run that is cut short would have another schedule."""
+    folder = tmp_path_factory.mktemp("corpus")
+    model = {**training.BASE["model"], "num_layers": 3}
+    train = {**training.BASE["train"], "steps": STEPS, "micro_batch_size": 1}
+    optim = {**training.BASE["optim"], "decay_steps": 20, "warmup_steps": 1}
+    return training.write_config(folder, training.write_corpus(folder), model=model, train=train, optim=optim)
+
+
+@pytest.fixture(scope="module")
+def native(pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Figures]]:
+    """`native(precision)`: the figures of the native engine on one process, trained once."""
+    known: dict[str, Figures] = {}
+
+    def run(precision: str) -> Figures:
+        if precision not in known:
+            folder = tmp_path_factory.mktemp("native")
+            pool.run(1, training.run_rank, config_path, [f"train.precision={precision}"], str(folder))
+            known[precision] = figures(folder)
+        return known[precision]
+
+    yield run
+
+
+def skip_if_missing(engine: str) -> None:
+    if why := missing(engine):
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_everything_at_once_then_another_layout(pool: Any, config_path: str, native: Any, tmp_path: Path, engine: str) -> None:
+    """Norms, sums over tensor ranks and tied stages, recomputation, and a checkpoint's every tensor and count show in the figures."""
+    skip_if_missing(engine)
+    features = whole_leg(config_path, engine)
+    overrides = [*ENGINES[engine], *(override for feature in features for override in FEATURES[feature])]
+    ranks = 8 if "pp" in features else 4
+    pool.run(ranks, training.run_rank, config_path, [*overrides, f"train.steps={HALF}"], str(tmp_path))
+    pool.run(WORLD, training.run_rank, config_path, ENGINES[engine], str(tmp_path))
+    right = native("fp32")
+    assert all(norm > training.BASE["optim"]["grad_clip"] for _, norm in right), "clipping must be active"
+    assert right[-1][0] < 0.95 * right[0][0], "the model learns nothing, so equal losses would prove nothing"
+    assert difference(figures(tmp_path), right) < FLOATING
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "native"])
+def test_precisions(pool: Any, config_path: str, native: Any, tmp_path: Path, engine: str) -> None:
+    """Masters, sums and moments are in fp32 at least: of a 16-bit run only the order of sums differs, rounded now and then."""
+    skip_if_missing(engine)
+    for precision, tolerance in PRECISIONS.items():
+        if refusal(config_path, engine, [precision]):
+            continue
+        overrides = [*ENGINES[engine], f"train.precision={precision}", f"train.steps={HALF}"]
+        pool.run(WORLD, training.run_rank, config_path, overrides, str(tmp_path / precision))
+        assert difference(figures(tmp_path / precision), native(precision)[:HALF]) < tolerance, precision
+
+
+def test_every_cell_is_refused_or_trained(config_path: str) -> None:
+    """A tick that nobody has tried would be a promise."""
+    for engine in ENGINES:
+        assert {feature for feature in FEATURES if not refusal(config_path, engine, [feature])} == covered(config_path, engine), engine
+
+
+def test_the_documents_table_is_the_tables(config_path: str) -> None:
+    """Written by `python -m tests.engines --write`."""
+    assert DOCUMENT.read_text(encoding="utf-8") == document(config_path)

@@ -1,0 +1,163 @@
+"""The fsdp engine trains as the native one does on one process, in every layout, and takes over from it and gives back."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacore.config import load
+from megacore.engine.choose import build_engine, build_stage
+from megacore.engine.fsdp import FSDPEngine
+from megacore.mesh import Mesh, pick_device
+from megacore.place import place_from_environment
+from tests import training
+from tests.training import Figures, difference, figures
+
+# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and some steps let differences grow about tenfold.
+TOLERANCE, STEPS = 1e-5, 8
+
+FSDP = "engine.kind=fsdp"
+TP2, PP2, DP2, DP4 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.data=4"
+SP = "parallel.sequence=true"
+# Untied, rows that are no dims (heads, gate and up), biases of theirs, and gradients that are partial without sequence parallelism too.
+SWIGLU = ["model.activation=swiglu", "model.tie_embeddings=false", "model.qk_norm=true", "model.position=rope"]
+
+CASES: dict[str, tuple[int, list[str], list[str]]] = {
+    # Two features a head: half of the ranks have no row of query_norm's weight.
+    "dp4, more ranks than rows": (4, [DP4], ["model.num_heads=16", "model.qk_norm=true"]),
+    "tp2dp2": (4, [TP2, DP2], SWIGLU),
+    "pp2dp2, gathered for every pass": (4, [PP2, DP2, "engine.reshard=true", "parallel.schedule=gpipe"], []),
+    "dp2, gathered once a step, recomputed": (2, [DP2, "engine.reshard=false", "train.recompute=full"], ["model.dropout=0.1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    prefix = training.write_corpus(folder)
+    data = {"train": prefix, "valid": training.write_corpus(folder, "valid", 500, seed=1)}
+    train = {**training.BASE["train"], "steps": STEPS}
+    # A run that is cut short keeps the schedule of the whole.
+    optim = {**training.BASE["optim"], "warmup_steps": 2, "decay_steps": 20}
+    return training.write_config(folder, prefix, data=data, train=train, optim=optim)
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Any, config_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[str]], Figures]]:
+    """`alone(model overrides)`: the figures of the native engine on one process, trained once."""
+    runs: dict[str, Figures] = {}
+
+    def run(model: list[str]) -> Figures:
+        if (key := " ".join(model)) not in runs:
+            folder = tmp_path_factory.mktemp("alone")
+            pool.run(1, training.run_rank, config_path, model, str(folder))
+            runs[key] = figures(folder)
+        return runs[key]
+
+    yield run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_native(pool: Any, config_path: str, alone: Callable[..., Any], tmp_path: Path, case: str) -> None:
+    ranks, layout, model = CASES[case]
+    right = alone(model)
+    assert all(norm > 0.5 for _, norm in right[:5]), "steps that are not clipped would not show a norm that is used wrongly"
+    assert right[-1][0] < 0.95 * right[0][0], "the model learns nothing, so equal losses would prove nothing"
+    pool.run(ranks, training.run_rank, config_path, [FSDP, *layout, *model], str(tmp_path))
+    assert difference(figures(tmp_path), right) < TOLERANCE
+
+
+@contextlib.contextmanager
+def averaged() -> Iterator[None]:
+    """FSDP2 as it comes: data ranks' gradients averaged."""
+    from torch.distributed.fsdp import FSDPModule
+
+    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None):
+        yield
+
+
+@contextlib.contextmanager
+def never_summed() -> Iterator[None]:
+    """Neither partial gradients over the tensor ranks, nor tied ones over the stages."""
+    with mock.patch.object(FSDPEngine, "_sum", lambda *_: None):
+        yield
+
+
+def faulty_rank(fault: Callable[[], contextlib.AbstractContextManager[None]], *arguments: Any) -> int:
+    with fault():
+        return training.run_rank(*arguments)
+
+
+@pytest.mark.parametrize(("fault", "layout"), [(averaged, [DP2]), (never_summed, [TP2, SP, DP2])])
+def test_planted_fault_shows(
+    pool: Any, config_path: str, alone: Callable[..., Any], tmp_path: Path, fault: Callable[..., Any], layout: list[str]
+) -> None:
+    """The comparison itself: were it blind to one of these, it would prove nothing."""
+    short = ["train.steps=3"]
+    pool.run(2 ** len([key for key in layout if key != SP]), faulty_rank, fault, config_path, [FSDP, *layout, *short], str(tmp_path))
+    assert difference(figures(tmp_path), alone([])[:3]) > 100 * TOLERANCE
+
+
+# A run's life: steps done, ranks, overrides. Dropout and validations in between: neither may disturb the numbers behind.
+MOVES = [
+    (2, 2, [DP2]),
+    (4, 4, [FSDP, TP2, DP2]),
+    (6, 4, [FSDP, PP2, DP2, "engine.shard_size=2"]),
+    (STEPS, 2, ["parallel.pipeline=2"]),
+]
+COMMON = ["checkpoint.every=20", "model.dropout=0.1", "train.eval_every=3"]
+
+
+def test_run_moves_between_engines(pool: Any, config_path: str, tmp_path: Path) -> None:
+    """Moments, counters or rows that end up elsewhere would change every loss from there on."""
+    pool.run(1, training.run_rank, config_path, COMMON, str(tmp_path / "whole"))
+    for steps, ranks, overrides in MOVES:
+        pool.run(ranks, training.run_rank, config_path, [*COMMON, *overrides, f"train.steps={steps}"], str(tmp_path / "moved"))
+    assert difference(figures(tmp_path / "moved"), figures(tmp_path / "whole")) < TOLERANCE
+
+
+def test_goes_on_bitwise(pool: Any, config_path: str, tmp_path: Path) -> None:
+    overrides = [*COMMON, FSDP, DP2, "train.precision=bf16"]
+    pool.run(2, training.run_rank, config_path, overrides, str(tmp_path / "whole"))
+    for steps in (3, STEPS):
+        pool.run(2, training.run_rank, config_path, [*overrides, f"train.steps={steps}"], str(tmp_path / "stopped"))
+    assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
+
+
+def skipping_rank(config_path: str) -> dict[str, Any]:
+    """A step whose gradient is not finite in one element of one rank, and one behind it that is."""
+    place = place_from_environment()
+    config = load(config_path, [FSDP, "engine.shard_size=2"], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    stage = build_stage(config, mesh)
+    engine = build_engine(config, stage, mesh)
+    assert isinstance(engine, FSDPEngine)
+    held = {key: tensor.clone() for key, (tensor, _) in engine.tensors().items()}
+    tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
+    seen: dict[str, Any] = {"elements": sum(rows.master.numel() for rows in engine.rows)}
+    for bad in (True, False):
+        loss = stage.loss(stage(tokens), tokens)
+        engine.backward(engine.root(loss), engine.loss_gradient(1.0), last=True)
+        engine.reduce_gradients()
+        if bad and place.rank == 1:
+            engine.rows[5].gradient.view(-1)[0] = math.inf
+        seen[f"finite {bad}"] = bool(engine.step(1e-3).grad_norm.isfinite())
+        seen[f"moved {bad}"] = any(not torch.equal(tensor, held[key]) for key, (tensor, _) in engine.tensors().items())
+        seen[f"state {bad}"] = engine.state()
+    seen["whole"] = sum(p.numel() for p in stage.parameters())
+    mesh.close()
+    return seen
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(pool: Any, config_path: str) -> None:
+    """A rank that stepped alone would part from the others; and of two copies, each rank holds half."""
+    for seen in pool.run(4, skipping_rank, config_path):
+        assert (seen["finite True"], seen["moved True"]) == (False, False)
+        assert (seen["finite False"], seen["moved False"]) == (True, True)
+        assert seen["state False"] == {"updates": 1, "skipped": 1, "loss_scale": 1, "good_steps": 0}
+        assert abs(seen["elements"] / seen["whole"] - 0.5) < 0.02, "all but the last rows of sizes that do not divide"

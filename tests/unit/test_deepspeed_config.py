@@ -1,0 +1,143 @@
+"""A ds_config is completed from the run's config, or refused in one line that names the key, the reason and what works instead."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import Config, load
+from megacore.config.deepspeed import KNOWN, ds_settings
+from megacore.errors import ConfigError
+from tests.training import write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """`configure(ds_config, overrides, world)`: the tests' small config with the deepspeed engine."""
+    path = write_config(tmp_path, "unused")
+
+    def from_settings(ds_config: Any, overrides: str = "", world: int = 4) -> Config:
+        source = ds_config if isinstance(ds_config, str) else json.dumps(ds_config)
+        return load(path, ["engine.kind=deepspeed", f"engine.config={source}", *overrides.split()], world).config
+
+    return from_settings
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_files_are_completed(configure: Configure, path: Path) -> None:
+    settings = ds_settings(configure(str(path), "parallel.tensor=2 optim.grad_clip=0.25 train.precision=bf16"))
+    assert "auto" not in json.dumps(settings)
+    assert (settings["train_batch_size"], settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (8, 2, 2)
+    assert settings["gradient_clipping"] == 0.25 and settings["bf16"]["enabled"] is True and settings["fp16"]["enabled"] is False
+    assert settings["zero_optimization"]["reduce_bucket_size"] == 32 * 32
+    assert settings["communication_data_type"] == settings["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_the_rest_passes_through_unchanged(configure: Configure) -> None:
+    zero = {"stage": 2, "overlap_comm": True, "allgather_bucket_size": 1234, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    given = {"zero_optimization": zero, "communication_data_type": "bf16", "tensorboard": {"enabled": True, "job_name": "auto_pilot"}}
+    settings = ds_settings(configure(given))
+    assert {key: settings[key] for key in given} == given
+    assert given["zero_optimization"] is zero and "reduce_bucket_size" not in zero, "the run's own config must stay as it was"
+
+
+def test_swap_files_stand_in_the_runs_folder_unless_told(configure: Configure) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
+    zero = ds_settings(configure({"zero_optimization": zero}, "log.dir=runs/mine"))["zero_optimization"]
+    assert (zero["offload_param"]["nvme_path"], zero["offload_optimizer"]["nvme_path"]) == ("runs/mine/swap", "/disk")
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1}}
+# What is refused: the ds_config, overrides, the key that is named, and what it says is wrong or right.
+REFUSALS: list[tuple[Any, str, str, str]] = [
+    (zero(3), "parallel.pipeline=2", "zero_optimization.stage", "deadlocks with a pipeline"),
+    (zero(0), "parallel.pipeline=2", "zero_optimization.stage", "loses gradients with a pipeline"),
+    ({}, "parallel.pipeline=2", "zero_optimization.stage", "(1 or 2)"),
+    (zero(0), "train.precision=bf16", "zero_optimization.stage", "1, 2 or 3; or train.precision=fp32"),
+    (zero(4), "", "zero_optimization.stage", "0, 1, 2 or 3"),
+    (zero(1), "train.precision=fp64", "train.precision", "fp32, or engine.kind=native"),
+    (zero(1), "train.precision=fp16", "train.precision", "no fp16 on CPUs"),
+    (zero(2), "train.compile=true", "train.compile", "false, or engine.kind=native"),
+    (zero(2), "engine.shard_optimizer=true", "engine.shard_optimizer", "ZeRO stage 1"),
+    (zero(0, offload_optimizer={"device": "cpu"}), "", "zero_optimization.offload_optimizer.device", "stage 1 or above"),
+    (zero(2, offload_optimizer={"device": "nvme"}), "", "zero_optimization.offload_optimizer.device", "(stage 3)"),
+    (zero(2, offload_param={"device": "cpu"}), "", "zero_optimization.offload_param.device", "silently ignore cpu (stage 3)"),
+    (zero(3, offload_param={"device": "disk"}), "", "zero_optimization.offload_param.device", "none, cpu or nvme"),
+    (zero(3, zero_hpz_partition_size=2), "parallel.tensor=2", "zero_optimization.zero_hpz_partition_size", "parallel.tensor=1"),
+    (zero(3, mics_shard_size=2), "", "zero_optimization.mics_shard_size", "zero_hpz_partition_size"),
+    (zero(2) | {"train_batch_size": 16}, "", "train_batch_size", "16 contradicts train.global_batch_size 8"),
+    (zero(2) | {"train_micro_batch_size_per_gpu": 1}, "", "train_micro_batch_size_per_gpu", "contradicts train.micro_batch_size 2"),
+    (zero(2) | {"gradient_accumulation_steps": 4}, "", "gradient_accumulation_steps", "contradicts the microbatches a step 1"),
+    (zero(2) | {"gradient_clipping": 1.0}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
+    (zero(2) | {"bf16": {"enabled": True}}, "", "bf16.enabled", 'contradicts train.precision "fp32"'),
+    (zero(2) | {"fp16": {"enabled": 1}}, "", "fp16.enabled", 'contradicts train.precision "fp32"'),
+    (zero(2) | {"optimizer": ADAMW | {"type": "Lamb"}}, "", "optimizer.type", "Lamb is not the run's optimizer"),
+    (zero(2) | {"optimizer": ADAMW | {"type": "OneBitAdam"}}, "", "optimizer.type", "removed its 1-bit optimizers"),
+    (zero(2) | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", "optimizer.type", "AdamW"),
+    (zero(2) | {"optimizer": {"params": {"lr": 1e-4}}}, "", "optimizer.params.lr", "contradicts optim.lr 0.003"),
+    (zero(2) | {"optimizer": {"params": {"betas": [0.9, 0.999]}}}, "", "optimizer.params.betas", "contradicts optim.beta1, beta2"),
+    (zero(2) | {"scheduler": {"type": "WarmupLR"}}, "", "scheduler", "optim.schedule decides"),
+    (zero(2) | {"managed_gradient_accumulation": False}, "", "managed_gradient_accumulation", "leave it out"),
+    (zero(2) | {"gradient_cliping": 1.0}, "", "gradient_cliping", "did you mean gradient_clipping?"),
+    (zero(2, overlap_com=True), "", "zero_optimization.overlap_com", "did you mean overlap_comm?"),
+    (zero(2) | {"steps_per_print": "auto"}, "", "steps_per_print", "nothing to be filled from"),
+    ({"zero_optimization": True}, "", "zero_optimization", "an object"),
+    ("missing.json", "", "", "cannot read missing.json"),
+    ("README.md", "", "", "is no JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ds_config", "overrides", "path", "says"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
+def test_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch, ds_config: Any, overrides: str, path: str, says: str) -> None:
+    """DeepSpeed would hang, train something else, or ignore it, without a word or with a traceback on every rank."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as error:
+        configure(ds_config, overrides)
+    where = path if path.startswith(("train.", "engine.")) else f"engine.config: {path}" if path else "engine.config"
+    assert str(error.value).startswith(f"config error: {where}: ") and says in str(error.value), error.value
+
+
+def test_an_equal_repetition_is_no_contradiction(configure: Configure) -> None:
+    given = zero(2) | {"optimizer": ADAMW, "gradient_clipping": 0.5, "train_batch_size": 8, "fp16": {"enabled": False}}
+    assert "optimizer" not in ds_settings(configure(given, "optim.lr=0.003"))
+
+
+def test_refusal_of_the_script_is_one_line(tmp_path: Path) -> None:
+    """One of two ranks alone is enough: nothing waits for the other."""
+    path = write_config(tmp_path, "unused")
+    overrides = ["engine.kind=deepspeed", 'engine.config={"zero_optimization":{"stage":3}}', "parallel.pipeline=2"]
+    command = [sys.executable, str(ROOT / "launch/pretrain.py"), "--config", path, *overrides]
+    environment = {"PATH": "", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "deadlocks" in run.stderr, run.stderr
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its own keys cannot be read")
+def test_known_keys_are_those_of_the_installed_deepspeed() -> None:
+    """A key that a new DeepSpeed has dropped would stop every rank with a traceback."""
+    program = """
+import json, os
+os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+models = {"zero_optimization": DeepSpeedZeroConfig, "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+print(json.dumps({name: [field.alias or key for key, field in model.model_fields.items()] for name, model in models.items()}))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    for section, theirs in json.loads(run.stdout.splitlines()[-1]).items():
+        ours = set(KNOWN[section].split())
+        assert ours <= set(theirs), f"{section}: {ours - set(theirs)} is gone"
