@@ -3,11 +3,14 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
 from megacore.checkpoint import Reader, checkpoints_in, locate
+from megacore.checkpoint.compare import compare
+from megacore.checkpoint.disk import size_text
 from megacore.cli import Parser, exit_status
 from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange.exporter import export_hf
@@ -16,19 +19,11 @@ from megacore.model.gpt import DTYPES
 
 INFO = "python launch/checkpoint.py info runs/gpt_tiny"
 VERIFY = "python launch/checkpoint.py verify runs/gpt_tiny"
+DIFF = "python launch/checkpoint.py diff runs/gpt_tiny runs/gpt_tiny_tp2"
 EXPORT = "python launch/checkpoint.py export runs/gpt_tiny --format hf --output models/gpt_tiny"
 IMPORT = "python launch/checkpoint.py import models/gpt_tiny --format hf --output runs/imported"
 NANOGPT = "python launch/checkpoint.py import out/ckpt.pt --format nanogpt --output runs/imported"
 MORE = "python launch/checkpoint.py export -h, and import -h"
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
-    size, units = float(nbytes), iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.4g} {unit}"
 
 
 def info(args: argparse.Namespace) -> None:
@@ -38,11 +33,11 @@ def info(args: argparse.Namespace) -> None:
 
     reader = Reader(locate(args.path))
     tensors = reader.manifest.tensors
-    table = Table("tensor", "dtype", "shape", "size")
+    table = Table("tensor", "dtype", "shape", "size", "content digest")
     table.columns[0].overflow = "fold"  # a long name goes on in the next line, never cut off
     for name in reader.names:
         tensor = tensors[name]
-        table.add_row(name, tensor.dtype, " × ".join(map(str, tensor.shape)) or "scalar", size_text(tensor.nbytes))
+        table.add_row(name, tensor.dtype, " × ".join(map(str, tensor.shape)) or "scalar", size_text(tensor.nbytes), tensor.digest)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -70,11 +65,32 @@ def verify(args: argparse.Namespace) -> None:
             errors.append(error)
             table.add_row(candidate.name, "", "", "", f"no: {error.wrong}")
         else:
-            files = reader.manifest.files
-            table.add_row(candidate.name, str(len(reader.names)), str(len(files)), size_text(sum(files.values())), "yes")
+            manifest = reader.manifest
+            table.add_row(candidate.name, str(len(reader.names)), str(len(manifest.files)), size_text(manifest.nbytes), "yes")
     Console(highlight=False, markup=False).print(table)
     if errors:
         raise errors[0]
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print the tensors in which two checkpoints differ; returns 1 where they do."""
+    from rich.console import Console
+    from rich.table import Table
+
+    before, after = (Reader(locate(path)) for path in (args.path, args.other))
+    table = Table("tensor", "what differs", "elements", "largest difference", "relative to the norm")
+    table.columns[0].overflow = table.columns[1].overflow = "fold"
+    for found in compare(before, after):
+        figures = (f"{found.elements:,}", f"{found.largest:.3g}", f"{found.relative:.3g}") if found.elements else ("", "", "")
+        table.add_row(found.name, found.what, *figures)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    total = len({*before.names, *after.names})
+    if table.row_count:
+        console.print(table)
+    for reader in (before, after):
+        console.print(f"{reader.path}, step {reader.step}")
+    console.print(f"{total - table.row_count} of {total} tensors are equal in every bit")
+    return int(table.row_count > 0)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -90,12 +106,18 @@ def import_(args: argparse.Namespace) -> None:
     import_model(PEERS[args.format](args.path), args.output, args.overrides, args.compare_layers, print)
 
 
-COMMANDS = {"info": info, "verify": verify, "export": export, "import": import_}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "info": info,
+    "verify": verify,
+    "diff": diff,
+    "export": export,
+    "import": import_,
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser("\n  ".join((INFO, VERIFY, EXPORT, IMPORT, NANOGPT)), f"{__doc__}\n\nMore: {MORE}")
+    parser = Parser("\n  ".join((INFO, VERIFY, DIFF, EXPORT, IMPORT, NANOGPT)), f"{__doc__}\n\nMore: {MORE}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, example: str, what: str, path: str) -> Parser:
@@ -105,7 +127,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     ours = "a run's log.dir, its checkpoints folder, or one step_… folder"
     command("info", INFO, "step, state and every tensor of the newest whole checkpoint", ours)
-    command("verify", VERIFY, "is every file of every checkpoint there, readable, and every tensor complete (status 2 where not)", ours)
+    command("verify", VERIFY, "read all of every checkpoint and compare it with its digests (status 2 where one is damaged)", ours)
+    comparing = command("diff", DIFF, "which tensors of two checkpoints differ, and by how much (status 1 where any does)", ours)
+    comparing.add_argument("other", type=Path, metavar="PATH", help="the same, of the other")
 
     exporting = command("export", EXPORT, "write a folder that transformers opens, and compare logits before it counts as done", ours)
     exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
@@ -131,10 +155,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def run(argv: list[str]) -> None:
-    """Everything that the script does; raises `UserError`."""
+def run(argv: list[str]) -> int | None:
+    """Everything that the script does; returns its exit status (None: 0), or raises `UserError`."""
     args = parse(argv)
-    COMMANDS[args.command](args)
+    return COMMANDS[args.command](args)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     checkpoints/
       step_00000100/
-        manifest.json             every logical tensor: its shape, dtype, and which file holds which slice of it; the run's state
+        manifest.json             every logical tensor: shape, dtype, digest, and which file holds which slice; the run's state
         rank_00000.safetensors    the slices that rank 0 held
         ...
 
@@ -10,18 +10,29 @@ A tensor has a name and a global shape, never a rank: a reader asks for the slic
 and gets it from whichever files overlap it. JSON and safetensors only; nothing that is loaded can run code.
 """
 
-from megacore.checkpoint.read import Reader, checkpoints_in, find_latest, locate
-from megacore.checkpoint.write import Layout, LocalTensor, pack, save, save_stream, write_safetensors
+from megacore.checkpoint.commit import save_stream
+from megacore.checkpoint.find import checkpoints_in, fault_of, find_latest, locate, warn_of_damage
+from megacore.checkpoint.ranks import Alone, MeshRanks, Ranks
+from megacore.checkpoint.read import Reader
+from megacore.checkpoint.saver import Saved, Saver, save
+from megacore.checkpoint.write import Layout, LocalTensor, pack, write_safetensors
 
 __all__ = [
+    "Alone",
     "Layout",
     "LocalTensor",
+    "MeshRanks",
+    "Ranks",
     "Reader",
+    "Saved",
+    "Saver",
     "checkpoints_in",
+    "fault_of",
     "find_latest",
     "locate",
     "pack",
     "save",
     "save_stream",
+    "warn_of_damage",
     "write_safetensors",
 ]

@@ -1,18 +1,27 @@
-"""The manifest of a checkpoint: what each logical tensor is, and which file holds which slice of it."""
+"""The manifest of a checkpoint: what each logical tensor is, which file holds which slice of it, and the digests of both.
+
+The manifest carries a digest of itself, so that no flipped bit in it goes unnoticed; and it is read as if anybody could have written
+it, because a digest does not say who did.
+"""
 
 import json
-from itertools import combinations
+import re
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megacore.checkpoint.digest import add_digests, file_hash
+from megacore.checkpoint.disk import plain_size
+from megacore.checkpoint.tiling import overlapping, tiles
 from megacore.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
+# `.old` is a step that was being saved anew: it counts only where the crash came before the new one took its place.
+STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
 
 # torch dtype -> its code in a safetensors header. The manifest itself says `float32`, as torch does.
 DTYPE_CODES = {
@@ -27,25 +36,38 @@ DTYPE_CODES = {
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
+# Bounds far above any model, so that no number in a manifest can make a reader allocate or count without end.
+MOST_DIMS, LARGEST, MANIFEST_BYTES = 8, 2**48, 2**31
+EARLIER = "use an earlier checkpoint"
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}\.safetensors$")]  # in the folder itself: no path leads out of it
+Size = Annotated[int, Field(ge=0, le=LARGEST)]
+Sizes = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
+ContentDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
 
 class Entry(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    # From JSON a tuple is a list; numbers are not coerced, nor unknown keys dropped.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Slice(Entry):
     """A box of a logical tensor: stored under `key` in `file`, its first element at `offset` of the whole."""
 
-    file: str
+    file: FileName
     key: str
-    offset: tuple[NonNegativeInt, ...]
-    shape: tuple[NonNegativeInt, ...]
+    offset: Sizes
+    shape: Sizes
+    digest: ContentDigest  # what it contributes to the tensor's
 
 
 class Logical(Entry):
     """A logical tensor, whole: the slices tile `shape` exactly."""
 
-    shape: tuple[NonNegativeInt, ...]
+    shape: Sizes
     dtype: str
+    digest: ContentDigest  # of the whole, in whatever slices it lies (see `digest.content_digest`)
     slices: list[Slice]
 
     @property
@@ -62,21 +84,29 @@ class Logical(Entry):
                 start + size > whole for start, size, whole in zip(piece.offset, piece.shape, self.shape, strict=True)
             ):
                 return f"has a slice {piece.shape} at {piece.offset} in {piece.file}, outside its shape {self.shape}"
-        # Every pair, because boxes may be cut along any dim; a tensor has as many slices as tensor-parallel ranks, so few.
-        for a, b in combinations(self.slices, 2):
-            if overlap(a.offset, a.shape, b.offset, b.shape) is not None:
+        extents = [(piece.offset, piece.shape) for piece in self.slices]
+        if not tiles(self.shape, extents):
+            if pair := overlapping(extents):
+                a, b = (self.slices[i] for i in pair)
                 return f"has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in {b.file}"
-        # Disjoint boxes inside the shape tile it exactly where their volumes add up to the whole.
-        covered = sum(prod(piece.shape) for piece in self.slices)
-        if covered < prod(self.shape):
+            covered = sum(prod(shape) for _, shape in extents)
             return f"has slices for {covered} of its {prod(self.shape)} elements only"
+        if add_digests([piece.digest for piece in self.slices]) != self.digest:
+            return "has another digest than its slices together"
         return None
 
 
-class Index(Entry):
-    """What one rank wrote: sizes of its files in bytes, and its slice of each tensor."""
+class File(Entry):
+    """A file of the checkpoint, as it was written."""
 
-    files: dict[str, NonNegativeInt]
+    bytes: Size
+    sha256: FileDigest
+
+
+class Index(Entry):
+    """What one rank wrote: its files, and its slice of each tensor."""
+
+    files: dict[FileName, File]
     tensors: dict[str, Logical]
 
 
@@ -85,55 +115,111 @@ class Manifest(Index):
 
     format_version: int
     megacore_version: str
-    step: NonNegativeInt
+    step: Size
     state: dict[str, Any]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.files.values())
 
-def overlap(
-    a_offset: tuple[int, ...], a_shape: tuple[int, ...], b_offset: tuple[int, ...], b_shape: tuple[int, ...]
-) -> tuple[slice, ...] | None:
-    """The box that two boxes of one tensor share, in the tensor's coordinates; None where they share no element.
-
-    Boxes of a 0-dim tensor share its only element: the result is then `()`.
-    """
-    starts = [max(a, b) for a, b in zip(a_offset, b_offset, strict=True)]
-    stops = [min(a + m, b + n) for a, m, b, n in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+    def fault(self) -> str | None:
+        """The first thing that does not agree with the rest, or None."""
+        room = {name: file.bytes for name, file in self.files.items()}
+        for name, tensor in self.tensors.items():
+            if fault := tensor.fault():
+                return f"tensor {name} {fault}"
+            for piece in tensor.slices:
+                if piece.file not in room:
+                    return f"tensor {name} is in {piece.file}, of no recorded size"
+                room[piece.file] -= prod(piece.shape) * DTYPES[tensor.dtype].itemsize
+                if room[piece.file] < 0:
+                    return f"tensor {name} does not fit in the {self.files[piece.file].bytes} bytes of {piece.file}"
         return None
-    return tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
+
+
+# The text begins with its own digest, of everything that stands behind this, an opening brace put before it.
+HEAD = re.compile(rb'\{"manifest_sha256": "([0-9a-f]{64})", ')
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """The text of manifest.json for `content`: one JSON object, with its digest in front."""
+    body = json.dumps(content, allow_nan=False).encode()
+    return b'{"manifest_sha256": "' + file_hash(body).hexdigest().encode() + b'", ' + body[1:]
+
+
+def unsealed(text: bytes) -> bytes:
+    """The JSON of the content of what `sealed` made.
+
+    Raises:
+        ValueError: something in it has changed, or it is not JSON as the standard has it.
+        UnknownVersion: it is of another version.
+    """
+    head = HEAD.match(text)
+    body = text if head is None else b"{" + text[head.end() :]
+    if head is not None and file_hash(body).hexdigest().encode() != head[1]:
+        raise ValueError("its digest is of another content")
+    version = _json(body).get("format_version")
+    if version != FORMAT_VERSION and isinstance(version, int):
+        raise UnknownVersion(version)
+    if head is None:
+        raise ValueError("it does not begin with its digest")
+    return body
+
+
+class UnknownVersion(ValueError):
+    """The manifest is of a format that is not this one."""
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    """A JSON object, without the liberties that Python's parser takes: no NaN, and no key twice."""
+
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"it holds {name}")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("it holds a key twice")
+        return found
+
+    content = json.loads(text.decode(), parse_constant=no_constant, object_pairs_hook=once)
+    if not isinstance(content, dict):
+        raise ValueError("it is not an object")
+    return content
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder `path`, its tiling and the sizes of its files checked.
+    """The manifest of the checkpoint in folder `path`, checked against its digest, in itself, and against the sizes of the files.
 
     Raises:
-        CheckpointError: nothing there, an unknown version, a tensor with a hole or an overlap, a missing or cut-off file.
+        CheckpointError: nothing there, another version, a change in it, a tensor with a hole or an overlap, a missing or cut-off file.
     """
-    file = path / MANIFEST
-    if not file.is_file():
+    size = plain_size(path / MANIFEST)
+    if size is None:
         where = f"has no {MANIFEST}" if path.is_dir() else "there is no such folder"
         raise CheckpointError(str(path), where, "give a step_… folder of a run's checkpoints/")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        version = raw["format_version"]
-        if version == FORMAT_VERSION:
-            manifest = Manifest.model_validate(raw)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {reason}", "use an earlier checkpoint") from error
-    if version != FORMAT_VERSION:
+        if size > MANIFEST_BYTES:
+            raise ValueError(f"it has {size} bytes")
+        manifest = Manifest.model_validate_json(unsealed((path / MANIFEST).read_bytes()))
+    except UnknownVersion as error:
         right = f"this megacore reads format version {FORMAT_VERSION}; read it with the megacore that wrote it"
-        raise CheckpointError(str(path), f"{MANIFEST} has format version {version}", right)
-
-    for name, tensor in manifest.tensors.items():
-        if fault := tensor.fault():
-            raise CheckpointError(str(path), f"tensor {name} {fault}", "every element must be in exactly one slice")
-        for piece in tensor.slices:
-            if piece.file not in manifest.files:
-                raise CheckpointError(str(path), f"tensor {name} is in {piece.file}, of no recorded size", "use an earlier checkpoint")
-    for name, size in manifest.files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            wrong = f"{name} is missing" if found is None else f"{name} has {found} bytes of {size}"
-            raise CheckpointError(str(path), wrong, "copy the whole folder again, or use an earlier checkpoint")
+        raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {reason}", EARLIER) from None
+    except (OSError, ValueError, RecursionError) as error:  # which the parser raises for deep nesting
+        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {' '.join(str(error).split())[:200]}", EARLIER) from error
+    if fault := manifest.fault():
+        raise CheckpointError(str(path), fault, "every element must be in exactly one slice")
+    named = STEP_FOLDER.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        raise CheckpointError(str(path), f"{MANIFEST} is of step {manifest.step}", "a folder has the name of its step")
+    for name, file in manifest.files.items():
+        found = plain_size(path / name)
+        if found != file.bytes:
+            wrong = f"{name} is missing, or no plain file" if found is None else f"{name} has {found} bytes of {file.bytes}"
+            raise CheckpointError(str(path), wrong, f"copy the whole folder again, or {EARLIER}")
     return manifest

@@ -1,7 +1,5 @@
-"""Reading checkpoints: the newest whole one, and any slice of any tensor in it."""
+"""Reading a checkpoint: any slice of any tensor in it, and proof that what is read is what was written."""
 
-import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +7,40 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megacore.checkpoint.manifest import DTYPE_CODES, DTYPES, MANIFEST, Manifest, Slice, overlap, read_manifest
+from megacore.checkpoint.digest import MODULUS, content_digest, digest_text
+from megacore.checkpoint.disk import file_digest
+from megacore.checkpoint.manifest import DTYPE_CODES, DTYPES, EARLIER, Manifest, Slice, read_manifest
+from megacore.checkpoint.tiling import blocks, overlap, relative
 from megacore.errors import CheckpointError
 from megacore.tensor_parallel.shard import Box, Shard
-
-logger = logging.getLogger(__name__)
-
-# `.old` is a step that was being saved anew: it counts only where the crash came before the new one took its place.
-STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
 
 # Model keys that may change between a checkpoint and the run that resumes it: they do not touch what is computed. (max_positions
 # is the shape of a learned position table, which is compared as every tensor's is.)
 FREE_MODEL_KEYS = {"dropout", "attention", "init_std", "max_positions"}
 
+BLOCK_ELEMENTS = 1 << 22  # of a tensor that are in memory at once while it is read
+
 
 class Reader:
-    """An open checkpoint. Any rank of any layout reads the slices it needs, and only the bytes of those.
+    """An open checkpoint. Any rank of any layout reads the slices it needs, in blocks of bounded size.
 
-    Opening checks the manifest and that every file is there in its recorded size, so that all ranks refuse a damaged
-    checkpoint alike, before any of them waits for another; `verify` also opens every file.
+    Opening checks the manifest and that every file is there in its recorded size. A slice is compared with its digest before
+    anything of it is first read, which takes reading all of it; not so with `trusted`, behind a `verify` that all ranks
+    have shared.
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged or of an unknown version.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, trusted: bool = False) -> None:
+        self.path, self.trusted = path, trusted
         self.manifest: Manifest = read_manifest(path)
         self._files: dict[str, safe_open] = {}  # opened once: parsing a header for each slice would be quadratic
+        self._verified: set[tuple[str, str]] = set()
+        self._slices: dict[str, list[tuple[str, Slice]]] = {name: [] for name in self.manifest.files}
+        for name, tensor in self.manifest.tensors.items():
+            for piece in tensor.slices:
+                self._slices[piece.file].append((name, piece))
 
     @property
     def step(self) -> int:
@@ -71,8 +75,13 @@ class Reader:
         assert out.shape == shard.local_shape, f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
         for piece in self.manifest.tensors[name].slices:
             box = overlap(piece.offset, piece.shape, shard.offset, shard.local_shape)
-            if box is not None:
-                out[_relative(box, shard.offset)].copy_(self._stored(name, piece)[_relative(box, piece.offset)])
+            if box is None:
+                continue
+            stored = self._stored(name, piece)
+            if not self.trusted:
+                self._verify_slice(name, piece, stored)
+            for block in blocks(box, BLOCK_ELEMENTS):
+                out[relative(block, shard.offset)].copy_(stored[relative(block, piece.offset)])
 
     def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint") -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming the first key that differs.
@@ -81,6 +90,8 @@ class Reader:
         is what to do for a user who wants the section as it is.
         """
         recorded = self.state.get("model", {})
+        if not isinstance(recorded, dict):
+            raise CheckpointError(str(self.path), "the model section in its state is no section", EARLIER)
         for key in model:  # in the schema's order: what others are derived from comes first
             if key in recorded and key not in FREE_MODEL_KEYS and recorded[key] != model[key]:
                 wrong = f"was written with model.{key}={recorded[key]}, and the config says {model[key]}"
@@ -100,15 +111,44 @@ class Reader:
         if tensor.shape != shape:
             raise CheckpointError(str(self.path), f"tensor {name} has shape {tensor.shape}, and the model of this config {shape}", right)
 
-    def verify(self) -> None:
-        """Open every file and compare its header with the manifest.
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Read everything, or one of equal `shares` of the files, and compare it with the digests of files and of contents.
 
         Raises:
-            CheckpointError: naming the file or the tensor that is not what the manifest says.
+            CheckpointError: naming the file, and where one is to blame the tensor.
+        """
+        for name in sorted(self.manifest.files)[share::shares]:
+            try:
+                found = file_digest(self.path / name)
+            except OSError as error:
+                raise CheckpointError(str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER) from error
+            for tensor, piece in self._slices[name]:  # which also says whether the manifest has taken one slice for another
+                self._verify_slice(tensor, piece, self._stored(tensor, piece))
+            if found != self.manifest.files[name].sha256:
+                raise CheckpointError(str(self.path), f"{name} has changed since it was written, outside of its tensors", EARLIER)
+
+    def verify_headers(self) -> None:
+        """Open every file and compare its header with the manifest; reads no tensor.
+
+        Raises:
+            CheckpointError: as `verify`.
         """
         for name, tensor in self.manifest.tensors.items():
             for piece in tensor.slices:
                 self._stored(name, piece)
+
+    def _verify_slice(self, name: str, piece: Slice, stored: Any) -> None:
+        """Refuse a slice whose content is not that of its digest; once."""
+        if (piece.file, piece.key) in self._verified:
+            return
+        total = 0
+        whole = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
+        for block in blocks(whole, BLOCK_ELEMENTS):
+            total += content_digest(stored[relative(block, piece.offset)], tuple(s.start for s in block))
+        if digest_text(total % MODULUS) != piece.digest:
+            wrong = f"tensor {name} has changed in {piece.file} since it was written (its slice at {piece.offset})"
+            raise CheckpointError(str(self.path), wrong, EARLIER)
+        self._verified.add((piece.file, piece.key))
 
     def _stored(self, name: str, piece: Slice) -> Any:
         """A slice on disk, its header checked: a lazy safetensors slice that reads what it is indexed with."""
@@ -117,60 +157,9 @@ class Reader:
                 self._files[piece.file] = safe_open(self.path / piece.file, framework="pt")
             stored = self._files[piece.file].get_slice(piece.key)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(self.path), f"{piece.file} is damaged: {error}", "use an earlier checkpoint") from error
+            raise CheckpointError(str(self.path), f"{piece.file} is damaged: {error}", EARLIER) from error
         dtype = DTYPE_CODES[DTYPES[self.manifest.tensors[name].dtype]]
         if tuple(stored.get_shape()) != piece.shape or stored.get_dtype() != dtype:
             wrong = f"tensor {name} is {stored.get_dtype()} {tuple(stored.get_shape())} in {piece.file}"
-            raise CheckpointError(str(self.path), wrong, f"its manifest says {dtype} {piece.shape}; use an earlier checkpoint")
+            raise CheckpointError(str(self.path), wrong, f"its manifest says {dtype} {piece.shape}; {EARLIER}")
         return stored
-
-
-def _relative(box: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """`box`, in coordinates that start at `offset`."""
-    return tuple(slice(s.start - start, s.stop - start) for s, start in zip(box, offset, strict=True))
-
-
-def checkpoints_in(path: Path) -> list[Path]:
-    """The step folders that `path` means, newest first, whole or not.
-
-    `path` is a run's log.dir, its checkpoints folder, or a step folder itself; a path that is none of them has none.
-    """
-    if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name):
-        return [path]
-    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not directory.is_dir():
-        return []
-    steps = ((match, child) for child in directory.iterdir() if (match := STEP_FOLDER.fullmatch(child.name)))
-    return [child for _, child in sorted(steps, key=lambda step: (int(step[0][1]), step[0][2] is None), reverse=True)]
-
-
-def find_latest(path: Path) -> Path | None:
-    """The newest whole checkpoint in `path` (see `checkpoints_in`), or None. Logs a warning for each that it skips.
-
-    Call it on one rank and share the step: ranks that look for themselves may see different folders.
-    """
-    for candidate in checkpoints_in(path):
-        try:
-            Reader(candidate).verify()
-        except CheckpointError as error:
-            logger.warning("skipped a checkpoint that is not whole: %s", error)
-        else:
-            return candidate
-    return None
-
-
-def locate(path: Path) -> Path:
-    """The checkpoint that a user means by `path`: the step folder itself, or the newest whole one of a run.
-
-    Raises:
-        CheckpointError: there is none, or the step folder is damaged.
-    """
-    candidates = checkpoints_in(path)
-    if candidates == [path]:
-        Reader(path).verify()
-        return path
-    latest = find_latest(path)
-    if latest is None:
-        wrong = "holds no checkpoint" if not candidates else f"none of its {len(candidates)} checkpoints is whole"
-        raise CheckpointError(str(path), wrong, "give a run's log.dir, its checkpoints folder or one step_… folder")
-    return latest

@@ -1,8 +1,6 @@
 """A checkpoint written in one layout is read in any other, bitwise. Ranks are threads: saving needs a barrier, not a process group."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor
 from megacore.checkpoint import LocalTensor, Reader, find_latest, save, write
 from megacore.errors import CheckpointError
 from megacore.tensor_parallel.shard import Shard
+from tests.thread_ranks import ThreadRanks, run_threads
 
 LAYERS = 3
 # Logical shape, and the dim that tensor parallelism cuts. 65 rows are pieces of ceil(65 / tp); 5 rows over 4 ranks leave the last empty.
@@ -59,39 +58,16 @@ def save_as(
     directory: Path, tp: int, pp: int, dp: int = 1, change: Callable[[int, dict[str, LocalTensor]], None] = lambda *_: None
 ) -> Path:
     """Save from tp × dp × pp ranks at once; `change(rank, pieces)` plants faults."""
-    world = tp * dp * pp
-    barrier = threading.Barrier(world, timeout=30)
 
-    def wait() -> None:
-        barrier.wait()
-
-    def rank_saves(rank: int) -> Path:
-        tp_rank, dp_rank, stage = rank % tp, rank // tp % dp, rank // (tp * dp)
+    def rank_saves(ranks: ThreadRanks) -> Path:
+        tp_rank, dp_rank, stage = ranks.rank % tp, ranks.rank // tp % dp, ranks.rank // (tp * dp)
         pieces = on_rank(stage, tp_rank, pp, tp)
         if dp_rank > 0:  # a copy of what the first data rank writes
             pieces = {name: (piece, replace(shard, owner=False)) for name, (piece, shard) in pieces.items()}
-        change(rank, pieces)
-        try:
-            return save(
-                directory,
-                7,
-                pieces,
-                {},
-                rank=rank,
-                world=world,
-                barrier=wait,
-                keep=1,
-            )
-        except BaseException:
-            barrier.abort()  # as a launcher ends the other ranks
-            raise
+        change(ranks.rank, pieces)
+        return save(directory, 7, pieces, {}, ranks=ranks, keep=1)
 
-    with ThreadPoolExecutor(world) as ranks:
-        results = [ranks.submit(rank_saves, rank) for rank in range(world)]
-    errors = [error for result in results if (error := result.exception()) and not isinstance(error, threading.BrokenBarrierError)]
-    if errors:
-        raise errors[0]
-    return results[0].result()
+    return run_threads(tp * dp * pp, rank_saves)[0]
 
 
 @pytest.mark.parametrize("saved", [(1, 1, 1), (2, 2, 1), (4, 1, 2)], ids="tp{0[0]}pp{0[1]}dp{0[2]}".format)
@@ -157,6 +133,6 @@ def test_the_failing_rank_gives_its_reason(tmp_path, monkeypatch):
         return original(file, *rest)
 
     monkeypatch.setattr(write, "write_safetensors", full)
-    with pytest.raises(OSError, match=r"rank 2 of 4 .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"step_00000007: was not saved: rank 2 of 4: No space left on device"):
         save_as(tmp_path, tp=2, pp=2)
     assert find_latest(tmp_path) is None

@@ -1,7 +1,10 @@
 """Checkpoints on disk: what is written is what is read, and nothing damaged is ever taken for whole."""
 
+import itertools
 import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megacore.checkpoint import Reader, find_latest, locate, save
+from launch.checkpoint import run
+from megacore.checkpoint import Alone, Reader, Saver, find_latest, locate, read, save
+from megacore.checkpoint.commit import set_aside
+from megacore.checkpoint.manifest import sealed
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
+from megacore.tensor_parallel.shard import Box, Shard
+from tests import crashes
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -28,7 +35,7 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 
 def save_alone(directory: Path, step: int, values: dict[str, Tensor], keep: int = 9, **state: object) -> Path:
     pieces = {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in values.items()}
-    return save(directory, step, pieces, {"step": step, **state}, rank=0, world=1, barrier=lambda: None, keep=keep)
+    return save(directory, step, pieces, {"step": step, **state}, keep=keep)
 
 
 def assert_holds(path: Path, values: dict[str, Tensor]) -> None:
@@ -40,9 +47,11 @@ def assert_holds(path: Path, values: dict[str, Tensor]) -> None:
 
 
 def edit_manifest(path: Path, edit) -> None:
+    """A change by somebody who knows to renew the digest."""
     manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["manifest_sha256"]
     edit(manifest)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "manifest.json").write_bytes(sealed(manifest))
 
 
 def test_round_trip_of_every_dtype_and_state(tmp_path):
@@ -68,6 +77,30 @@ def test_read_into_converts_the_dtype_of_a_slice(tmp_path):
     assert torch.equal(parameter, whole[2:4].to(torch.bfloat16))
 
 
+def test_reading_never_holds_more_than_a_block(tmp_path, monkeypatch):
+    """A tensor larger than memory can be read, and verified, in parts: no access to a file asks for more than a block of it."""
+    asked = []
+
+    class Watched:
+        def __init__(self, stored):
+            self.stored = stored
+
+        def __getitem__(self, index):
+            asked.append(self.stored[index].numel())
+            return self.stored[index]
+
+    stored = Reader._stored
+    monkeypatch.setattr(read, "BLOCK_ELEMENTS", 7)
+    monkeypatch.setattr(Reader, "_stored", lambda *arguments: Watched(stored(*arguments)))
+    whole = torch.randn(5, 4, 6)
+    path = save_alone(tmp_path, 1, {"w": whole})
+    for trusted in (False, True):
+        part = Reader(path, trusted).read("w", Box((5, 4, 6), (1, 0, 2), (3, 4, 3)))
+        assert torch.equal(part, whole[1:4, :, 2:5])
+    Reader(path).verify()
+    assert max(asked) <= 7 and sum(asked) > 2 * whole.numel()
+
+
 def truncate(path: Path) -> None:
     file = path / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
@@ -88,7 +121,8 @@ def corrupt_shape(path: Path) -> None:
 
 def overlap(path: Path) -> None:
     def edit(manifest):
-        manifest["tensors"]["w"]["slices"].append({"file": "rank_00000.safetensors", "key": "w", "offset": [2, 1], "shape": [1, 1]})
+        slices = manifest["tensors"]["w"]["slices"]
+        slices.append(slices[0] | {"offset": [2, 1], "shape": [1, 1]})
 
     edit_manifest(path, edit)
 
@@ -101,7 +135,7 @@ FAULTS = {
     "half a manifest": (lambda path: (path / "manifest.json").write_text('{"format_version": 1,'), r"manifest\.json is damaged"),
     "not a manifest": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest\.json is damaged"),
     "manifest key": (lambda path: edit_manifest(path, lambda m: m.pop("files")), r"manifest\.json is damaged.*files"),
-    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format version 1"),
+    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format version 2"),
     "hole": (lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[4, 3])), r"tensor w has slices for 9 of its 12"),
     "overlap": (overlap, r"tensor w has overlapping slices, at \(0, 0\).* and at \(2, 1\)"),
     "outside": (
@@ -144,32 +178,39 @@ def test_another_model_is_refused(tmp_path):
     reader.check_model({"hidden_size": 2, "dropout": 0.1, "key_of_a_later_version": 1})
 
 
-@pytest.mark.parametrize("moment", ["_write_rank", "_merge", "_commit"])
-def test_interrupted_save_leaves_the_earlier_one(moment, tmp_path, monkeypatch):
-    """Killed at any moment of a save, the run resumes from the checkpoint before; the next save clears what was left."""
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_at_any_call_leaves_the_earlier_one(background, tmp_path):
+    """Each call that changes the disk is refused in turn: the save is whole, or nothing is left of it and the reason is said."""
     earlier = save_alone(tmp_path, 10, tensors(1))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"megacore.checkpoint.write.{moment}", interrupted)
+    outcomes = {"saved": 0, "refused": 0}
+    for at in itertools.count(1):
+        interposer = crashes.Interposer(at, crashes.full)
+        saver = Saver(tmp_path, Alone(), keep=9, background=background)
+        pieces = {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors(2).items()}
+        try:
+            with interposer.entered():
+                saver.start(20, pieces, {})
+                saver.finish()
+        except CheckpointError as error:
+            assert "step_00000020: was not saved: rank 0 of 1: No space left on device" in str(error)
+            left = {path.name for path in tmp_path.iterdir()} - {"step_00000010", "step_00000020"}
+            assert not left, f"call {at} left {left}"
+            outcomes["refused"] += 1
+        else:
+            outcomes["saved"] += 1
+        assert_holds(earlier, tensors(1))
+        if interposer.count < at:
+            break
+        if (tmp_path / "step_00000020").exists():
+            assert_holds(tmp_path / "step_00000020", tensors(2))
+            shutil.rmtree(tmp_path / "step_00000020")
+    assert outcomes["refused"] > 15 and outcomes["saved"] >= 1
+
+
+def test_a_full_disk_says_what_was_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.write", lambda *_: crashes.full(None, "write", (), None))
+    with pytest.raises(CheckpointError, match=r"No space left on device; it needs 550 B in all and 550 B for this rank, and .* was free"):
         save_alone(tmp_path, 20, tensors(2))
-    assert find_latest(tmp_path) == earlier
-    assert_holds(earlier, tensors(1))
-    save_alone(tmp_path, 30, tensors(3))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000010", "step_00000030"]
-
-
-def test_full_disk_is_reported_with_the_rank_and_its_reason(tmp_path, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    earlier = save_alone(tmp_path, 10, tensors(1))
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match=r"rank 0 of 1 .*step_00000020.*No space left on device"):
-        save_alone(tmp_path, 20, tensors(2))
-    assert find_latest(tmp_path) == earlier
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -177,27 +218,6 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     path = save_alone(tmp_path, 10, tensors(2))
     assert_holds(path, tensors(2))
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_replacing_is_never_without_a_whole_one(tmp_path, monkeypatch):
-    """Stopped between the two renames, the old one is still found, and it goes once a new one is in its place."""
-    rename = Path.rename
-
-    def stop_at_the_new_one(self, target):
-        if self.suffix == ".partial":
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    save_alone(tmp_path, 10, tensors(1))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", stop_at_the_new_one)
-        save_alone(tmp_path, 10, tensors(2))
-    found = find_latest(tmp_path)
-    assert found is not None
-    assert_holds(found, tensors(1))
-    path = save_alone(tmp_path, 10, tensors(3))
-    assert list(tmp_path.iterdir()) == [path]
-    assert_holds(path, tensors(3))
 
 
 def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):
@@ -212,11 +232,57 @@ def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000005"]
 
 
+def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path):
+    """They would be taken for its newest, and use up the room of its own."""
+    saved = {step: save_alone(tmp_path, step, tensors(step)) for step in (100, 200, 300)}
+    set_aside(tmp_path, above=100)
+    assert find_latest(tmp_path) == saved[100]
+    assert_holds(tmp_path / "step_00000300.aside1", tensors(300))
+    save_alone(tmp_path, 300, tensors(1))
+    set_aside(tmp_path, above=0)
+    assert find_latest(tmp_path) is None and (tmp_path / "step_00000300.aside2").exists()
+
+
+def test_every_kth_is_kept_for_good(tmp_path):
+    saver = Saver(tmp_path, Alone(), keep=1, keep_every=20)
+    for step in (10, 20, 30, 40, 50):
+        saver.start(step, {"w": (torch.ones(2), Shard((2,)))}, {})
+        saver.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000020", "step_00000040", "step_00000050"]
+
+
+def test_a_write_that_the_disk_garbles_is_noticed_before_anything_is_deleted(tmp_path, monkeypatch):
+    """A bit flips between memory and disk: the new one is refused when it is read back, and `keep` does not take the old one."""
+    write = os.write
+
+    def garble(descriptor, data):
+        changed = bytearray(data)
+        changed[-1] ^= 1
+        return write(descriptor, changed)
+
+    earlier = save_alone(tmp_path, 10, {"w": torch.ones(2)}, keep=1)
+    monkeypatch.setattr("os.write", garble)
+    with pytest.raises(CheckpointError, match="what is read back is not what was written"):
+        save_alone(tmp_path, 20, {"w": torch.ones(2)}, keep=1)
+    assert list(tmp_path.iterdir()) == [earlier]
+
+
+def test_staging_memory_is_used_again(tmp_path):
+    saver = Saver(tmp_path, Alone(), keep=9, background=True)
+    places = []
+    for step in (10, 20):
+        saver.start(step, {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors(step).items()}, {})
+        places.append(saver.staging.buffer.data_ptr())
+        saved = saver.finish()
+        assert_holds(saved.path, tensors(step))
+    assert places[0] == places[1]
+
+
 def test_slices_that_do_not_tile_are_not_committed(tmp_path):
     """A rank that saves one of two halves, and nobody the other: an error at the save, not at the next start."""
     half = {"w": (torch.ones(2, 3), Shard((4, 3), dim=0, index=0, count=2))}
     with pytest.raises(CheckpointError, match="tensor w has slices for 6 of its 12 elements"):
-        save(tmp_path, 1, half, {}, rank=0, world=1, barrier=lambda: None, keep=1)
+        save(tmp_path, 1, half, {}, keep=1)
     assert find_latest(tmp_path) is None
 
 
@@ -230,9 +296,30 @@ def test_script_shows_and_verifies_a_run(tmp_path):
     save_alone(directory, 20, {"model/w": torch.ones(3, 2)})
     truncate(directory / "step_00000020")
     shown = run_script("info", tmp_path)
-    assert shown.returncode == 0 and "skipped" in shown.stderr
+    assert shown.returncode == 0 and "SKIPPED" in shown.stderr
     for part in ("model/w", "float32", "3 × 2", "24 B", "step 10", "samples: 80", '"hidden_size": 2'):
         assert part in shown.stdout
     checked = run_script("verify", directory)
     assert checked.returncode == 2 and "step_00000010" in checked.stdout
     assert checked.stderr.startswith(f"checkpoint error: {directory}/step_00000020: ") and checked.stderr.count("\n") == 1
+
+
+def test_script_tells_how_two_checkpoints_differ(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    whole = torch.arange(8.0).view(4, 2)
+    first = save_alone(tmp_path / "first", 10, {"model/w": whole, "model/v": whole, "model/z": torch.zeros(2), "model/x": whole})
+    moved = whole.clone()
+    moved[1, 0] += 0.5
+    other = {"model/w": moved, "model/v": whole, "model/z": torch.tensor([0.0, -0.0]), "model/y": whole}
+    second = save_alone(tmp_path / "second", 20, other)
+    assert run(["diff", str(first), str(tmp_path / "second")]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "model/w │ values, of 8 │ 1 │ 0.5 │ 0.0423",
+        "only in the first",
+        "only in the second",
+        "sign of zeros",
+        "1 of 5 tensors are equal",
+    ):
+        assert part in out
+    assert run(["diff", str(second), str(second)]) == 0 and "4 of 4 tensors are equal in every bit" in capsys.readouterr().out

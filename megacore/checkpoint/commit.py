@@ -1,0 +1,167 @@
+"""Making a checkpoint of what all ranks wrote: indexes merged into a manifest, one rename, and what is too old deleted.
+
+The folder in which ranks write, `step_00000100.<token>.partial`, is nobody's to read. A token is new in each save, so that
+a straggler of a job that was killed cannot write into the folder of the job that followed it.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import megacore
+from megacore.checkpoint.digest import add_digests
+from megacore.checkpoint.disk import remove, sync_folder, write_file
+from megacore.checkpoint.find import checkpoints_in, fault_of
+from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, File, Index, Logical, Manifest, read_manifest, sealed
+from megacore.checkpoint.write import Layout, index_file, pack, write_rank
+from megacore.errors import CheckpointError
+from megacore.tensor_parallel.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, once it is whole."""
+    return directory / f"step_{step:08d}"
+
+
+def partial_of(directory: Path, step: int, token: str) -> Path:
+    """Where it is written."""
+    return directory / f"step_{step:08d}.{token}.partial"
+
+
+def clear_leftovers(directory: Path, but: Path) -> None:
+    """Delete what interrupted saves left, `but` not the folder of this one."""
+    for leftover in directory.glob("step_*.partial"):
+        if leftover != but:
+            try:
+                remove(leftover)
+            except OSError as error:  # a straggler of another host may still be writing there: the next save tries again
+                logger.warning("could not delete %s: %s", leftover, error)
+
+
+def wait_for_indexes(folder: Path, world: int, abandoned: Callable[[], bool]) -> bool:
+    """Wait until every rank has left its index; False where the save is `abandoned` before. Asks the file system alone: this may run
+    beside training, whose collectives another thread's would come between."""
+    wanted = {index_file(folder, rank).name for rank in range(world)}
+    pause = 0.005
+    while True:
+        wanted -= set(os.listdir(folder))
+        if not wanted:
+            return True
+        if abandoned():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+
+
+def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
+    """Merge the indexes of all ranks in `folder` into the manifest, check the whole, and give it its name, which is returned.
+
+    An earlier checkpoint of the same step is renamed aside, and found there if we stop between.
+
+    Raises:
+        CheckpointError: the slices do not tile their tensors; nothing is committed.
+        OSError: the disk refused.
+    """
+    files: dict[str, File] = {}
+    tensors: dict[str, Logical] = {}
+    for rank in range(world):
+        index = Index.model_validate_json(index_file(folder, rank).read_bytes())
+        files |= index.files
+        for name, entry in index.tensors.items():
+            known = tensors.setdefault(name, entry.model_copy(update={"slices": []}))
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                wrong = f"tensor {name} is {entry.dtype} {entry.shape} on rank {rank}"
+                raise CheckpointError(str(folder), wrong, f"{known.dtype} {known.shape} on the ranks before")
+            known.slices.extend(entry.slices)
+    whole = {
+        name: tensor.model_copy(update={"digest": add_digests([piece.digest for piece in tensor.slices])})
+        for name, tensor in tensors.items()
+    }
+    manifest = Manifest(
+        format_version=FORMAT_VERSION, megacore_version=megacore.__version__, step=step, state=state, files=files, tensors=whole
+    )
+    write_file(folder / MANIFEST, [sealed(manifest.model_dump())])
+    read_manifest(folder)
+    for rank in range(world):
+        index_file(folder, rank).unlink()
+    sync_folder(folder)
+    final = folder_of(folder.parent, step)
+    if final.exists():
+        old = final.with_suffix(".old")
+        remove(old)
+        final.rename(old)
+    folder.rename(final)
+    for above in (final.parent, final.parent.parent):  # the first save has made the checkpoints folder too
+        sync_folder(above)
+    return final
+
+
+def prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
+    """Delete what is older than the `keep` newest whole checkpoints, but of steps that are multiples of `keep_every`.
+
+    `newest` is always kept. It has just been written and read back, so that whatever is deleted, a whole one stays. Only whole
+    ones count, so damage never uses up the room of a checkpoint that could be resumed from.
+    """
+    try:
+        _prune(directory, newest, keep, keep_every)
+    except OSError as error:  # the new checkpoint is safe: old ones that stay are no reason to end the run
+        logger.warning("could not look for old checkpoints in %s: %s", directory, error)
+
+
+def _prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
+    whole = 1
+    for path in checkpoints_in(directory):
+        if path == newest:
+            continue
+        replaced = path.suffix == ".old" and path.with_suffix("").exists()
+        step = int(path.stem.removeprefix("step_"))
+        if replaced or (whole >= keep and not (keep_every and step % keep_every == 0)):
+            _delete(path)
+        elif whole < keep:
+            whole += fault_of(path, deep=False) is None
+
+
+def _delete(path: Path) -> None:
+    try:
+        # Out of sight first: a deletion that is interrupted must not leave a damaged checkpoint.
+        doomed = path.with_name(f"{path.name}.deleted.partial")
+        path.rename(doomed)
+        remove(doomed)
+    except OSError as error:  # the new checkpoint is safe: an old one that stays is no reason to end the run
+        logger.warning("could not delete the old checkpoint %s: %s", path, error)
+
+
+def set_aside(directory: Path, above: int) -> None:
+    """Rename the checkpoints of steps beyond `above`, which a run that starts from there will reach again: they are of another course,
+    and would be taken for its newest. Their folders stay, and can be named."""
+    for path in checkpoints_in(directory):
+        if int(path.stem.removeprefix("step_")) > above:
+            aside = next(name for i in count(1) if not (name := path.with_name(f"{path.name}.aside{i}")).exists())
+            path.rename(aside)
+            logger.warning("%s is of a run before this one: it is %s from now on", path, aside.name)
+
+
+def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Tensor], state: dict[str, Any], file_bytes: int) -> Path:
+    """Write the checkpoint of `step` from one process that never holds more than one tensor, and return its folder.
+
+    Args:
+        directory: the run's checkpoints folder.
+        layout: whole logical tensors.
+        tensors: the same, made one after the other when their turn comes, in the order of `layout`.
+        state: as for `save`.
+        file_bytes: a file is closed before it would exceed this; a tensor that alone does has a file of its own.
+    """
+    partial = partial_of(directory, step, "stream")
+    partial.mkdir(parents=True)
+    files = pack(layout, file_bytes)
+    for part, names in enumerate(files):  # as if each file were the work of a rank of its own
+        write_rank(partial, part, {name: (layout[name][0], Shard(layout[name][1])) for name in names}, tensors)
+    return commit(partial, step, state, len(files))

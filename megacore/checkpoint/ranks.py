@@ -1,0 +1,67 @@
+"""What ranks tell one another about a checkpoint. Every method is collective, and only the main thread calls them: collectives of
+two threads would come between one another."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megacore.comm import all_reduce, broadcast_text
+from megacore.mesh import Mesh
+
+TEXT_BYTES = 1 << 14
+
+
+class Ranks(Protocol):
+    """The ranks that save or read a checkpoint together."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+
+    def first(self, text: str) -> str:
+        """Of the texts that are not empty, that of the lowest rank, on every rank; "" where all are empty."""
+
+    def total(self, number: int) -> int:
+        """The sum of the ranks' numbers."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A process without others."""
+
+    rank: int = 0
+    world: int = 1
+
+    def first(self, text: str) -> str:
+        """See `Ranks`."""
+        return text
+
+    def total(self, number: int) -> int:
+        """See `Ranks`."""
+        return number
+
+
+class MeshRanks:
+    """The ranks of a mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.rank, self.world = mesh, mesh.place.rank, mesh.place.world_size
+
+    def first(self, text: str) -> str:
+        """See `Ranks`. One small reduction, and a broadcast where there is a text."""
+        speaker = torch.tensor(self.rank if text else self.world, device=self.mesh.device)
+        source = int(all_reduce(speaker, self.mesh.world, dist.ReduceOp.MIN))
+        if source == self.world:
+            return ""
+        fits = text.encode(errors="backslashreplace")[:TEXT_BYTES].decode(errors="ignore")
+        return broadcast_text(fits, self.mesh.world, self.mesh.device, TEXT_BYTES, source)
+
+    def total(self, number: int) -> int:
+        """See `Ranks`."""
+        return int(all_reduce(torch.tensor(number, device=self.mesh.device), self.mesh.world))

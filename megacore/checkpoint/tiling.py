@@ -1,0 +1,63 @@
+"""Boxes in a tensor: what two share, how to walk through one in bounded memory, and whether some make up the whole."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import combinations, islice, product
+from math import prod
+
+from megacore.tensor_parallel.shard import Box, boxes_of_range
+
+Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
+
+NAMED = 1000  # boxes among which overlapping ones are searched by name
+
+
+def overlap(
+    a_offset: tuple[int, ...], a_shape: tuple[int, ...], b_offset: tuple[int, ...], b_shape: tuple[int, ...]
+) -> tuple[slice, ...] | None:
+    """The box that two boxes of one tensor share, in the tensor's coordinates; None where they share no element.
+
+    Boxes of a 0-dim tensor share its only element: the result is then `()`.
+    """
+    starts = [max(a, b) for a, b in zip(a_offset, b_offset, strict=True)]
+    stops = [min(a + m, b + n) for a, m, b, n in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+    return tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
+
+
+def relative(box: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """`box`, in coordinates that start at `offset`."""
+    return tuple(slice(s.start - start, s.stop - start) for s, start in zip(box, offset, strict=True))
+
+
+def blocks(box: tuple[slice, ...], elements: int) -> Iterator[tuple[slice, ...]]:
+    """`box` in smaller ones of at most `elements`, in the order of their elements."""
+    start, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
+    whole = Box(shape, start, shape)
+    for first in range(0, prod(shape), elements):
+        for _, part in boxes_of_range(whole, first, min(first + elements, prod(shape))):
+            yield tuple(slice(o, o + n) for o, n in zip(part.offset, part.local_shape, strict=True))
+
+
+def tiles(shape: tuple[int, ...], boxes: Iterable[Extent]) -> bool:
+    """Whether every element of a tensor of `shape` is in exactly one of the boxes. Linear in their number, which may be large:
+    a sharded optimizer leaves many boxes a tensor.
+
+    A box is the product, over dims, of the steps "up at its start, down at its end". So the boxes add up to the whole exactly
+    where the signed corners of all of them cancel, but those of the whole.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, (offset, size) in [(-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)]:
+        for ends in product((0, 1), repeat=len(shape)):
+            corner = tuple(start + n * end for start, n, end in zip(offset, size, ends, strict=True))
+            corners[corner] += sign * (-1) ** sum(ends)
+    return not any(corners.values())
+
+
+def overlapping(boxes: Iterable[Extent]) -> tuple[int, int] | None:
+    """Two boxes (by their positions) that share an element, among the first `NAMED`."""
+    for (i, a), (j, b) in combinations(enumerate(islice(boxes, NAMED)), 2):
+        if overlap(*a, *b) is not None:
+            return i, j
+    return None

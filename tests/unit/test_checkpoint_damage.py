@@ -1,0 +1,385 @@
+"""Whatever happens to a checkpoint's files is noticed before anything in them is used, and the one before it takes their place."""
+
+import copy
+import hashlib
+import itertools
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint import Reader, find_latest, locate, save
+from megacore.checkpoint.digest import add_digests, content_digest, digest_text
+from megacore.checkpoint.manifest import sealed
+from megacore.checkpoint.tiling import tiles
+from megacore.errors import CheckpointError
+from megacore.tensor_parallel.shard import Shard
+from tests.thread_ranks import ThreadRanks, run_threads
+
+MANIFEST = "manifest.json"
+FILES = ("rank_00000.safetensors", "rank_00001.safetensors", MANIFEST)
+STATE = {"engine": {"updates": 3.0}, "model": {"hidden_size": 6}, "samples": 80}
+
+
+def save_both(directory: Path) -> tuple[Path, Path]:
+    """Steps 10 and 20, each from two ranks. v and w are alike but in their values."""
+
+    def on(step: int) -> Callable[[ThreadRanks], Path]:
+        def work(ranks: ThreadRanks) -> Path:
+            generator = torch.Generator().manual_seed(step)
+            pieces = {}
+            for name in ("model/v", "model/w"):
+                whole, shard = torch.randn(8, 6, generator=generator), Shard((8, 6), 0, ranks.rank, 2)
+                pieces[name] = (whole[shard.start :][:4], shard)
+            return save(directory, step, pieces, STATE, ranks=ranks, keep=2)
+
+        return work
+
+    return run_threads(2, on(10))[0], run_threads(2, on(20))[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_both(tmp_path_factory.mktemp("run"))
+
+
+def flip(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+
+
+def zero(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data) - 32)
+    return data[:at] + bytes(32) + data[at + 32 :]
+
+
+def truncate(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def lengthen(data: bytes, rng: random.Random) -> bytes:
+    return data + rng.randbytes(rng.randrange(1, 9))
+
+
+def exchange(data: bytes, rng: random.Random) -> bytes:
+    """Two stretches of the file change places."""
+    size = rng.choice((4, 8, 24, 96))
+    a, b = sorted(rng.sample(range(0, len(data) - size, 4), 2))
+    if b - a < size:
+        b, a = len(data) - size, 0
+    return data[:a] + data[b : b + size] + data[a + size : b] + data[a : a + size] + data[b + size :]
+
+
+DAMAGES = {flip: 250, zero: 40, truncate: 40, lengthen: 10, exchange: 80}
+
+
+def refusal(path: Path) -> CheckpointError:
+    """What a checkpoint is refused with: one line, and never another exception."""
+    with pytest.raises(CheckpointError) as caught:
+        Reader(path).verify()
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"checkpoint error: {path}: ")
+    return caught.value
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_every_damage_is_noticed(whole: tuple[Path, Path], tmp_path: Path, damage: Any, file: str) -> None:
+    path = Path(shutil.copytree(whole[1], tmp_path / whole[1].name))
+    good = (path / file).read_bytes()
+    rng = random.Random(f"{damage.__name__} {file}")
+    noticed = 0
+    for _ in range(DAMAGES[damage]):
+        bad = damage(good, rng)
+        if bad != good:
+            (path / file).write_bytes(bad)
+            error = refusal(path)
+            assert file in error.wrong or file == MANIFEST, f"{error} does not name the file"
+            noticed += 1
+    assert noticed > 0.9 * DAMAGES[damage]
+    (path / file).write_bytes(good)
+    Reader(path).verify()
+
+
+def swap_files(path: Path, older: Path) -> None:
+    first, second = (path / name for name in FILES[:2])
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def swap_with_older(file: str) -> Callable[[Path, Path], None]:
+    return lambda path, older: (path / file).write_bytes((older / file).read_bytes()) and None
+
+
+def swap_tensors(path: Path, older: Path) -> None:
+    """Two tensors of one shape, in one file: 4 × 6 fp32 each, at its end."""
+    file = path / FILES[0]
+    content = file.read_bytes()
+    file.write_bytes(content[:-192] + content[-96:] + content[-192:-96])
+
+
+def as_link(path: Path, older: Path) -> None:
+    (path / FILES[0]).rename(path.parent / "elsewhere")
+    (path / FILES[0]).symlink_to(path.parent / "elsewhere")
+
+
+def as_older(path: Path, older: Path) -> None:
+    """The folder of an older step under the name of a newer one."""
+    shutil.rmtree(path)
+    shutil.copytree(older, path)
+
+
+CHANGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "two ranks' files swapped": (swap_files, "tensor model/v has changed in rank_00000"),
+    "a file of an older step": (swap_with_older(FILES[1]), "tensor model/v has changed in rank_00001"),
+    "the manifest of an older step": (swap_with_older(MANIFEST), "manifest.json is of step 10"),
+    "two tensors swapped in a file": (swap_tensors, "tensor model/v has changed in rank_00000"),
+    "a file deleted": (lambda path, _: (path / FILES[1]).unlink(), "rank_00001.safetensors is missing"),
+    "the manifest deleted": (lambda path, _: (path / MANIFEST).unlink(), "has no manifest.json"),
+    "a link in place of a file": (as_link, "rank_00000.safetensors is missing, or no plain file"),
+    "an older step renamed": (as_older, "manifest.json is of step 10"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_damaged_one_is_named_and_the_older_one_used(change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    older, newest = save_both(tmp_path)
+    damage, words = CHANGES[change]
+    damage(newest, older)
+    assert words in str(refusal(newest))
+    assert find_latest(tmp_path) == older
+    assert "A CHECKPOINT IS DAMAGED AND WAS SKIPPED" in caplog.text and words in caplog.text and older.name in caplog.text
+
+
+def test_reading_compares_with_digests_without_being_asked_to(tmp_path: Path) -> None:
+    """A flipped bit deep in a tensor passes the cheap checks that find a checkpoint; it must not pass into a model."""
+    _, newest = save_both(tmp_path)
+    file = newest / FILES[1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    reader = Reader(locate(tmp_path))
+    reader.read("model/w", Shard((8, 6), 0, 0, 2))  # of the other file
+    with pytest.raises(CheckpointError, match="tensor model/w has changed in rank_00001"):
+        reader.read("model/w", Shard((8, 6), 0, 1, 2))
+
+
+def changed(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """A manifest by somebody who knows to renew its digest."""
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["manifest_sha256"]
+    edit(manifest)
+    (path / MANIFEST).write_bytes(sealed(manifest))
+
+
+def set_slice(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda m: m["tensors"]["model/v"]["slices"][0].update(values)
+
+
+def set_tensor(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda m: m["tensors"]["model/v"].update(values)
+
+
+def move_file(name: str) -> Callable[[dict[str, Any]], object]:
+    def edit(manifest: dict[str, Any]) -> None:
+        manifest["files"][name] = manifest["files"].pop(FILES[0])
+        for tensor in manifest["tensors"].values():
+            tensor["slices"][0]["file"] = name
+
+    return edit
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a path outside": move_file("../../../etc/passwd.safetensors"),
+    "an absolute path": move_file("/etc/passwd.safetensors"),
+    "a name with a zero byte": move_file("a\0b.safetensors"),
+    "a name of a megabyte": move_file("a" * 2**20 + ".safetensors"),
+    "another ending": move_file("weights.pkl"),
+    "a shape beyond memory": set_tensor(shape=[2**40, 2**40]),
+    "a shape beyond 64 bits": set_tensor(shape=[2**70, 6]),
+    "a negative shape": set_tensor(shape=[-8, 6]),
+    "a product that overflows to the right number": set_tensor(shape=[2**47, 2**17 + 1, 48]),
+    "no dim": set_tensor(shape=[]),
+    "a thousand dims": set_tensor(shape=[1] * 1000),
+    "nested lists": set_tensor(shape=[[8], 6]),
+    "a shape of text": set_tensor(shape="86"),
+    "true for a size": set_tensor(shape=[True, 6]),
+    "sizes that are not whole": set_tensor(shape=[8.0, 6.5]),
+    "an unknown dtype": set_tensor(dtype="object"),
+    "no slices": set_tensor(slices=[]),
+    "slices twice": lambda m: m["tensors"]["model/v"]["slices"].extend(m["tensors"]["model/v"]["slices"]),
+    "a slice outside": set_slice(offset=[6, 0]),
+    "a slice that wraps": set_slice(offset=[2**48, 0]),
+    "another slice's place": set_slice(offset=[4, 0]),
+    "another tensor's key": set_slice(key="model/w"),
+    "a key that is not there": set_slice(key="model/u"),
+    "a slice's digest": set_slice(digest="0" * 16),
+    "a digest of no digits": set_slice(digest="zz"),
+    "a tensor's digest": set_tensor(digest="0" * 16),
+    "a key too many": set_tensor(code="__import__('os')"),
+    "a negative size": lambda m: m["files"][FILES[0]].update(bytes=-1),
+    "a file's digest": lambda m: m["files"][FILES[0]].update(sha256="0" * 64),
+    "a file's digest missing": lambda m: m["files"][FILES[0]].pop("sha256"),
+    "a step that is none": lambda m: m.update(step=-1),
+    "a step of text": lambda m: m.update(step="20"),
+    "state that is no section": lambda m: m.update(state=[1]),
+    "no tensors": lambda m: m.pop("tensors"),
+    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=2)),
+}
+
+
+@pytest.mark.parametrize("lie", HOSTILE)
+def test_a_hostile_manifest_is_refused(lie: str, tmp_path: Path) -> None:
+    older, newest = save_both(tmp_path)
+    changed(newest, HOSTILE[lie])
+    refusal(newest)
+    assert find_latest(tmp_path) == older
+
+
+TEXTS = {
+    "not a number": (b'{"format_version": 2, "step": NaN}', "holds NaN"),
+    "a key twice": (b'{"format_version": 2, "step": 1, "step": 2}', "a key twice"),
+    "deep nesting": (b'{"format_version": 2, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
+    "a number of 10000 digits": (b'{"format_version": 2, "step": ' + b"1" * 10**4 + b"}", "damaged"),
+    "no text": (b"\xff\xfe" * 50, "damaged"),
+    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format version 2"),
+    "nothing": (b"", "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_text_that_is_no_manifest_is_refused(kind: str, signed: bool, tmp_path: Path) -> None:
+    older, newest = save_both(tmp_path)
+    text, words = TEXTS[kind]
+    if signed:  # the same, behind a digest that is right
+        body = text or b"{"
+        text = b'{"manifest_sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
+    (newest / MANIFEST).write_bytes(text)
+    error = refusal(newest)
+    assert signed or re.search(words, str(error))
+    assert find_latest(tmp_path) == older
+
+
+def nodes(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, str | int, tuple[str | int, ...]]]:
+    """Every (container, key, path to it) in a JSON value."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield value, key, (*path, key)
+        if isinstance(value[key], dict | list):
+            yield from nodes(value[key], (*path, key))
+
+
+def test_random_lies_never_raise_anything_else(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Any value anywhere in a manifest becomes something else: refused in one line, or passed where it is the run's own state."""
+    path = Path(shutil.copytree(whole[1], tmp_path / whole[1].name))
+    good = json.loads((path / MANIFEST).read_text())
+    del good["manifest_sha256"]
+    rng, values = random.Random(1), [None, True, -1, 2**63, 2**70, 1e308, "", "../x", "\ud800", "ä" * 99, [], {}, [[[]]], {"": 0}]
+    refused = 0
+    for _ in range(400):
+        manifest = copy.deepcopy(good)
+        container, key, where = rng.choice(list(nodes(manifest)))
+        container[key] = rng.choice(values)
+        (path / MANIFEST).write_bytes(sealed(manifest))
+        try:
+            Reader(path).verify()
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert where[0] in ("state", "megacore_version"), f"{where}: {container[key]!r} was not noticed"
+    assert refused > 200
+
+
+def test_content_digests_add_up_however_a_tensor_is_cut() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape, dtype in (
+        ((5, 7, 9), torch.float32),
+        ((6, 5), torch.bfloat16),
+        ((300,), torch.float64),
+        ((3, 8200), torch.bool),
+        ((), torch.int64),
+    ):
+        tensor = (torch.randn(shape, generator=generator) * 5).to(dtype)
+        parts = [(tensor, (0,) * len(shape))]
+        for dim, size in enumerate(shape):  # along every dim, unevenly: boxes of all kinds
+            parts = [
+                (part.narrow(dim, start, stop - start), (*at[:dim], at[dim] + start, *at[dim + 1 :]))
+                for part, at in parts
+                for start, stop in ((0, size // 3), (size // 3, size - 1), (size - 1, size))
+            ]
+        digests = [digest_text(content_digest(part, at)) for part, at in parts]
+        assert len(digests) == 3 ** len(shape)
+        assert add_digests(digests) == digest_text(content_digest(tensor, (0,) * len(shape)))
+
+
+def test_content_digests_tell_apart_what_a_plain_sum_does_not() -> None:
+    """Exchanged rows and columns, signs, the sign of a zero, zeros for all."""
+    base = torch.arange(1, 13, dtype=torch.float32).view(3, 4)
+    base[1, 1] = 0.0
+    others = [base[[1, 0, 2]], base[:, [0, 2, 1, 3]], base.flip(0), base.flip(1), base.roll(1, 0), base.roll(1, 1), base.t().reshape(3, 4)]
+    others += [base.neg(), base.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(-0.0)), torch.zeros(3, 4), base + 0]
+    digests = {content_digest(tensor, (0, 0)) for tensor in [base, *others]}
+    assert len(digests) == len(others), "all differ but the last, which is the same"
+
+
+def test_content_digests_notice_any_two_signs_of_wide_numbers() -> None:
+    """The highest bit of 64: in a sum of odd multiples of the elements any two such changes would cancel."""
+    words = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).view(torch.int64)
+    digests = set()
+    for changed in itertools.chain([()], itertools.combinations(range(12), 1), itertools.combinations(range(12), 2)):
+        digests.add(
+            content_digest(words ^ torch.zeros_like(words).index_fill_(0, torch.tensor(changed, dtype=torch.int64), -(2**63)), (0,))
+        )
+    assert len(digests) == 1 + 12 + 66
+
+
+def test_a_content_digest_is_the_documented_sum() -> None:
+    """By Python's own integers."""
+
+    def word(table: int, index: int) -> int:
+        x = (index * 0x9E3779B97F4A7C15 + table * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    tensor, total = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), 0
+    for i, j, k in itertools.product(range(2), range(3), range(4)):
+        bits = int(tensor[i, j, k].view(torch.int32)) % 2**32
+        z = (word(0, 7 + k) + bits * 0x9E3779B97F4A7C15 * (word(1, 5 + i) | 1) * (word(2, 6 + j) | 1)) % 2**64
+        total += z * (z >> 32)
+    assert content_digest(tensor, (5, 6, 7)) == total % 2**64
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tiling_is_exact(seed: int) -> None:
+    """Random boxes: `tiles` says what counting every element says, for tilings and for what has a hole, an overlap, or one of each."""
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(rng.randint(0, 5)):  # cut some in two
+        offset, size = boxes.pop(rng.randrange(len(boxes)))
+        if shape:
+            dim = rng.randrange(len(shape))
+            first = rng.randint(0, size[dim])
+            boxes.append((offset, (*size[:dim], first, *size[dim + 1 :])))
+            boxes.append(((*offset[:dim], offset[dim] + first, *offset[dim + 1 :]), (*size[:dim], size[dim] - first, *size[dim + 1 :])))
+        else:
+            boxes.append((offset, size))
+    assert tiles(shape, boxes)
+    for _ in range(10):
+        spoilt = list(boxes)
+        for _ in range(rng.randint(1, 2)):
+            offset, size = spoilt.pop(rng.randrange(len(spoilt))) if spoilt else ((0,) * len(shape), shape)
+            moved = tuple(rng.randint(0, whole - n) for whole, n in zip(shape, size, strict=True))
+            spoilt += rng.choice(([], [(offset, size)] * 2, [(moved, size)]))
+        counts = torch.zeros(shape)
+        for offset, size in spoilt:
+            counts[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
+        assert tiles(shape, spoilt) == bool((counts == 1).all())
