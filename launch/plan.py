@@ -1,7 +1,9 @@
 """Predicts what a run needs and where its pipeline waits, on any machine, without a device."""
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from megacore.pipeline.schedule import build
 from megacore.pipeline.simulate import Timeline, simulate
 from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, parameters, peak_flops
 from megacore.plan.memory import stage_memory, stage_parameters
+from megacore.plan.traffic import Line, seconds_by_group, sent_by_group, stage_traffic
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +34,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(DEVICE_PEAKS)}")
+    parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
@@ -44,7 +48,7 @@ def simulated(config: Config) -> Timeline:
     return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
 
 
-def report(config: Config, timeline: Timeline, device: str | None) -> None:
+def report(config: Config, timeline: Timeline, device: str | None, links: str | None) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -52,7 +56,7 @@ def report(config: Config, timeline: Timeline, device: str | None) -> None:
     assert isinstance(parallel.data, int)
     world, step_tokens = parallel.tensor * parallel.pipeline * parallel.data, train.global_batch_size * train.seq_len
     full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(f"parameters    {parameters(config):,}")
     console.print(f"ranks         {world} = tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {parallel.data}")
     console.print(
@@ -70,6 +74,10 @@ def report(config: Config, timeline: Timeline, device: str | None) -> None:
         )
     console.print()
     console.print(stage_table(config, timeline))
+    if world > 1 and config.engine.kind == "native":
+        console.print(traffic_table(config, read_lines(links) if links else {}))
+    elif world > 1:
+        console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
 
 
 def stage_table(config: Config, timeline: Timeline) -> "Table":
@@ -84,21 +92,55 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
     flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
     caption = f"Each rank of a stage. Memory in {unit}; live: microbatches held at the peak;\n{flop}: forward and backward of a microbatch."
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in ("stage", "layers", "parameters", "weights", "grads", "optim.", "activ.", "total", "live", flop):
+    gathers = any(memory.gathered for memory in memories)
+    held = ("weights", "grads", "optim.", "activ.", *(("gathered",) if gathers else ()), "total")
+    for name in ("stage", "layers", "parameters", *held, "live", flop):
         table.add_column(name, justify="right", no_wrap=True)
     rows = zip(stage_layers(config), stage_parameters(config), memories, timeline.peak_live, work, strict=True)
     for stage, (layers, count, memory, live, done) in enumerate(rows):
-        parts = (memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total)
-        held = f"{layers.start}–{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
+        parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total]
+        if gathers:
+            parts.insert(-1, memory.gathered)
+        span = f"{layers.start}–{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
         table.add_row(
             str(stage),
-            held,
+            span,
             f"{count:,}" if count < 1e7 else f"{count / 1e6:,.1f} M",
             *(f"{n / size:.2f}" for n in parts),
             str(live),
             f"{done / scale:.2f}",
         )
     return table
+
+
+def traffic_table(config: Config, lines: Mapping[tuple[str, str], Line]) -> "Table":
+    """What each rank of every stage sends in a step, by group, and with fitted lines how long that takes if nothing hides it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    traffic = stage_traffic(config)
+    sent, seconds = [sent_by_group(transfers) for transfers in traffic], [seconds_by_group(transfers, lines) for transfers in traffic]
+    caption = "Sent by each rank of a stage in a step, in MB" + (";\nand in seconds, one transfer after the other." if lines else ".")
+    table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    groups = [name for name in ("tp", "dp", "pp", "tied") if any(name in stage for stage in sent)]
+    table.add_column("stage", justify="right")
+    for name in groups:
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage, (amounts, times) in enumerate(zip(sent, seconds, strict=True)):
+        timed = {name: f" ({times[name]:.3g} s)" if name in times else "" for name in groups}
+        table.add_row(str(stage), *(f"{amounts.get(name, 0.0) / 1e6:,.1f}{timed[name]}" for name in groups))
+    return table
+
+
+def read_lines(path: str) -> dict[tuple[str, str], Line]:
+    """The lines that benchmarks.collectives fitted; raises `ConfigError` for a file that holds none."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["lines"]
+        return {(row["group"], row["operation"]): Line(row["alpha_seconds"], row["beta_seconds_per_byte"]) for row in rows}
+    except OSError as error:
+        raise ConfigError("--links", f"cannot read {path}: {error.strerror}", "what benchmarks.collectives wrote") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError("--links", f"{path} holds no fitted lines", "what benchmarks.collectives wrote") from None
 
 
 def run(argv: list[str]) -> None:
@@ -112,7 +154,7 @@ def run(argv: list[str]) -> None:
         known = [name for name, peaks in DEVICE_PEAKS.items() if config.train.precision in peaks]
         raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
     timeline = simulated(config)
-    report(config, timeline, args.device)
+    report(config, timeline, args.device, args.links)
     if args.plot:
         plot(config, timeline, args.plot)
 

@@ -8,7 +8,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, rank_exit_status
 from megacore.config import Config, load
+from megacore.config.schema import resolved
 from megacore.place import Place
+from megacore.train.stopping import StopRequest
 
 EXAMPLE = "deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
 MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
@@ -28,26 +30,36 @@ def run(argv: list[str], place: Place) -> int:
     """One rank's run; returns its exit status, or raises `UserError`."""
     args = parse(argv)
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
-    resolved = load(args.config, args.overrides, place.world_size)
+    loaded = load(args.config, args.overrides, place.world_size)
     if args.print_config:
         if place.rank == 0:
-            print(resolved.table())
+            print(loaded.table())
         return 0
-    return train(resolved.config, place)
+    folder = Path(resolved(loaded.config.log.dir))
+    with StopRequest(folder if place.rank == 0 else None) as stop:
+        return train(loaded.config, place, stop)
 
 
-def train(config: Config, place: Place) -> int:
+def train(config: Config, place: Place, stop: StopRequest) -> int:
     """Joins the mesh and trains."""
+    from megacore.engine.choose import check_engine
     from megacore.mesh import pick_device
     from megacore.train.inputs import Inputs
+    from megacore.train.lock import FolderLock
     from megacore.train.ranks import joined, own_mistakes
     from megacore.train.trainer import Trainer
 
     with own_mistakes(place):
         device = pick_device(config, place)
+        check_engine(config, device)
+        lock = FolderLock(Path(resolved(config.log.dir))) if place.rank == 0 else None
+        if lock is not None:
+            lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank)
+        if lock is not None:
+            lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device) as mesh:
-        return Trainer(config, mesh, inputs).run()
+        return Trainer(config, mesh, inputs).run(stop)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """A GPT, or the part of it that one pipeline stage holds."""
 
+from contextlib import nullcontext
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +15,7 @@ from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
 from megacore.model.norm import Norm
+from megacore.model.offload import ActivationOffload
 from megacore.rng import normal_slice
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
@@ -34,7 +38,7 @@ class Stage(nn.Module):
         super().__init__()
         model, train = config.model, config.train
         device, dtype = torch.device(device), DTYPES[train.precision]
-        self.config, self.group = config, group
+        self.config, self.group, self.device = config, group, device
         self.first, self.last = layers.start == 0, layers.stop == model.num_layers
         self.sequence = config.parallel.sequence and group.size > 1
         self.rope: tuple[Tensor, Tensor] | None = None
@@ -56,6 +60,17 @@ class Stage(nn.Module):
             for block in self.blocks.values():
                 block.compile()
 
+    def compute_on(self, device: torch.device) -> None:
+        """Moves all but the parameters, which then come to the device when they are used."""
+        self.device = device
+        if self.rope is not None:
+            self.rope = (self.rope[0].to(device), self.rope[1].to(device))
+
+    @cached_property
+    def offload(self) -> ActivationOffload:
+        """Of the device that computes."""
+        return ActivationOffload(self.device)
+
     def _vocabulary(self, dtype: torch.dtype, device: torch.device, *, owner: bool) -> VocabParallelEmbedding:
         model = self.config.model
         return VocabParallelEmbedding(
@@ -69,8 +84,8 @@ class Stage(nn.Module):
             owner=owner,
         )
 
-    def forward(self, x: Tensor, key: int = 0, cache: KeyValueCache | None = None) -> Tensor:
-        """Tokens ``[batch, seq]`` on the first stage, hidden states on others → hidden states.
+    def forward(self, x: Tensor, key: int = 0, cache: KeyValueCache | None = None, targets: Tensor | None = None) -> Tensor:
+        """Tokens ``[batch, seq]`` on the first stage, hidden states on others → hidden states, or with `targets` their `loss`.
 
         Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. `key` names the
         microbatch for dropout. The last stage's hidden states go to `loss` or `logits`. With a `cache` the tokens
@@ -89,14 +104,15 @@ class Stage(nn.Module):
         context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache, self.config.model.kernels)
         if self.first:
             x = self.embed(x, context)
-        for block in self.blocks.values():
-            if train.recompute == "full" and self.training:
-                x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, context)
+        with self.offload.around() if train.offload_activations and self.training else nullcontext():
+            for block in self.blocks.values():
+                if train.recompute == "full" and self.training:
+                    x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x = block(x, context)
         if cache is not None:
             cache.advance(seq)
-        return x
+        return x if targets is None else self.loss(x, targets)
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:
         """Tokens ``[batch, seq]`` → ``[batch · seq, hidden]``, scaled, with learned positions added."""
@@ -110,12 +126,12 @@ class Stage(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The last stage's hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``."""
-        return column_linear(self.scaled_norm(x), self.head_weight, None, self.group, self.sequence)
+        return column_linear(self.scaled_norm(x), self.head_layer.weight, None, self.group, self.sequence)
 
     @property
-    def head_weight(self) -> Tensor:
-        """This rank's rows of the LM head."""
-        return (self.embedding if self.config.model.tie_embeddings else self.head).weight
+    def head_layer(self) -> VocabParallelEmbedding:
+        """Whose weight is this rank's rows of the LM head."""
+        return self.embedding if self.config.model.tie_embeddings else self.head
 
     def scaled_norm(self, x: Tensor) -> Tensor:
         """The last hidden states as the head takes them."""
@@ -125,10 +141,10 @@ class Stage(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least."""
-        model, first_row = self.config.model, shard_of(self.head_weight).start
+        model, first_row = self.config.model, self.head_layer.first_row
         if model.chunked_loss:
             return vocab_parallel_linear_cross_entropy(
-                self.scaled_norm(x), self.head_weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
+                self.scaled_norm(x), self.head_layer.weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
             )
         return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels).sum()
 
@@ -156,5 +172,3 @@ def initialise(module: nn.Module, seed: int) -> None:
         start = shard.offset[dim]
         values = normal_slice((seed, name), shard.global_shape, shard.init_std, dim, start, start + shard.local_shape[dim])
         parameter.copy_(values)
-
-

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.comm import Begun
 from megacore.engine.protocol import Engine
+from megacore.ledger import Channel
 from megacore.mesh import Group
 from megacore.model.gpt import DTYPES, Stage
 from megacore.pipeline.schedule import TRANSFERS, Action, Op, Plan
@@ -35,11 +37,13 @@ class Runtime:
 
     def __init__(self, stage: Stage, engine: Engine | None, pp: Group) -> None:
         self.stage, self.engine, self.pp = stage, engine, pp
+        self.ledger = pp.channel.ledger
+        self.module = stage if engine is None else engine.module
         train = stage.config.train
         tokens = train.micro_batch_size * train.seq_len // (stage.group.size if stage.sequence else 1)
         self.hidden_shape = (tokens, stage.config.model.hidden_size)
         self.dtype = DTYPES[train.precision]
-        self.device = next(stage.parameters()).device
+        self.device = stage.device
         self.peak_live = 0  # most microbatches whose activations were held at once
         self.methods: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
@@ -65,7 +69,7 @@ class Runtime:
         self.outputs: dict[int, Tensor] = {}  # to be sent, or the loss
         self.roots: dict[int, Any] = {}  # what the engine starts backward from
         self.gradients: dict[tuple[int, bool], Tensor] = {}  # (microbatch, of the output rather than the input)
-        self.sending: list[tuple[dist.Work, Tensor]] = []
+        self.sending: list[tuple[Begun, Tensor]] = []
         actions = plan[self.pp.rank]
         i = 0
         while i < len(actions):
@@ -74,6 +78,7 @@ class Runtime:
                 self._transfer(actions[i:stop])
                 i = stop
             else:
+                self.ledger.mark(actions[i].op.value, actions[i].microbatch)
                 self.methods[actions[i].op](actions[i])
                 i += 1
         for work, _ in self.sending:
@@ -86,9 +91,7 @@ class Runtime:
         microbatch = self.batch[m]
         x = microbatch.inputs if self.stage.first else self.inputs[m].requires_grad_(self.stage.training)
         with torch.set_grad_enabled(self.stage.training):
-            output = self.stage(x, microbatch.key)
-            if self.stage.last:
-                output = self.stage.loss(output, microbatch.targets)
+            output = self.module(x, microbatch.key, targets=microbatch.targets if self.stage.last else None)
         if self.stage.last:
             self.loss += output.detach()
         else:
@@ -115,17 +118,24 @@ class Runtime:
         `is_completed` would not: gloo completes a send only when it is waited for.)
         """
         posts = [self._post(action) for action in actions]
+        links = [self._note(post) for post in posts]
         works = dist.batch_isend_irecv(posts)
         sent, self.sending = self.sending, []
         # NCCL returns one handle for the whole batch, gloo one a transfer.
         for i, post in enumerate(posts):
-            work = works[min(i, len(works) - 1)]
+            work = Begun(works[min(i, len(works) - 1)], *links[i])
             if post.op is dist.irecv:
                 work.wait()
             else:
                 self.sending.append((work, post.tensor))
         for work, _ in sent:
             work.wait()
+
+    def _note(self, post: dist.P2POp) -> tuple[Channel, int]:
+        """Notes a transfer in the ledger: its link, and its number there."""
+        own, peer = self.pp.ranks[self.pp.rank], post.peer
+        link = self.ledger.link(own, peer) if post.op is dist.isend else self.ledger.link(peer, own)
+        return link, link.begin(self.pp.name, "transfer", post.tensor)
 
     def _post(self, action: Action) -> dist.P2POp:
         m, peer, group = action.microbatch, self.pp.ranks[action.peer], self.pp.process_group

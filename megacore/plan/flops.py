@@ -111,15 +111,30 @@ class Cost:
 
 
 def layer_cost(config: Config) -> Cost:
-    """What one block really executes, recomputation included.
-
-    SDPA skips the masked half of attention and keeps no scores, so selective recomputation repeats no product for it.
-    """
+    """What one block really executes, recomputation included. SDPA skips the masked half of attention."""
     sdpa = config.model.attention == "sdpa"
     forward = block_flops(config, causal=sdpa)
-    selective = 0.0 if sdpa else attention_flops(config, causal=False)
-    recomputed = {"none": 0.0, "selective": selective, "full": forward}[config.train.recompute]
-    return Cost(forward, 2 * forward + recomputed)
+    return Cost(forward, 2 * forward + recomputed_flops(config, causal=sdpa))
+
+
+def recomputed_flops(config: Config, causal: bool) -> float:
+    """Forward operations that the backward of one block executes a second time, by `train.recompute`.
+
+    A product whose result nobody keeps is not repeated, since PyTorch stops once it has recomputed what backward needs: with `full`
+    that is the last product of the block (the published formulas count it), with `selective` attention's second one. SDPA keeps no
+    scores, so that `selective` repeats no product for it; what its own backward computes again is not counted, as is usual.
+    """
+    model = config.model
+    if config.train.recompute == "full":
+        return block_flops(config, causal) - 2 * model.hidden_size * resolved(model.ffn_size)
+    if config.train.recompute == "selective" and model.attention != "sdpa":
+        return attention_flops(config, causal) / 2
+    return 0.0
+
+
+def hardware_flops_per_token(config: Config, causal: bool) -> float:
+    """`flops_per_token` and what is recomputed: the numerator of HFU, hardware FLOPs utilisation (Chowdhery et al. 2022, PaLM)."""
+    return flops_per_token(config, causal) + config.model.num_layers * recomputed_flops(config, causal)
 
 
 def embedding_cost(config: Config) -> Cost:

@@ -1,4 +1,4 @@
-"""Predicted memory of every pipeline stage, on its fullest rank, for the native engine.
+"""Predicted memory of every pipeline stage, on its fullest rank, under each engine.
 
 Counted are parameters, gradients, optimizer state and the activations that wait for their backward. Not counted are
 what CUDA, NCCL and the allocator keep for themselves and short-lived buffers: leave a tenth of the device or more.
@@ -11,11 +11,21 @@ Bytes a parameter (with `engine.shard_optimizer` the data ranks divide master we
 | fp32        | 4         | 4        |               | 8           | 16       |
 | fp64        | 8         | 8        |               | 16          | 32       |
 
+With `engine.kind=fsdp` the parameters that are held are the masters themselves (4, or 8), and all of it is divided: 16/N of N data
+ranks (32/N). What is gathered beyond that while blocks are at work is counted apart, as `gathered`; with `engine.cpu_offload` the
+device holds only that.
+
+With `engine.kind=deepspeed` fp32 has masters beside its parameters, 20 bytes in all, unless in stage 0. Of N data ranks each holds
+an N-th of the optimizer state from stage 1 on, of gradients from stage 2 on (in fp32 and fp16 from stage 1), of parameters in
+stage 3, where layers are whole while they are at work; what is offloaded is not on the device. In fp32 a rank also keeps whole, for a
+step, the gradients of the parameters that its part begins and ends in the midst of: not counted.
+
 Bytes of activations: `block_activations`, after Korthikanti et al. 2022.
 """
 
 from dataclasses import dataclass
 
+from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.schedule import GENERATORS
@@ -36,11 +46,17 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
+    gathered: int = 0  # parameters and gradients that are whole only while they are worked with
+
+    @property
+    def held(self) -> int:
+        """What stays from step to step."""
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
         """All of them together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.held + self.activations + self.gathered
 
 
 def stage_parameters(config: Config) -> list[int]:
@@ -96,6 +112,8 @@ def stage_activations(config: Config) -> list[int]:
         layers[virtual % len(layers)] += len(held)
     kept = [n * block_activations(config, recompute) // config.parallel.chunks for n in layers]
     working = [block_activations(config, "none") - block_activations(config, recompute)] * len(kept)
+    if config.train.offload_activations:  # on the device are the block at work, and what comes back for the next
+        kept, working = [0] * len(kept), [block_activations(config, "none") + block_activations(config, recompute)] * len(kept)
     # The ends: the embedding's dropout mask; the inputs of final norm and head, and the logits, whose gradient is written over them.
     # With a chunked loss only a chunk of them while it is at work, and until backward the gradients of hidden states and head.
     rows = -(-model.vocab_size // config.parallel.tensor)
@@ -114,11 +132,61 @@ def stage_memory(config: Config) -> list[StageMemory]:
     """The memory of every stage of a resolved config."""
     precision, data = config.train.precision, config.parallel.data
     assert isinstance(data, int)
+    if config.engine.kind == "fsdp" and data > 1:
+        return _fsdp_memory(config)
+    if config.engine.kind == "deepspeed":
+        return _deepspeed_memory(config)
     shares = data if config.engine.shard_optimizer else 1
     return [
         StageMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * OPTIMIZER_BYTES[precision] // shares, activations)
         for n, activations in zip(stage_parameters(config), stage_activations(config), strict=True)
     ]
+
+
+def _fsdp_memory(config: Config) -> list[StageMemory]:
+    """`stage_memory` of the fsdp engine.
+
+    Gathered for every pass: the outermost unit (embeddings, positions, final norm, head) all along, of the blocks the one at
+    work, the next, and the buffer that this one arrives in; and gradients of a block, with the buffer in which they are summed.
+    Gathered for a step: everything, and gradients that wait for the last microbatch before they are divided.
+    """
+    precision, engine = config.train.precision, config.engine
+    compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
+    reshard = config.parallel.pipeline == 1 if engine.reshard is None else engine.reshard
+    block = block_parameters(config, config.parallel.tensor)
+    layers = [0] * config.parallel.pipeline
+    for virtual, own in enumerate(stage_layers(config)):
+        layers[virtual % len(layers)] += len(own)
+    memories = []
+    for n, blocks, activations in zip(stage_parameters(config), layers, stage_activations(config), strict=True):
+        outermost = n - blocks * block
+        gathered = outermost + min(blocks + 1, 3) * block if reshard else n
+        waiting = outermost + 2 * block if reshard or config.num_microbatches == 1 else n
+        held = 0 if engine.cpu_offload else -(-n * accumulate // config.shard_size)
+        memories.append(StageMemory(held, held, 2 * held, activations, compute * gathered + accumulate * waiting))
+    return memories
+
+
+def _deepspeed_memory(config: Config) -> list[StageMemory]:
+    """`stage_memory` of the deepspeed engine. Not counted are its buffers, whose sizes the ds_config names."""
+    precision, data = config.train.precision, config.parallel.data
+    assert isinstance(data, int)
+    zero = ds_settings(config)["zero_optimization"]
+    stage = zero["stage"]
+    away = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" for name in ("param", "optimizer")}
+    masters = 4 if precision == "fp32" and stage > 0 else 0  # in 16 bits they are in the table already
+    divided = {"parameters": stage == 3, "gradients": stage >= 2 or (stage == 1 and precision != "bf16"), "optimizer": stage >= 1}
+    shares = {part: data if yes else 1 for part, yes in divided.items()}
+    block, layers = block_parameters(config, config.parallel.tensor), config.model.num_layers
+    memories = []
+    for n, activations in zip(stage_parameters(config), stage_activations(config), strict=True):
+        parameters = 0 if away["param"] else n * ELEMENT_BYTES[precision] // shares["parameters"]
+        gradients = 0 if away["optimizer"] else n * GRADIENT_BYTES[precision] // shares["gradients"]
+        optimizer = 0 if away["optimizer"] else n * (OPTIMIZER_BYTES[precision] + masters) // shares["optimizer"]
+        # Stage 3 has no pipeline: the ends are gathered in turn, and of the blocks the one at work and the next.
+        gathered = ELEMENT_BYTES[precision] * max(2 * block, n - layers * block) if stage == 3 else 0
+        memories.append(StageMemory(parameters, gradients, optimizer, activations, gathered))
+    return memories
 
 
 def _tokens(config: Config) -> int:

@@ -1,6 +1,7 @@
 """The loss of a model on a corpus: what a validation logs, and what launch/evaluate.py prints."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +42,18 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(config: Config, runtime: Runtime, mesh: Mesh, samples: EvalSamples, token_bytes: Tensor | None = None) -> Evaluation:
+def evaluate(
+    config: Config,
+    runtime: Runtime,
+    mesh: Mesh,
+    samples: EvalSamples,
+    token_bytes: Tensor | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> Evaluation:
     """Runs the model forward over `samples`, or `train.eval_batches` of them; collective over the mesh, the same result on every rank.
 
     `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for; without, none are counted.
+    `between` is called behind every batch; what it raises ends the evaluation.
     """
     stage = runtime.stage
     plan = schedule.forward_only(mesh.pp.size, config.num_microbatches)
@@ -57,6 +66,7 @@ def evaluate(config: Config, runtime: Runtime, mesh: Mesh, samples: EvalSamples,
             sums[1] += counted.sum()
             if token_bytes is not None:
                 sums[2] += (token_bytes[microbatch.targets.masked_fill(~counted, 0)] * counted).sum()
+        between()
     stage.train()
     # Data ranks add up; of the others, one tensor rank of the last stage speaks for all.
     if not stage.last or mesh.tp_rank > 0:

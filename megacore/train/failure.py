@@ -9,8 +9,10 @@ import traceback
 import torch.distributed as dist
 
 from megacore.cli import INTERRUPTED
+from megacore.errors import UserError
 from megacore.mesh import Mesh
 from megacore.place import Place
+from megacore.train.doctor import Doctor, say
 
 GRACE_SECONDS = 5.0  # a rank that only lost its peer lets the peer speak first; the launcher then ends it
 # What gloo and NCCL say when the other side is gone.
@@ -24,19 +26,29 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST_PEER)
 
 
-def fail(error: BaseException, place: Place, mesh: Mesh | None) -> None:
+def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor | None = None) -> None:
     """Prints this rank's traceback and, last, its reason in one line; ends the process with status 1, without clean-up:
     leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks.
-    After Ctrl-C, which the user knows of, the status is `INTERRUPTED` and nothing is printed."""
+    A rank that only lost its peer leaves the word to the doctor, if there is one. A `UserError` is one line and status 2. After
+    Ctrl-C, which the user knows of, the status is `INTERRUPTED` and nothing is printed."""
     if isinstance(error, KeyboardInterrupt):
         os._exit(INTERRUPTED)
+    if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
+        if place.rank > 0:  # what all ranks agree on, rank 0 has said by then, and the launcher has ended the others
+            time.sleep(GRACE_SECONDS)
+        say(str(error) if place.rank == 0 else f"rank {place.rank} on {socket.gethostname()}: {error}")
+        sys.stdout.flush()
+        os._exit(2)
+    first_line = (str(error).strip() or "no message").splitlines()[0]
     if lost_peer(error):
+        if doctor is not None:
+            doctor.ask(f"{type(error).__name__}: {first_line}")
         time.sleep(GRACE_SECONDS)
     where = "" if mesh is None else f", pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
     report = "".join(traceback.format_exception(error))
-    # One write: lines of several ranks must not mix.
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    sys.stderr.write(f"{report}rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}\n")
-    sys.stderr.flush()
+    reason = f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
+    say(report + reason)
+    if doctor is not None:
+        doctor.last_words(reason)
     sys.stdout.flush()
     os._exit(1)

@@ -1,9 +1,10 @@
 """What a run reads, opened and checked before any rank waits for another."""
 
+import math
 from pathlib import Path
 
 from megacore import checkpoint
-from megacore.checkpoint.weights import check_weights
+from megacore.checkpoint.weights import check_weights, recorded_sections
 from megacore.config import Config
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
@@ -20,30 +21,76 @@ class Inputs:
         train, vocab_size = config.train, config.model.vocab_size
         self.stream = training_stream(config)
         self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
-        self.checkpoint = self._checkpoint(config, rank)
+        self.config = config
+        self.candidates: list[Path] = []  # checkpoints before `checkpoint`
+        self.checkpoint = self._checkpoint() if rank == 0 else None
         self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
             assert config.log.dir is not None
             check_writable(Path(config.log.dir))
 
-    def _checkpoint(self, config: Config, rank: int) -> Path | None:
-        resume = config.checkpoint.resume
-        assert config.log.dir is not None
-        if resume == "never" or rank != 0:
+    def _checkpoint(self) -> Path | None:
+        resume, log_dir = self.config.checkpoint.resume, self.config.log.dir
+        assert log_dir is not None
+        if resume == "never":
             return None
-        path = checkpoint.find_latest(Path(config.log.dir)) if resume == "auto" else checkpoint.locate(Path(resume))
-        if path is None:
+        path = Path(log_dir if resume == "auto" else resume)
+        self.candidates = checkpoint.checkpoints_in(path)
+        if resume == "auto" and not self.candidates:
             return None
-        reader = checkpoint.Reader(path)
+        if resume != "auto" and self.candidates in ([], [path]):  # what was asked for, or an error
+            self.candidates = [checkpoint.locate(path)]
+        return self._newest(None)
+
+    def look_again(self) -> None:
+        """On rank 0, during the run: `checkpoint` is the newest that the run has saved."""
+        assert self.config.log.dir is not None
+        self.candidates = checkpoint.checkpoints_in(Path(self.config.log.dir))
+        self.checkpoint = self._newest(None)
+
+    def fall_back(self, damage: CheckpointError) -> None:
+        """On rank 0, goes on to the checkpoint before `checkpoint`, which was found to be damaged when it was read.
+
+        Raises:
+            CheckpointError: it is the one that was asked for by its path, or there is none before it.
+        """
+        if self.checkpoint is not None:
+            if self.checkpoint == Path(self.config.checkpoint.resume):
+                raise damage
+            checkpoint.warn_of_damage(damage, self.candidates[0] if self.candidates else None)
+            self.checkpoint = self._newest(damage)
+
+    def _newest(self, damage: CheckpointError | None) -> Path:
+        """The next of the candidates that is whole by its manifest and the sizes and headers of its files."""
+        while self.candidates:
+            candidate = self.candidates.pop(0)
+            fault = checkpoint.fault_of(candidate, deep=False)
+            if fault is None:
+                self._check_run(checkpoint.Reader(candidate))
+                return candidate
+            checkpoint.warn_of_damage(fault, self.candidates[0] if self.candidates else None)
+            damage = damage or fault
+        assert damage is not None
+        wrong = f"{damage.wrong}, and no checkpoint before it is whole"
+        raise CheckpointError(damage.where, wrong, "bring back a whole one, or start from nothing with checkpoint.resume=never")
+
+    def _check_run(self, reader: checkpoint.Reader) -> None:
+        """Refuses a checkpoint with which this run cannot go on."""
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
-            raise CheckpointError(str(path), wrong, f"checkpoint.weights={path}, with a log.dir of its own")
-        reader.check_model(config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
-        self._check_samples(config, reader)
-        if reader.step > config.train.steps:
-            wrong = f"is of step {reader.step}, beyond train.steps {config.train.steps}"
-            raise CheckpointError(str(path), wrong, "more steps, or checkpoint.resume=never")
-        return path
+            raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
+        numbers = reader.state["engine"] if isinstance(reader.state["engine"], dict) else {}
+        for name in ("updates", "skipped", "loss_scale", "good_steps"):
+            number = numbers.get(name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+                wrong = f"engine.{name} in its state is {number!r:.40}"
+                raise CheckpointError(str(reader.path), wrong, "a number that is not negative; use an earlier checkpoint")
+        reader.check_model(self.config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
+        self._check_samples(self.config, reader)
+        steps = self.config.train.steps
+        if reader.step > steps:
+            wrong = f"is of step {reader.step}, beyond train.steps {steps}"
+            raise CheckpointError(str(reader.path), wrong, "more steps, or checkpoint.resume=never")
 
     def _weights(self, config: Config) -> Path | None:
         if config.checkpoint.weights is None:
@@ -54,14 +101,15 @@ class Inputs:
 
     def _check_samples(self, config: Config, reader: checkpoint.Reader) -> None:
         """A run goes on with sample ``step × global_batch_size`` of its order: what decides the order must not have changed."""
-        before = reader.state["config"]
+        before = recorded_sections(reader)
         now = config.model_dump(mode="json", by_alias=True)
         keys = [("train", "seed"), ("train", "global_batch_size"), ("train", "seq_len")]
         if config.checkpoint.resume == "auto":  # an explicit path may well go on with another corpus
             keys.append(("data", "train"))
         for section, key in keys:
-            if before[section][key] != now[section][key]:
-                change = f"{section}.{key} {before[section][key]}, not {now[section][key]}"
+            recorded = (before.get(section) or {}).get(key)
+            if recorded != now[section][key]:
+                change = f"{section}.{key} {recorded}, not {now[section][key]}"
                 wrong = f"was saved with {change}: samples would repeat or be skipped"
                 raise CheckpointError(str(reader.path), wrong, "the same value, or checkpoint.resume=never")
 

@@ -2,16 +2,24 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from megacore.config import Config
 from megacore.data.batches import dealt
-from megacore.data.samples import EvalSamples, SampleStream
+from megacore.data.samples import EvalSamples
 from megacore.mesh import Mesh
 from megacore.pipeline.runtime import Microbatch
 from megacore.rng import key_of
+
+
+class Stream(Protocol):
+    """Where training samples come from: a `data.samples.SampleStream`, or what stands in for it."""
+
+    def samples(self, indices: np.ndarray) -> np.ndarray:
+        """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
 
 
 class Loader:
@@ -21,7 +29,7 @@ class Loader:
     memory-mapped file, which is cheaper than a broadcast and needs no collective.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, stream: SampleStream) -> None:
+    def __init__(self, config: Config, mesh: Mesh, stream: Stream) -> None:
         self.config, self.mesh, self.stream = config, mesh, stream
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
@@ -32,8 +40,7 @@ class Loader:
             batch = self.ahead[1].result()
         else:
             batch = self._read(step)
-        if step < self.config.train.steps:
-            self.ahead = step + 1, self.executor.submit(self._read, step + 1)
+        self.ahead = step + 1, self.executor.submit(self._read, step + 1)
         return batch
 
     def _read(self, step: int) -> list[Microbatch]:

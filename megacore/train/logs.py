@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacore.config import Config
+from megacore.train.mailbox import Figures
 
 CONSOLE_SECONDS = 5.0  # between lines where there is no terminal to redraw
 
@@ -49,6 +50,7 @@ class Logs:
         self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
         self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step
         self.last_line = 0.0
+        self.named: set[int] = set()  # stragglers that were said
         self.progress.start()
 
     def say(self, text: str) -> None:
@@ -56,11 +58,17 @@ class Logs:
         if self.writing:
             self.console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, figures: dict[str, Any]) -> None:
-        """A logged step: the keys are in the README, under "A run's folder"."""
+    def step(self, figures: dict[str, Any], stragglers: dict[int, float]) -> None:
+        """A logged step: the keys are in the README, under "A run's folder". `stragglers`: seconds of their own in a step, by rank."""
         if not self.writing:
             return
-        self._record(figures)
+        self._record(figures | ({"stragglers": list(stragglers)} if stragglers else {}))
+        new = {rank: seconds for rank, seconds in stragglers.items() if rank not in self.named}
+        self.named = set(stragglers)
+        for rank, seconds in new.items():
+            self.say(
+                f"step {figures['step']}: rank {rank} holds up the others, busy for {seconds:.2f} s of {figures['step_seconds']:.2f} s"
+            )
         text = f"loss {figures['loss']:.4f}  {figures['tokens_per_second']:,.0f} tokens/s"
         self.progress.update(self.task, completed=figures["step"], description=text)
         now = time.monotonic()
@@ -74,13 +82,28 @@ class Logs:
         if self.writing:
             self._record({"step": step, "valid_loss": loss})
 
+    def skipped(self, figures: Figures, first: int, last: int) -> None:
+        """A step that was not taken, and which samples it had, by their places in the run's order."""
+        if not self.writing:
+            return
+        self.say(f"step {figures.step} skipped: loss {figures.loss:g}, gradient norm {figures.grad_norm:g}, samples {first}–{last}")
+        record = {"step": figures.step, "first_sample": first, "last_sample": last, "loss": figures.loss, "grad_norm": figures.grad_norm}
+        with (self.directory / "skipped.jsonl").open("a", encoding="utf-8") as out:
+            out.write(as_json(record) + "\n")
+
+    def reopen(self, first_step: int) -> None:
+        """The run went back, to do `first_step` next: what was measured from there on is forgotten."""
+        if self.writing:
+            self.metrics.close()
+            self.metrics = open_metrics(self.directory / "metrics.jsonl", first_step)
+            self.progress.update(self.task, completed=first_step - 1)
+
     def _record(self, figures: dict[str, Any]) -> None:
-        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
-        self.metrics.write(json.dumps(finite) + "\n")  # JSON has no NaN: null
+        self.metrics.write(as_json(figures) + "\n")
         self.metrics.flush()
         if self.board is not None:
             for name, value in figures.items():
-                if name != "step" and value is not None:
+                if isinstance(value, int | float) and name != "step":
                     self.board.add_scalar(name, value, figures["step"])
 
     def close(self) -> None:
@@ -91,6 +114,11 @@ class Logs:
         self.metrics.close()
         if self.board is not None:
             self.board.close()
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """Figures as JSON, which has no NaN: null."""
+    return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})
 
 
 def open_metrics(path: Path, first_step: int) -> Any:

@@ -7,7 +7,7 @@ import time
 import torch
 
 from megacore.config import Config
-from megacore.plan.flops import flops_per_token, peak_flops
+from megacore.plan.flops import flops_per_token, hardware_flops_per_token, peak_flops
 
 
 class StepTimer:
@@ -21,9 +21,9 @@ class StepTimer:
         self.steps += 1
 
     def now(self, device: torch.device) -> float:
-        """The time at which the device has done what it was given."""
+        """The time at which the device has done what it was given; a checkpoint may still be on its way to the host."""
         if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
     def exclude(self, seconds: float) -> None:
@@ -41,24 +41,30 @@ class StepTimer:
 class Utilisation:
     """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
 
-    None where the device's peak is not known. `full` counts attention over all pairs of positions, as is usual;
-    `causal` the half that a causal model needs.
+    None where the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
+    attention over all pairs of positions, as is usual; `causal` the half that a causal model needs. `hardware` is HFU, which
+    also counts what is recomputed, by the same two countings.
     """
 
-    def __init__(self, config: Config, device: torch.device, world_size: int) -> None:
+    def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        peak = peak_flops(name, config.train.precision)
-        self.available = None if peak is None else peak * world_size
-        self.full_flops = flops_per_token(config, causal=False)
-        self.causal_flops = flops_per_token(config, causal=True)
+        listed = peak_flops(name, config.train.precision)
+        self.config, self.available = config, peak or (None if listed is None else listed * world_size)
 
     def full(self, tokens_per_second: float) -> float | None:
         """The usual MFU, as a fraction."""
-        return None if self.available is None else self.full_flops * tokens_per_second / self.available
+        return self._share(flops_per_token(self.config, causal=False) * tokens_per_second)
 
     def causal(self, tokens_per_second: float) -> float | None:
         """MFU with causal attention counted as half."""
-        return None if self.available is None else self.causal_flops * tokens_per_second / self.available
+        return self._share(flops_per_token(self.config, causal=True) * tokens_per_second)
+
+    def hardware(self, tokens_per_second: float, causal: bool = False) -> float | None:
+        """HFU, as a fraction."""
+        return self._share(hardware_flops_per_token(self.config, causal) * tokens_per_second)
+
+    def _share(self, flops_per_second: float) -> float | None:
+        return None if self.available is None else flops_per_second / self.available
 
 
 def peak_memory(device: torch.device) -> int:

@@ -5,15 +5,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.errors import UserError
 from megacore.mesh import Mesh
 from megacore.place import Place
 from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
 from megacore.train.determinism import compute_deterministically
+from megacore.train.doctor import Doctor, prepare_flight_recorder
 from megacore.train.failure import GRACE_SECONDS, fail
 
 
@@ -39,11 +42,17 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[Mesh]
     if config.train.deterministic:
         with own_mistakes(place):
             compute_deterministically()
-    mesh = None
+    mesh = doctor = None
     try:
+        if device.type == "cuda":
+            prepare_flight_recorder()
         mesh = Mesh(config, place, device)
+        if mesh.store is not None and config.parallel.hang_seconds is not None:
+            doctor = Doctor(mesh, config.parallel.hang_seconds, Path(resolved(config.log.dir)))
         yield mesh
     except BaseException as error:
-        fail(error, place, mesh)
+        fail(error, place, mesh, doctor)
         raise
+    if doctor is not None:
+        doctor.close()
     mesh.close()

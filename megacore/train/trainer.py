@@ -1,29 +1,35 @@
 """The training loop, from a checked config and a mesh to a trained model."""
 
+from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from megacore import checkpoint
+from megacore.checkpoint import Reader
+from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.weights import WEIGHTS
-from megacore.comm import all_reduce, broadcast_text
+from megacore.comm import all_gather, all_reduce
 from megacore.config import Config
-from megacore.engine.choose import build_engine
+from megacore.config.schema import resolved
+from megacore.engine.choose import build_engine, build_stage
 from megacore.engine.optimizer import learning_rate
-from megacore.engine.protocol import StepStatistics
 from megacore.mesh import Mesh
-from megacore.model.gpt import Stage
 from megacore.pipeline import schedule
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Runtime
-from megacore.tensor_parallel.shard import logical_name
+from megacore.tensor_parallel.shard import logical_name, shard_of
 from megacore.train.evaluation import evaluate
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from megacore.train.logs import Logs
+from megacore.train.mailbox import Figures, Mailbox
 from megacore.train.meters import StepTimer, Utilisation, peak_memory
-from megacore.train.stopping import StopRequest
+from megacore.train.restoring import choose
+from megacore.train.saving import Saving
+from megacore.train.skips import Skips, TooManySkips
+from megacore.train.stopping import StopAgreed, StopRequest
+from megacore.train.stragglers import Stragglers
 
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
 
@@ -34,65 +40,138 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, inputs: Inputs) -> None:
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.is_writer = mesh.place.rank == 0
-        assert config.log.dir is not None
-        self.checkpoints = Path(config.log.dir) / "checkpoints"
 
-        layers = stage_layers(config)[mesh.pp_rank]
-        self.stage = Stage(config, layers, mesh.tp, mesh.device)
+        self.stage = build_stage(config, mesh)
         self.engine = build_engine(config, self.stage, mesh)
         self.runtime = Runtime(self.stage, self.engine, mesh.pp)
         self.plan = schedule.build(
             config.parallel.schedule, mesh.pp.size, config.num_microbatches, config.parallel.chunks, tied=config.model.tie_embeddings
         )
         self.loader = Loader(config, mesh, inputs.stream)
-        self.latest: Path | None = None  # the newest checkpoint saved or resumed from
+        self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
+        self.resumed_step = 0
         self.origin: Path | None = None  # the checkpoint that gave the first weights
+        self.stop = StopRequest()
+        self.ahead = 0  # batches of samples by which the run is ahead of its steps: it went back, and around bad ones
         self.step = self.started = self.resume()
+        if self.is_writer and config.checkpoint.resume != "auto":
+            set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
+        self.stragglers = Stragglers()
+        self.mailbox = Mailbox(mesh.device, mesh.ledger)
+        self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks, self.engine.state()["skipped"])
         self.logs = Logs(config, self.is_writer, self.step + 1)
+        self.saving = Saving(config, mesh, self.engine, self.logs)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
 
-    def run(self) -> int:
-        """Trains from the step after the last checkpoint's to `train.steps`; returns the exit status."""
+    def run(self, stop: StopRequest | None = None) -> int:
+        """Trains from the step after the last checkpoint's to `train.steps`; returns the exit status.
+
+        `stop`: requests, if they are being listened for already.
+        """
+        self.stop = stop or self.stop
         try:
-            status = self.train()
-            self.engine.settle()
+            with self.stop if stop is None else nullcontext():
+                status = self.train()
+                self.engine.close()
             return status
         finally:
             self.logs.close()  # gives the terminal back: a failure's reason comes last
 
     def train(self) -> int:
-        """The loop."""
-        config, train = self.config, self.config.train
+        """All steps, or those up to a request to stop."""
         self.greet()
-        timer = StepTimer()
-        with StopRequest() as stop:
-            while self.step < train.steps:
-                self.step += 1
-                lr = learning_rate(config.optim, self.step, train.steps)
-                loss = self.forward_backward()
-                statistics = self.engine.step(lr)
-                timer.step()
+        try:
+            self.obey()  # what was asked during start-up
+            self.loop()
+            self.saving.finish(last=True)
+            self.conclude()
+            return FINISHED
+        except StopAgreed:
+            self.saving.finish()
+            if self.step != self.saved_step:
+                self.save()
+            self.saving.finish(last=True)
+            self.logs.say(f"stopped on request after step {self.step}; the same command goes on from there")
+            return STOPPED
 
-                # Everything below the next line waits for the device, so it happens on few steps.
-                done = self.step == train.steps
-                stopping = False
-                if self.step % config.log.every == 0 or done:
-                    stopping = self.report(loss, statistics, lr, timer, stop.requested) and not done
-                every = config.checkpoint.every
-                evaluating = train.eval_every and self.step % train.eval_every == 0 and not done and not stopping
-                saving = (every and (self.step % every == 0 or done)) or stopping
-                if evaluating or saving:
-                    aside = timer.now(self.mesh.device)
-                    if evaluating:
-                        self.validate()
-                    if saving:
-                        self.save()
-                    timer.exclude(timer.now(self.mesh.device) - aside)
-                if stopping:
-                    self.logs.say(f"stopped on request after step {self.step}; the same command goes on from there")
-                    return STOPPED
-        self.conclude()
-        return FINISHED
+    def loop(self) -> None:
+        """The loop."""
+        config, train, ledger = self.config, self.config.train, self.mesh.ledger
+        timer = StepTimer()
+        while self.step < train.steps:
+            self.step = ledger.step = self.step + 1
+            lr = learning_rate(config.optim, self.step, train.steps)
+            share = self.forward_backward()
+            flags = (torch.full_like(share, float(flag)) for flag in (self.stop.requested, self.saving.failed))
+            loss, *sums = all_reduce(torch.stack([share, *flags]), self.mesh.world)
+            ledger.mark("optimizer step")
+            self.saving.hold_update()
+            statistics = self.engine.step(lr, loss)
+            self.mailbox.post(self.step, torch.stack([loss, *sums, statistics.grad_norm, statistics.skipped]))
+            timer.step()
+            ledger.mark("between steps")
+
+            # Logging, validating and saving wait for the device, so they happen on few steps.
+            done = self.step == train.steps
+            logging = self.step % config.log.every == 0 or done
+            due = self.mailbox.take(all_of_them=logging)
+            self.saving.look(failed=any(figures.failures for figures in due))
+            if logging:
+                self.report(due[-1], lr, timer)
+            if self.went_around(due):
+                continue
+            if any(figures.stops for figures in due) and not done:
+                raise StopAgreed
+            evaluating = train.eval_every and self.step % train.eval_every == 0 and not done
+            saving = config.checkpoint.every and (self.step % config.checkpoint.every == 0 or done)
+            if evaluating or saving:
+                aside, waited = timer.now(self.mesh.device), ledger.waited
+                if evaluating:
+                    self.validate()
+                if saving:
+                    self.save()
+                timer.exclude(timer.now(self.mesh.device) - aside)
+                ledger.waited = waited
+                if not done:
+                    self.obey()
+
+    def obey(self) -> None:
+        """Raises `StopAgreed` if any rank was asked to stop, on all of them; waits for the device."""
+        vote = torch.tensor(float(self.stop.requested), dtype=torch.float64, device=self.mesh.device)
+        if all_reduce(vote, self.mesh.world).item():
+            raise StopAgreed
+
+    def went_around(self, due: list[Figures]) -> bool:
+        """Says which samples skipped steps did without. After too many in a row the run goes back to its last checkpoint, and on
+        from there with the samples behind those that were read; returns whether it did.
+        """
+        batch_size = self.config.train.global_batch_size
+        for figures in due:
+            if self.skips.saw(figures):
+                first = (figures.step - 1 + self.ahead) * batch_size
+                self.logs.skipped(figures, first, first + batch_size - 1)
+        if not self.skips.too_many():
+            return False
+        for figures in self.mailbox.take(all_of_them=True):  # steps done meanwhile, whose samples are passed over too
+            first = (figures.step - 1 + self.ahead) * batch_size
+            self.logs.skipped(figures, first, first + batch_size - 1)
+        self.saving.finish()
+        if self.saved_step == 0:
+            raise TooManySkips(f"{self.skips.limit} steps in a row were skipped, and there is no checkpoint to go back to")
+        before, batch = self.step, self.step + self.ahead
+        if self.is_writer:
+            self.inputs.look_again()
+        self.step = self.resume()
+        self.ahead = batch - self.step
+        self.skips.skipped = self.engine.state()["skipped"]
+        self.logs.reopen(self.step + 1)
+        self.logs.say(f"after step {before} back to {self.resumed}, and on with sample {batch * batch_size}")
+        return True
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that this run saved or went on from; 0 without one."""
+        return max(self.saving.latest_step, self.resumed_step)
 
     def forward_backward(self) -> torch.Tensor:
         """Runs the microbatches of the current step, forward and backward; gradients are then with the engine, reduced.
@@ -101,7 +180,8 @@ class Trainer:
         """
         train = self.config.train
         target_weight = 1.0 / (train.global_batch_size * train.seq_len)
-        loss = self.runtime.run(self.plan, self.loader.step(self.step), target_weight) * target_weight
+        self.mesh.ledger.mark("data")
+        loss = self.runtime.run(self.plan, self.loader.step(self.step + self.ahead), target_weight) * target_weight
         # Only the last stage has losses, and each of its tensor ranks has the same.
         return loss.double() if self.mesh.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
 
@@ -109,7 +189,7 @@ class Trainer:
         """What is about to run, in a few lines."""
         config, train = self.config, self.config.train
         data = self.mesh.dp.size
-        parameters = sum(p.numel() for p in self.stage.parameters())
+        parameters = sum(prod(shard_of(p).local_shape) for p in self.stage.parameters())  # an engine may hold some elsewhere
         self.logs.say(f"mesh: {self.mesh.describe()}")
         self.logs.say(
             f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
@@ -124,39 +204,40 @@ class Trainer:
         elif self.origin:
             self.logs.say(f"starting from the weights of {self.origin}")
 
-    def report(self, loss: torch.Tensor, statistics: StepStatistics, lr: float, timer: StepTimer, stop_requested: bool) -> bool:
-        """Logs a step, and agrees on whether to stop. `loss` is this rank's share of the global mean."""
-        # Sums, then maxima; the norm and the skips are already the same on every rank.
-        shares = all_reduce(torch.stack([loss, torch.full_like(loss, float(stop_requested))]), self.mesh.world)
-        # Synchronises: from here the device has done the step, and the clock can be read.
-        loss_value, stops, grad_norm, skipped = torch.cat([shares, torch.stack([statistics.grad_norm, statistics.skipped])]).tolist()
+    def report(self, figures: Figures, lr: float, timer: StepTimer) -> None:
+        """Logs a step, which the device has done."""
+        steps = timer.steps
         seconds = timer.read()
-        own = torch.tensor([seconds, peak_memory(self.mesh.device)], dtype=torch.float64, device=self.mesh.device)
-        seconds, memory = all_reduce(own, self.mesh.world, dist.ReduceOp.MAX).tolist()
+        own = seconds - self.mesh.ledger.take_waited() / steps
+        mine = [[seconds, own, self.saving.read_seconds(), peak_memory(self.mesh.device)]]
+        of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
+        seconds, _, save_seconds, memory = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed = tokens_a_step / seconds
         self.logs.step(
             {
                 "step": self.step,
-                "loss": loss_value,
-                "grad_norm": grad_norm,
+                "loss": figures.loss,
+                "grad_norm": figures.grad_norm,
                 "lr": lr,
                 "tokens": self.step * tokens_a_step,
                 "tokens_per_second": speed,
                 "step_seconds": seconds,
                 "mfu": self.utilisation.full(speed),
                 "mfu_causal": self.utilisation.causal(speed),
+                "save_seconds": save_seconds,
                 "memory_bytes": int(memory),
-                "skipped": int(skipped),
-            }
+                "skipped": int(figures.skipped),
+            },
+            self.stragglers.named(of_all[1].tolist(), seconds),
         )
-        return stops > 0
 
     def validate(self) -> float | None:
         """The mean loss over the validation set (or `eval_batches` of it), in nats a token; None without one."""
         if self.inputs.validation is None:
             return None
-        loss = evaluate(self.config, self.runtime, self.mesh, self.inputs.validation).loss
+        self.mesh.ledger.mark("validation")
+        loss = evaluate(self.config, self.runtime, self.mesh, self.inputs.validation, between=self.obey).loss
         if self.step > self.started:  # else it is on record already
             self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
@@ -173,43 +254,33 @@ class Trainer:
             self.logs.say(f"checkpoint: {self.latest}")
         self.logs.say(f"records: {self.config.log.dir}/metrics.jsonl, and tensorboard --logdir {self.config.log.dir}")
 
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint saved or resumed from."""
+        return self.saving.latest or self.resumed
+
     def save(self) -> None:
-        """Writes a checkpoint of the step just done; the run goes on when it is whole."""
-        config = self.config
-        state = {
-            "samples": self.step * config.train.global_batch_size,
-            "seed": config.train.seed,
-            "engine": self.engine.state(),
-            "model": config.model.model_dump(),
-            "config": config.model_dump(by_alias=True),
-        }
-        self.latest = checkpoint.save(
-            self.checkpoints,
-            self.step,
-            self.engine.tensors(),
-            state,
-            rank=self.mesh.place.rank,
-            world=self.mesh.place.world_size,
-            barrier=self.mesh.barrier,
-            keep=config.checkpoint.keep,
-        )
-        self.logs.say(f"saved {self.latest}")
+        """Saves a checkpoint of the step just done."""
+        self.mesh.ledger.mark("saving")
+        self.saving.save(self.step, (self.step + self.ahead) * self.config.train.global_batch_size)
 
     def resume(self) -> int:
         """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`; returns the step to go on from."""
-        # Rank 0 looked: others might see a shared file system in another state.
-        found = (self.inputs.checkpoint, self.inputs.weights)
-        whole, weights = (broadcast_text(str(path or ""), self.mesh.world, self.mesh.device) for path in found)
-        if not whole and not weights:
-            return 0
-        reader = checkpoint.Reader(Path(whole or weights))
-        for key, (tensor, box) in self.engine.tensors().items():
-            if whole or key.startswith(WEIGHTS):
+        found = choose(self.inputs, self.mesh)
+        return 0 if found is None else self.restore(*found)
+
+    def restore(self, reader: Reader, weights_alone: bool = False) -> int:
+        """Takes over a checkpoint's state, or its weights; returns the step it stands at."""
+        tensors = self.engine.tensors()
+        for key, (tensor, box) in tensors.items():
+            if not weights_alone or key.startswith(WEIGHTS):
+                self.mesh.ledger.mark("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # Which also rounds the weights just read into the parameters that compute.
-        self.engine.load_state(reader.state["engine"] if whole else self.engine.state())
-        if not whole:
+        self.engine.load_state(self.engine.state() if weights_alone else reader.state["engine"], tensors)
+        if weights_alone:
             self.origin = reader.path
             return 0
-        self.latest = reader.path
+        self.resumed, self.resumed_step = reader.path, reader.step
+        self.ahead = reader.state["samples"] // self.config.train.global_batch_size - reader.step
         return reader.step

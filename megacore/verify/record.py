@@ -64,11 +64,12 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     trainer = Trainer(config, mesh, Inputs(config, place.rank))
     engine, stage, methods = trainer.engine, trainer.stage, trainer.runtime.methods
     starts_constant = {name for name, p in stage.named_parameters() if shard_of(p).init_std is None}
-    weights = {key.removeprefix(WEIGHTS): piece for key, piece in engine.tensors().items() if key.startswith(WEIGHTS)}
+    tensors = engine.tensors()
+    weights = {key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)}
     for key, (held, box) in weights.items():
         if (name := logical_name(key)) in starts_constant:
             held.add_(noise(name, box.global_shape, DTYPES[config.train.precision])[box_slices(box)])
-    engine.load_state(engine.state())
+    engine.load_state(engine.state(), tensors)
     record = Record(out, place.rank)
     record.tensors("parameter 0", weights)
 
@@ -92,6 +93,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     record.close()
     engine.settle()
     trainer.logs.close()
+    engine.close()
     mesh.close()
 
 

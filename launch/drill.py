@@ -1,0 +1,100 @@
+"""Trains with a fault and shows what came of it: when it was noticed, what was lost, whether the weights are those of a calm run."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser, exit_status, rank_exit_status
+from megacore.config.load import smallest_world
+from megacore.place import Place
+
+if TYPE_CHECKING:
+    from megacore.survive.drills import Drill, Outcome
+    from megacore.survive.faults import Fault
+
+EXAMPLE = "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault nan:rank=0,step=5 parallel.tensor=2"
+MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt; each strikes one rank at the beginning
+of one step. Every run has 12 steps and a checkpoint every 4 unless overridden. Or, with --soak, random ranks are killed for so long.
+Exit status: 0 if all went as it should, 1 if not."""
+SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard=false"]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument("--fault", action="append", default=[], metavar="KIND:rank=R,step=N", help="may be given again")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="kill random ranks for so long, then let the run finish")
+    parser.add_argument("--seed", type=int, default=0, help="of --soak")
+    parser.add_argument("--ranks", type=int, metavar="N", help="of every run (4, or as many as the layout needs)")
+    parser.add_argument("--watch", type=float, default=6.0, metavar="SECONDS", help="parallel.hang_seconds of the runs (6)")
+    parser.add_argument("--launcher", metavar="COMMAND", help="in place of torchrun; {ranks} and {port} are filled in")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/drill"), metavar="FOLDER", help="for the runs and drill.json (runs/drill)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what the runs say")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's")
+    return parser.parse_intermixed_args(argv)
+
+
+def run(argv: list[str]) -> int:
+    """The drills one after the other, beside one calm run; returns the exit status."""
+    args = parse(argv)
+    from megacore.survive.drills import TORCHRUN, Drill, as_json
+    from megacore.survive.faults import parse as parse_fault
+
+    faults = [parse_fault(text) for text in args.fault]
+    overrides = [*SHORT, f"parallel.hang_seconds={args.watch}", *args.overrides]
+    ranks = args.ranks or max(4, smallest_world(args.config, overrides))
+    drill = Drill(args.config, overrides, ranks, args.output, args.launcher or TORCHRUN, args.verbose)
+    if args.soak:
+        found = drill.soak(args.soak, args.seed)
+        print(json.dumps(found, indent=2))
+        return 0 if found["as_expected"] else 1
+    outcomes = drilled(drill, faults)
+    show(outcomes)
+    (args.output / "drill.json").write_text(json.dumps(as_json(outcomes), indent=2) + "\n", encoding="utf-8")
+    return 0 if all(outcome.as_expected for outcome in outcomes) else 1
+
+
+def drilled(drill: "Drill", faults: list["Fault"]) -> list["Outcome"]:
+    """The outcomes, each said when it is known."""
+    calm = drill.calm()
+    outcomes = []
+    for fault in faults:
+        outcomes.append(drill.strike(fault, calm))
+        print(f"{fault.name}: {outcomes[-1].cause or 'its cause was not named'}", flush=True)
+    return outcomes
+
+
+def show(outcomes: list["Outcome"]) -> None:
+    """The report as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("fault", "noticed after", "restarts", "steps lost", "weights of the calm run", "as it should be")
+    for each in outcomes:
+        noticed = "not" if each.noticed_seconds is None else f"{each.noticed_seconds:.1f} s"
+        lost = "never struck" if each.steps_lost is None else str(each.steps_lost)
+        same = "yes, bitwise" if each.same_weights else "no"
+        table.add_row(each.fault, noticed, str(each.restarts), lost, same, "yes" if each.as_expected else "NO")
+    Console(highlight=False, width=140).print(table)
+
+
+def strike(argv: list[str], place: Place) -> int:
+    """One rank of a drill: launch/pretrain.py with the fault that stands behind --strike."""
+    from launch import pretrain
+    from megacore.survive.faults import install
+    from megacore.survive.faults import parse as parse_fault
+
+    at = argv.index("--strike")
+    install(parse_fault(argv[at + 1]))
+    return pretrain.run(argv[:at] + argv[at + 2 :], place)
+
+
+if __name__ == "__main__":
+    sys.exit(rank_exit_status(strike) if "--strike" in sys.argv else exit_status(run))

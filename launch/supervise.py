@@ -1,0 +1,57 @@
+"""Keeps a run going: starts its launcher, and again when it fails, until the run is finished or asked to stop."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser, exit_status
+from megacore.errors import ConfigError
+from megacore.survive.hosts import PROBE, Fleet, hostfile_option, load_any
+from megacore.survive.supervisor import Supervisor
+
+EXAMPLE = "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
+MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in it.
+With a hostfile, machines that do not answer are left out, and where it changes the run goes on with the others: the same
+global batch, laid out anew. SIGTERM, SIGINT and SIGUSR1 let the run save and stop; a second one ends it at once.
+Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else that of the last start."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row that bring no progress, and no more (3)")
+    parser.add_argument("--backoff", type=float, default=5.0, metavar="SECONDS", help="before a restart, doubled while fruitless (5)")
+    parser.add_argument("--stall", type=float, default=1800.0, metavar="SECONDS", help="without a new step logged or saved: restart (1800)")
+    parser.add_argument("--probe", default=PROBE, metavar="COMMAND", help=f"succeeds if {{host}} answers ({PROBE})")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's, with launch/pretrain.py and --config")
+    args = parser.parse_args(argv)
+    args.command = args.command[args.command[:1] == ["--"] :]
+    return args
+
+
+def config_in(command: list[str]) -> tuple[str, list[str]]:
+    """The config file and the overrides in a launcher's command. Raises `ConfigError` without one."""
+    for i, word in enumerate(command):
+        if word == "--config" and i + 1 < len(command):
+            return command[i + 1], [word for word in command if re.match(r"\w+\.\w+=", word)]
+    raise ConfigError("arguments", "the command has no --config", EXAMPLE)
+
+
+def run(argv: list[str]) -> int:
+    """Supervises; returns the exit status."""
+    args = parse(argv)
+    config, overrides = config_in(args.command)
+    loaded = load_any(config, overrides)
+    folder = loaded.log.dir
+    assert folder is not None
+    option = hostfile_option(args.command)
+    fleet = None if option is None else Fleet(option[1], config, overrides, args.probe)
+    options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}
+    return Supervisor(args.command, Path(folder), fleet=fleet, **options).run()
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

@@ -1,0 +1,118 @@
+"""What this rank has begun and where it waits, noted on the side, so that a hang can be put into words.
+
+A note costs about a microsecond and touches no device. Where somebody stands in the code is not noted but looked up
+when it is asked for (`line_of`). With NCCL an operation is begun when it is enqueued, and only the host's waits are seen.
+"""
+
+import sys
+import sysconfig
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+KEPT = 8  # operations a channel remembers: ranks that disagree do so over the last ones
+Note = tuple[int, str, str, torch.Size, torch.dtype]  # number, name of the group, operation, shape, dtype
+
+FOR_DEVICE = "waiting for its device"  # a phase
+
+
+class Channel:
+    """What a rank has begun over one communicator, or sent or received over one link.
+
+    All members begin the same operations in the same order, so equal numbers are parts of one operation; where they are not, ranks
+    disagree. As a context, entered by `during` and `waiting_for`, it notes that the rank waits.
+    """
+
+    __slots__ = ("begun", "ledger", "ranks", "recent", "since", "wanted")
+
+    def __init__(self, ledger: "Ledger", ranks: tuple[int, ...]) -> None:
+        self.ledger, self.ranks = ledger, ranks
+        self.begun = self.wanted = 0
+        self.since = 0.0
+        self.recent: deque[Note] = deque(maxlen=KEPT)
+
+    def begin(self, name: str, operation: str, x: Tensor) -> int:
+        """Notes that this rank begins its part of the channel's next operation, on `x`; returns its number."""
+        self.begun += 1
+        self.recent.append((self.begun, name, operation, x.shape, x.dtype))
+        self.ledger.events += 1
+        return self.begun
+
+    def during(self, name: str, operation: str, x: Tensor) -> "Channel":
+        """A context around an operation that this rank begins and waits for."""
+        self.wanted = self.begin(name, operation, x)
+        return self
+
+    def waiting_for(self, number: int) -> "Channel":
+        """A context around waiting for the operation `number`."""
+        self.wanted = number
+        return self
+
+    def __enter__(self) -> None:
+        self.since = time.perf_counter()
+        self.ledger.waiting = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        ledger = self.ledger
+        ledger.waited += time.perf_counter() - self.since
+        ledger.waiting = None
+        ledger.events += 1
+
+
+class Ledger:
+    """One rank's channels, and what it does between them."""
+
+    def __init__(self) -> None:
+        self.events = 0  # all that was noted: while it stands still, so does the rank
+        self.step = 0
+        self.phase: tuple[str, int | None] = ("starting", None)
+        self.waiting: Channel | None = None
+        self.waited = 0.0  # seconds spent waiting for other ranks
+        self.channels: dict[str, Channel] = {}
+
+    def mark(self, phase: str, microbatch: int | None = None) -> None:
+        """Notes what comes next; also the work of engines that bring their own collectives is then told apart."""
+        self.phase = (phase, microbatch)
+        self.events += 1
+
+    def take_waited(self) -> float:
+        """Seconds spent waiting for other ranks since this was asked last."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def channel(self, ranks: tuple[int, ...]) -> Channel:
+        """The channel of a communicator over `ranks`."""
+        return self._open(f"{ranks[0]}-{ranks[-1]}:{len(ranks)}:{hash(ranks) & 0xFFFFFFFF:x}", ranks)
+
+    def link(self, source: int, target: int) -> Channel:
+        """The channel of what rank `source` sends to rank `target`."""
+        return self._open(f"{source}>{target}", (source, target))
+
+    def _open(self, key: str, ranks: tuple[int, ...]) -> Channel:
+        if key not in self.channels:
+            self.channels[key] = Channel(self, ranks)
+        return self.channels[key]
+
+
+STANDARD = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent), __file__)
+
+
+def is_ours(file: str) -> bool:
+    """Whether code of this file says where somebody stands: neither the standard library's, nor PyTorch's, nor the ledger's does."""
+    return not file.startswith((*STANDARD, "<frozen")) or ("site-packages" in file and not file.startswith(STANDARD[1:]))
+
+
+def line_of(thread: int) -> str:
+    """Where a thread of this process stands: the innermost line of code that `is_ours`."""
+    frame = innermost = sys._current_frames().get(thread)
+    while frame is not None and not is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "an unknown line"
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,0 +1,207 @@
+"""Drills: a run that is struck by a fault under the supervisor, beside the same run that is not."""
+
+import json
+import random
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megacore.processes import descendants
+from megacore.survive.faults import Fault
+from megacore.survive.supervisor import STOPPED, Supervisor, send
+from megacore.verify.workers import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node {{ranks}} --master-port {{port}}"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a fault must lead to."""
+
+    cause: str  # a pattern that a line of output matches; {rank} and {step} stand for the fault's
+    restarts: int = 1
+    same_weights: bool = True
+
+
+EXPECTED = {
+    "kill": Expected(r"rank {rank} \(.*is dead"),
+    "exit": Expected(r"rank {rank} \(.*is dead"),
+    "stop": Expected(r"rank {rank} \(.*is stopped"),
+    "exception": Expected(r"rank {rank} \(.*failed: ValueError"),
+    "oom": Expected(r"rank {rank} \(.*failed: OutOfMemoryError"),
+    "hang": Expected(r"rank {rank} \(.*is in survive/faults.py"),
+    "slow": Expected(r"rank {rank} holds up the others", restarts=0),
+    "nan": Expected(r"step {step} skipped", restarts=0, same_weights=False),
+    "sigterm": Expected(r"stopped on request after step {step}"),
+    "disk_full": Expected(r"No space left on device"),
+    "corrupt": Expected(r"checkpoint error: .*/step_\d+: .* has changed in .* since it was written"),
+}
+
+
+@dataclass
+class Outcome:
+    """What came of a drill; None where it does not apply or did not happen."""
+
+    fault: str
+    noticed_seconds: float | None  # from the fault to the line that names its cause
+    cause: str | None  # that line
+    restarts: int
+    steps_lost: int | None
+    final_step: int
+    same_weights: bool  # bitwise those of the calm run
+    as_expected: bool
+
+
+@dataclass(frozen=True)
+class Drill:
+    """How the runs of a drill are started, and where they leave their folders."""
+
+    config: str
+    overrides: list[str]
+    ranks: int
+    folder: Path
+    launcher: str = TORCHRUN
+    verbose: bool = False
+
+    def command(self, name: str, *strike: str) -> list[str]:
+        """The launcher's command for one run."""
+        launcher = shlex.split(self.launcher.format(ranks=self.ranks, port=free_port()))
+        script = "launch/drill.py" if strike else "launch/pretrain.py"
+        return [*launcher, str(ROOT / script), *strike, "--config", self.config, *self.overrides, f"log.dir={self.folder / name}"]
+
+    def calm(self) -> Path:
+        """The run without a fault; returns its folder."""
+        folder = self._fresh("calm")
+        status = Supervisor(self.command("calm"), folder, restarts=0, listener=self._show).run()
+        if status:
+            raise RuntimeError(f"the run without a fault ended with status {status}; --verbose shows what it said")
+        return folder
+
+    def strike(self, fault: Fault, calm: Path) -> Outcome:
+        """The run with a fault, until it has finished."""
+        folder = self._fresh(fault.name.replace(":", "_").replace(",", "_").replace("=", ""))
+        lines: list[tuple[float, str]] = []
+
+        def listen(line: str) -> None:
+            lines.append((time.time(), line.rstrip("\n")))
+            self._show(line)
+
+        supervisor = Supervisor(self.command(folder.name, "--strike", fault.name), folder, backoff=0.1, listener=listen)
+        status = supervisor.run()
+        if supervisor.asked():
+            raise KeyboardInterrupt
+        if status == STOPPED:  # a scheduler would start it again
+            status = supervisor.run()
+        expected = EXPECTED[fault.kind]
+        mark = fault.mark(folder)
+        struck = float(mark.read_text()) if mark.exists() else None
+        pattern = re.compile(expected.cause.replace("{rank}", str(fault.rank)).replace("{step}", str(fault.step)))
+        found = next(((at, line) for at, line in lines if struck is not None and at >= struck and pattern.search(line)), None)
+        restarts = supervisor.attempts - 1
+        resumed = [int(number) for _, line in lines for number in re.findall(r"resumed after step (\d+)", line)]
+        lost = fault.step - 1 - (resumed[-1] if resumed else 0) if restarts else 0
+        same = status == 0 and same_weights(calm, folder)
+        return Outcome(
+            fault.name,
+            None if found is None or struck is None else found[0] - struck,
+            None if found is None else found[1],
+            restarts,
+            None if struck is None else max(0, lost),
+            supervisor.progress()[1],
+            same,
+            status == 0 and found is not None and restarts == expected.restarts and same == expected.same_weights,
+        )
+
+    def soak(self, seconds: float, seed: int) -> dict[str, object]:
+        """A run of which a random rank is killed again and again for so long, and which then may finish, beside a calm one."""
+        calm = self.calm()
+        folder = self._fresh("soak")
+        supervisor = Supervisor(self.command("soak"), folder, restarts=20, backoff=0.1, listener=self._show)
+        kills: list[float] = []
+        done = threading.Event()
+        killer = threading.Thread(target=kill_at_random, args=(supervisor, seconds, random.Random(seed), kills, done), daemon=True)
+        started = time.time()
+        killer.start()
+        status = supervisor.run()
+        done.set()
+        killer.join()
+        losses = [last_loss(path) for path in (calm, folder)]
+        return {
+            "seconds": time.time() - started,
+            "kills": len(kills),
+            "restarts": supervisor.attempts - 1,
+            "calm_loss": losses[0],
+            "soak_loss": losses[1],
+            "same_weights": status == 0 and same_weights(calm, folder),
+            "as_expected": status == 0 and losses[0] == losses[1] and bool(kills),
+        }
+
+    def _fresh(self, name: str) -> Path:
+        folder = self.folder / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def _show(self, line: str) -> None:
+        if self.verbose:
+            sys.stderr.write(line)
+
+
+def kill_at_random(supervisor: Supervisor, seconds: float, chance: random.Random, kills: list[float], done: threading.Event) -> None:
+    """For `seconds`, some seconds after every start has shown that it trains, kills one of its ranks."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not done.is_set():
+        before, attempt = supervisor.progress(), supervisor.attempts
+        while supervisor.progress() == before and supervisor.attempts == attempt and not done.wait(0.1):
+            continue
+        if done.wait(chance.uniform(0.5, 5.0)) or supervisor.child is None:
+            return
+        ranks = [pid for pid in descendants(supervisor.child.pid) if is_rank(pid)]
+        if ranks:
+            send([chance.choice(ranks)], signal.SIGKILL)
+            kills.append(time.monotonic())
+
+
+def is_rank(pid: int) -> bool:
+    """Whether a process trains, rather than launches."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(word.endswith(b"launch/pretrain.py") for word in words[1:3])  # behind the interpreter and its options
+
+
+def last_loss(folder: Path) -> float | None:
+    """The loss of a run's last logged step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next((line["loss"] for line in reversed(lines) if "loss" in line), None)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether the newest checkpoints of two runs hold the same bits in every tensor, moments included."""
+    import torch
+
+    from megacore import checkpoint
+    from megacore.tensor_parallel.shard import Shard
+
+    readers = [checkpoint.Reader(checkpoint.locate(folder)) for folder in (one, other)]
+    if readers[0].step != readers[1].step or readers[0].names != readers[1].names:
+        return False
+    for name in readers[0].names:
+        shape = readers[0].manifest.tensors[name].shape
+        first, second = (reader.read(name, Shard(shape)) for reader in readers)
+        if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
+            return False
+    return True
+
+
+def as_json(outcomes: list[Outcome]) -> list[dict[str, object]]:
+    """Outcomes as JSON values."""
+    return [asdict(outcome) for outcome in outcomes]

@@ -1,0 +1,176 @@
+"""What can befall a rank, for drills. Training itself knows nothing of it: a fault is wrapped around one of its methods."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from megacore import checkpoint
+from megacore.config.schema import resolved
+from megacore.errors import ConfigError
+from megacore.train.trainer import Trainer
+
+SPEC = "KIND:rank=R,step=N, such as kill:rank=3,step=7"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: which, on which rank, at the beginning of which step; it strikes once, however often the run starts."""
+
+    kind: str
+    rank: int
+    step: int
+    options: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:rank={self.rank},step={self.step}" + "".join(f",{key}={value:g}" for key, value in self.options.items())
+
+    def mark(self, folder: Path) -> Path:
+        """The file that says that it has struck, and when."""
+        return folder / f"drill_{self.kind}_{self.rank}_{self.step}"
+
+
+def parse(text: str) -> Fault:
+    """`SPEC` to a fault. Raises `ConfigError`."""
+    kind, _, rest = text.partition(":")
+    try:
+        options = {key: float(value) for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
+        fault = Fault(kind, int(options.pop("rank", 0)), int(options.pop("step", 2)), options)
+    except ValueError:
+        raise ConfigError("--fault", f"{text} is none", SPEC) from None
+    if kind not in KINDS:
+        raise ConfigError("--fault", f"{kind} is no kind of fault", " ".join(KINDS))
+    return fault
+
+
+def kill(trainer: Trainer, fault: Fault) -> None:
+    """As the kernel does that is out of memory, or a machine that loses its power."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(trainer: Trainer, fault: Fault) -> None:
+    """Stops without ending, as under a debugger, or a host that swaps."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave(trainer: Trainer, fault: Fault) -> None:
+    """Ends without a word."""
+    os._exit(7)
+
+
+def exception(trainer: Trainer, fault: Fault) -> NoReturn:
+    """A mistake in Python."""
+    raise ValueError("the drill's exception")
+
+
+def out_of_memory(trainer: Trainer, fault: Fault) -> NoReturn:
+    """What PyTorch raises when a device has no more memory."""
+    raise torch.OutOfMemoryError("the drill's device is out of memory")
+
+
+def hang(trainer: Trainer, fault: Fault) -> None:
+    """Waits in Python for something that does not come."""
+    time.sleep(fault.options.get("seconds", 3600.0))
+
+
+def slow(trainer: Trainer, fault: Fault) -> None:
+    """This step and all after it take longer here."""
+    run = trainer.loader.step
+
+    def step(number: int) -> Any:
+        time.sleep(fault.options.get("seconds", 0.5))
+        return run(number)
+
+    trainer.loader.step = step  # type: ignore[assignment, method-assign]
+
+
+def nan(trainer: Trainer, fault: Fault) -> None:
+    """A gradient that is not a number on this rank alone, as from a faulty device."""
+    step = trainer.engine.step
+
+    def poisoned(*args: Any) -> Any:
+        piece, _ = next(iter(trainer.engine.gradients().values()))
+        piece.fill_(torch.nan)
+        trainer.engine.step = step  # type: ignore[method-assign]
+        return step(*args)
+
+    trainer.engine.step = poisoned  # type: ignore[assignment, method-assign]
+
+
+def terminate(trainer: Trainer, fault: Fault) -> None:
+    """What a scheduler sends before it takes the machine away."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def disk_full(trainer: Trainer, fault: Fault) -> None:
+    """The next save finds no room."""
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> NoReturn:
+        os.fsync = sync
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = refuse  # type: ignore[assignment]
+
+
+def corrupt(trainer: Trainer, fault: Fault) -> None:
+    """A bit of the newest checkpoint is flipped, and then the rank killed, so that somebody has to read it."""
+    newest = checkpoint.checkpoints_in(folder_of(trainer))[0]
+    file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as out:
+        out.seek(file.stat().st_size * 3 // 4)
+        byte = out.read(1)[0]
+        out.seek(-1, os.SEEK_CUR)
+        out.write(bytes([byte ^ 1]))
+    kill(trainer, fault)
+
+
+KINDS: dict[str, Callable[[Trainer, Fault], None]] = {
+    "kill": kill,
+    "stop": stop,
+    "exit": leave,
+    "exception": exception,
+    "oom": out_of_memory,
+    "hang": hang,
+    "slow": slow,
+    "nan": nan,
+    "sigterm": terminate,
+    "disk_full": disk_full,
+    "corrupt": corrupt,
+}
+
+
+def folder_of(trainer: Trainer) -> Path:
+    """The run's folder."""
+    return Path(resolved(trainer.config.log.dir))
+
+
+def install(fault: Fault) -> None:
+    """Lets the fault strike in this process, if it is the rank."""
+    forward_backward = Trainer.forward_backward
+
+    def struck(self: Trainer) -> torch.Tensor:
+        if self.step == fault.step and self.mesh.place.rank == fault.rank and strike_once(fault.mark(folder_of(self))):
+            KINDS[fault.kind](self, fault)
+        return forward_backward(self)
+
+    Trainer.forward_backward = struck  # type: ignore[method-assign]
+
+
+def strike_once(mark: Path) -> bool:
+    """Whether this is the first time; leaves the time there."""
+    try:
+        with mark.open("x") as out:
+            out.write(str(time.time()))
+            out.flush()
+            os.fsync(out.fileno())
+    except FileExistsError:
+        return False
+    return True

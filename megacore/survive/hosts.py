@@ -1,0 +1,162 @@
+"""The machines of a run: which of a hostfile's answer, and how the run is laid out on them."""
+
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from megacore.config import Config, load
+from megacore.config.load import smallest_world
+from megacore.errors import ConfigError
+
+PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
+PROBE_SECONDS = 15.0
+OPTION = re.compile(r"(--hostfile|-H)(=(.*))?")  # of the deepspeed launcher
+KEPT = 0.75  # of the ranks: a layout that employs as many is not changed for one that employs more
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Slots by host. Raises `ConfigError` where the file cannot be read."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError("--hostfile", f"cannot read {path}: {error.strerror}", "lines such as `node1 slots=8`") from None
+    hosts: dict[str, int] = {}
+    for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
+        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if found is None:
+            raise ConfigError("--hostfile", f"{path} has a line `{line}`", "lines such as `node1 slots=8`")
+        hosts[found[1]] = int(found[2])
+    return hosts
+
+
+def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
+    """Where in the deepspeed launcher's command its hostfile stands, and which it is. Raises `ConfigError` for another's, which
+    says the number of ranks elsewhere too."""
+    if Path(command[0]).name in ("mpirun", "mpiexec", "srun"):
+        if any(re.fullmatch(r"-?-(machine|host)file(=.*)?", word) for word in command):
+            right = "leave it to the job's own machines, or use the deepspeed launcher"
+            raise ConfigError("--hostfile", f"only the deepspeed launcher's can be changed, not {command[0]}'s", right)
+        return None
+    for i, word in enumerate(command):
+        found = OPTION.fullmatch(word)
+        if found and found[3]:
+            return i, Path(found[3])
+        if found and not found[2] and i + 1 < len(command):
+            return i + 1, Path(command[i + 1])
+    return None
+
+
+class Planned(NamedTuple):
+    """How many ranks a run gets, and the overrides that lay it out on them."""
+
+    ranks: int
+    overrides: list[str]
+
+
+class Fleet:
+    """The machines that a launcher's hostfile names, looked at anew before every start."""
+
+    def __init__(self, hostfile: Path, config: str, overrides: list[str], probe: str = PROBE) -> None:
+        """`probe`: a command that succeeds if `{host}` answers; this machine always does."""
+        self.hostfile, self.config, self.overrides, self.probe = hostfile, config, overrides, probe
+        self.named = read_hostfile(hostfile)
+        self.lines: list[str] = []  # about the last start
+
+    def changed(self) -> bool:
+        """Whether the hostfile names others than at the last start."""
+        try:
+            return read_hostfile(self.hostfile) != self.named
+        except ConfigError:
+            return False  # somebody is writing it
+
+    def command(self, command: list[str], folder: Path) -> list[str]:
+        """The launcher's command for the machines that answer now. Raises `ConfigError` if there are none that would do."""
+        self.named = read_hostfile(self.hostfile)
+        hosts = self._answering()
+        planned = plan(self.config, self.overrides, sum(hosts.values()))
+        file = folder / "hostfile"
+        folder.mkdir(parents=True, exist_ok=True)
+        left, lines = planned.ranks, []
+        for host, slots in hosts.items():
+            if used := min(slots, left):
+                lines.append(f"{host} slots={used}\n")
+            left -= used
+        file.write_text("".join(lines), encoding="utf-8")
+        silent = [host for host in self.named if host not in hosts]
+        said = f"{planned.ranks} ranks on {len(lines)} of {len(self.named)} hosts: {' '.join(planned.overrides)}"
+        print("supervise: " + said + (f"; no answer from {', '.join(silent)}" if silent else ""), flush=True)
+        option = hostfile_option(command)
+        assert option is not None
+        at, _ = option
+        word = f"{command[at].partition('=')[0]}={file}" if OPTION.fullmatch(command[at]) else str(file)
+        return [*command[:at], word, *command[at + 1 :], *planned.overrides]
+
+    def _answering(self) -> dict[str, int]:
+        with ThreadPoolExecutor(64) as pool:
+            answers = pool.map(self._answers, self.named)
+        return {host: slots for (host, slots), answers_ in zip(self.named.items(), answers, strict=True) if answers_}
+
+    def _answers(self, host: str) -> bool:
+        if host in ("localhost", "127.0.0.1", socket.gethostname()):
+            return True
+        try:
+            words = [word.replace("{host}", host) for word in shlex.split(self.probe)]
+            return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+
+
+def plan(config: str, overrides: list[str], ranks: int) -> Planned:
+    """The layout of a run on at most `ranks` ranks: its own if that employs most of them, else the most like it of those that employ
+    the most. The global batch stays; a rank's share may be cut into smaller microbatches.
+
+    Raises:
+        ConfigError: no layout fits.
+    """
+    own = load_any(config, overrides)
+    shape = (own.parallel.tensor, own.parallel.pipeline)
+    for used in range(ranks, int(KEPT * ranks) - 1, -1):
+        if (planned := fits(config, overrides, own, used, *shape)) is not None:
+            return planned
+    for used in range(ranks, 0, -1):
+        for tensor, pipeline in layouts_like(shape, used):
+            if (planned := fits(config, overrides, own, used, tensor, pipeline)) is not None:
+                return planned
+    raise ConfigError("parallel", f"no layout fits on {ranks} ranks", "more machines")
+
+
+def load_any(config: str, overrides: list[str]) -> Config:
+    """The config on as many ranks as it asks for."""
+    return load(config, overrides, smallest_world(config, overrides)).config
+
+
+def layouts_like(shape: tuple[int, int], ranks: int) -> Iterator[tuple[int, int]]:
+    """(tensor, pipeline) that divide `ranks`, those first that divide the model into nearly as many parts as `shape` does: less would
+    not fit in memory, more would be slow."""
+    tensor, pipeline = shape
+    pairs = [(t, p) for t in divisors(ranks) if t <= tensor for p in divisors(ranks // t)]
+    yield from sorted(pairs, key=lambda pair: (abs(pair[0] * pair[1] - tensor * pipeline), abs(pair[0] - tensor)))
+
+
+def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int, pipeline: int) -> Planned | None:
+    """The layout on exactly `ranks` ranks with the largest microbatch that the config allows there, if any."""
+    if ranks < 1 or ranks % (tensor * pipeline):
+        return None
+    for size in reversed(divisors(own.train.micro_batch_size)):
+        laid = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", "parallel.data=auto", f"train.micro_batch_size={size}"]
+        try:
+            load(config, [*overrides, *laid], ranks)
+        except ConfigError:
+            continue
+        return Planned(ranks, laid)
+    return None
+
+
+def divisors(number: int) -> list[int]:
+    """Of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]

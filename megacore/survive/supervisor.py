@@ -1,0 +1,224 @@
+"""Starts a run again until it is finished: the launcher's command as a child, requests to stop as a file that all ranks see.
+
+A launcher that gets a signal gives its ranks little time, some of them half a minute, and does not forward every signal. So none is
+sent: `STOP` in the run's folder lets training end at the next step, saved, on every machine.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from megacore.errors import ConfigError
+from megacore.processes import ENDED, descendants, process_state
+from megacore.survive.hosts import Fleet
+from megacore.train.stopping import REQUESTS, STOP
+
+STOPPED = 75
+LOOK_SECONDS = 0.2
+MOST_BACKOFF = 300.0
+END_SECONDS = 10.0  # for a launcher to end its ranks
+
+
+class Supervisor:
+    """One run, from its first start to its end."""
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        *,
+        fleet: Fleet | None = None,
+        restarts: int = 3,
+        backoff: float = 2.0,
+        stall: float = 1800.0,
+        steps: int = 0,
+        listener: Callable[[str], None] | None = None,
+    ) -> None:
+        """`command` starts the run whose log.dir is `folder`, of so many `steps`. `fleet`: the machines, where a hostfile names them.
+
+        `restarts`: in a row that bring no progress. `backoff`: seconds before the first of them, doubled with each. `stall`: seconds
+        without anything new in `folder` after which the run is ended and started again. `listener` gets every line of output.
+        """
+        self.command, self.folder, self.fleet, self.listener = command, folder, fleet, listener
+        self.restarts, self.backoff, self.stall, self.steps = restarts, backoff, stall, steps
+        self.child: subprocess.Popen[str] | None = None
+        self.requests = 0  # to stop
+        self.resizing = False  # whether the run was asked to stop because its machines are others now
+        self.stalled = False  # whether it was ended because nothing happened
+        self.request = 0  # when `_ask` wrote its file, as the file system says; 0: it has not
+        self.attempts, self.started = 0, time.time()
+
+    def run(self) -> int:
+        """Until the run has finished (0), stopped on request (75), was refused (2), or fails without progress: the child's status."""
+        initial = best = self.progress()
+        fruitless = 0
+        previous = {number: signal.signal(number, self._note) for number in REQUESTS} if is_main_thread() else {}
+        try:
+            while True:
+                try:
+                    status = self._attempt()
+                except ConfigError as error:
+                    if not self.attempts:
+                        raise
+                    say(str(error))  # nobody answers now: perhaps later
+                    status = 2
+                now = self.progress()
+                if status == 0 and max(now) >= self.steps:
+                    return 0
+                if self.asked() or (status == STOPPED and not self.resizing and not self.stalled):
+                    say("stopped on request; the same command goes on from there")
+                    return STOPPED
+                if self.resizing:
+                    self._withdraw()
+                    continue
+                if status == 2 and now == initial:  # else it is a run that was going well and cannot go on, say for a full disk
+                    return 2
+                if (self.folder / STOP).exists():
+                    say(f"stopped on request; remove {self.folder / STOP} to go on")
+                    return STOPPED
+                fruitless = 0 if any(new > old for new, old in zip(now, best, strict=True)) else fruitless + 1
+                best = (max(best[0], now[0]), max(best[1], now[1]))
+                if fruitless > self.restarts:
+                    say(f"given up: {self.restarts} restarts in a row brought no progress beyond step {max(best)} (status {status})")
+                    return status if status > 0 else 1  # a launcher that was killed may well say 0
+                pause = min(MOST_BACKOFF, self.backoff * 2 ** max(0, fruitless - 1))
+                say(f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in {pause:.0f} s")
+                self._sleep(pause)
+                if self.asked():
+                    return STOPPED
+        finally:
+            self._withdraw()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def asked(self) -> bool:
+        """Whether somebody wants the run to stop."""
+        return self.requests > 0
+
+    def progress(self) -> tuple[int, int]:
+        """The newest checkpoint's step and the last logged one, 0 where there is none."""
+        names = [path.name for path in (self.folder / "checkpoints").glob("step_*")]
+        steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name))]
+        metrics = self.folder / "metrics.jsonl"
+        try:
+            with metrics.open("rb") as lines:
+                lines.seek(max(0, metrics.stat().st_size - 65536))
+                logged = [json.loads(line)["step"] for line in lines.read().splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+        except FileNotFoundError:
+            logged = []
+        return max(steps, default=0), max(logged, default=0)
+
+    def _has_saved(self) -> bool:
+        """Whether there is a checkpoint of this run, newer than its first start."""
+        return any(path.stat().st_mtime > self.started for path in (self.folder / "checkpoints").glob("step_????????"))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requests += 1
+        if self.requests == 1:
+            say(f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more ends it at once")
+            self._ask()
+        elif self.child is not None:
+            end_tree(self.child.pid, signal.SIGKILL)
+
+    def _ask(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / STOP
+        with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8"):  # somebody's own request says the same
+            self.request = file.stat().st_mtime_ns
+
+    def _withdraw(self) -> None:
+        """Takes back what `_ask` has asked, and nobody else's request."""
+        file = self.folder / STOP
+        self.resizing = False
+        if self.request and file.exists() and file.stat().st_mtime_ns == self.request:
+            file.unlink()
+        self.request = 0
+
+    def _attempt(self) -> int:
+        """Starts the run once and waits for its end."""
+        command = self.command if self.fleet is None else self.fleet.command(self.command, self.folder)
+        if self.attempts and self._has_saved():
+            command = [*command, "checkpoint.resume=auto"]  # whatever the first start was to begin from
+        self.attempts += 1
+        self.stalled = False
+        pipe = None if self.listener is None else subprocess.PIPE
+        try:
+            self.child = subprocess.Popen(
+                command,
+                stdout=pipe,
+                stderr=pipe and subprocess.STDOUT,
+                text=True,
+                env=os.environ | ({"PYTHONUNBUFFERED": "1"} if pipe else {}),  # a listener hears what is said when it is said
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(command[0], f"cannot be started: {error.strerror}", "a launcher's command") from None
+        reader = threading.Thread(target=self._listen, args=(self.child.stdout,), daemon=True)
+        if self.listener is not None:
+            reader.start()
+        news, since = self.progress(), time.monotonic()
+        while self.child.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            if (latest := self.progress()) != news:
+                news, since = latest, time.monotonic()
+            if time.monotonic() - since > self.stall:
+                say(f"nothing new in {self.folder} for {self.stall:.0f} s: the run is ended")
+                self.stalled = True
+                end_tree(self.child.pid)
+            if self.fleet is not None and not self.resizing and not self.requests and self.fleet.changed():
+                say("other machines from now on: the run is asked to stop at its next step, and goes on with them")
+                self.resizing = True
+                self._ask()
+        if self.listener is not None:
+            reader.join(END_SECONDS)
+        return self.child.returncode
+
+    def _listen(self, lines: IO[str]) -> None:
+        assert self.listener is not None
+        for line in lines:
+            self.listener(line)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.requests:
+            time.sleep(LOOK_SECONDS)
+
+
+def end_tree(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Ends a launcher and all that it has started; what a first signal does not end, SIGKILL does."""
+    those = [pid, *descendants(pid)]
+    send(those[:1], number)
+    deadline = time.monotonic() + (END_SECONDS if number != signal.SIGKILL else 0.0)
+    while time.monotonic() < deadline and any(process_state(each) not in ENDED for each in those):
+        time.sleep(LOOK_SECONDS)
+    send(those, signal.SIGKILL)
+
+
+def send(pids: list[int], number: signal.Signals) -> None:
+    """A signal to processes, some of which may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def is_main_thread() -> bool:
+    """Whether signals can be listened for here."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def say(line: str) -> None:
+    """A line on stderr, in one write."""
+    sys.stderr.write(f"supervise: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,218 @@
+"""The hang doctor: notices that training stands still, asks every rank where it is, and says in words who holds it up.
+
+Each rank has a thread that now and then looks whether its ledger has grown, and whether some rank has raised the alarm; both cost
+nothing that a step could feel. At an alarm every rank publishes its ledger through the store in which the ranks met (over a
+connection of its own: the main thread's may be waiting), one of them judges, and if waiting is of no use all end.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megacore.ledger import line_of
+from megacore.mesh import Mesh
+from megacore.processes import ENDED, STOPPED, process_state
+from megacore.train.verdict import Seat, Snapshot, Verdict, judge
+
+START_UP = 4.0  # times as long may pass until the first step is done: compiling, reading a checkpoint
+ANSWER_SECONDS = 3.0  # for a rank to publish its ledger
+LINGER_SECONDS = 1.0  # after a verdict: who holds the store ends last
+STORE_SECONDS = 10.0  # for an answer of the store
+HUNG = 1  # exit status
+
+
+class Doctor:
+    """One rank's part of it. `close` before the rank leaves the mesh."""
+
+    def __init__(self, mesh: Mesh, seconds: float, folder: Path) -> None:
+        """Starts watching; `seconds` in which nothing happens are a hang. `folder`: for what NCCL has to say then."""
+        assert mesh.store is not None
+        self.ledger, self.rank, self.world_size, self.seconds = mesh.ledger, mesh.place.rank, mesh.place.world_size, seconds
+        self.folder = folder if mesh.backend == "nccl" else None
+        self.local_rank = mesh.place.local_rank
+        first = self.rank - self.local_rank
+        self.local_ranks = range(first, min(first + mesh.place.local_world_size, self.world_size))
+        self.main = threading.get_ident()
+        self.tick = min(5.0, max(0.1, seconds / 60))
+        self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # for a verdict: twice what its judge waits, and some
+        place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
+        self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), place)
+        self.store = dist.PrefixStore("doctor", mesh.store.clone())  # type: ignore[attr-defined]
+        self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self.store.set(f"seat/{self.rank}", json.dumps(asdict(self.seat)))
+        self.first: Seat | None = None  # of rank 0, which may hold the store: asked for while it lives
+        self.failed = ""
+        self.asked, self.closed = threading.Event(), threading.Event()
+        self.round = 0
+        self.events, self.idle, self.first_step = -1, 0.0, 0
+        self.thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stops watching."""
+        self.closed.set()
+        self.asked.set()
+        self.thread.join()
+
+    def ask(self, failed: str) -> None:
+        """This rank has lost its peer: ends the process with a verdict on whose fault it was; returns if there is none in time."""
+        self.failed = failed
+        self.asked.set()
+        self.thread.join(self.patience + ANSWER_SECONDS)
+
+    def last_words(self, reason: str) -> None:
+        """This rank has failed, and said why: the others shall end without a word."""
+        try:
+            self.store.set("words", reason)
+            self.store.set(f"alarm/{self.round}", "1")
+            if self.rank == 0:
+                time.sleep(LINGER_SECONDS)
+        except dist.DistError as error:
+            sys.stderr.write(f"the other ranks could not be told: {error}\n")
+
+    def _watch(self) -> None:
+        while not self.closed.is_set():
+            try:
+                alarmed = self.store.check([f"alarm/{self.round}"])
+                if self.first is None and self.store.check(["seat/0"]):
+                    self.first = Seat(**json.loads(self.store.get("seat/0")))
+                if (self.asked.is_set() and not self.closed.is_set()) or self._stands_still():
+                    self.store.set(f"alarm/{self.round}", "1")
+                    alarmed = True
+                if alarmed and not self.closed.is_set():
+                    self._examine()
+            except dist.DistError:
+                self._lost_store()
+            self.asked.wait(self.tick)
+
+    def _stands_still(self) -> bool:
+        """Counts looks, not clocks: a job that was suspended as a whole has not been idle."""
+        ledger = self.ledger
+        self.first_step = self.first_step or ledger.step
+        self.idle = self.idle + self.tick if ledger.events == self.events else 0.0
+        self.events = ledger.events
+        return self.idle >= self.seconds * (START_UP if ledger.step == self.first_step else 1.0)
+
+    def snapshot(self) -> Snapshot:
+        """This rank's ledger now."""
+        ledger = self.ledger
+        waiting, (phase, microbatch) = ledger.waiting, ledger.phase
+        keys = {id(channel): key for key, channel in ledger.channels.items()}
+        channels = {}
+        for key, channel in list(ledger.channels.items()):
+            notes = [
+                [number, name, operation, list(shape), str(dtype)[6:]] for number, name, operation, shape, dtype in tuple(channel.recent)
+            ]
+            channels[key] = (list(channel.ranks), channel.begun, notes)
+        return Snapshot(
+            self.rank,
+            ledger.step,
+            phase if microbatch is None else f"{phase} of microbatch {microbatch}",
+            line_of(self.main),
+            self.idle,
+            None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),
+            channels,
+            {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.local_ranks).values() if seat.host == self.seat.host},
+            self.failed,
+        )
+
+    def _seats(self, ranks: range) -> dict[int, Seat]:
+        """Of the ranks that have come so far; of others a seat without a place."""
+        come = [rank for rank in ranks if self.store.check([f"seat/{rank}"])]
+        known = dict(zip(come, self.store.multi_get([f"seat/{rank}" for rank in come]), strict=True))
+        return {rank: Seat(**json.loads(known[rank])) if rank in known else Seat(rank, "unknown", 0, "still joining") for rank in ranks}
+
+    def _examine(self) -> None:
+        """Publishes this rank's ledger and waits for the verdict, or is the rank that makes it."""
+        folder = f"round/{self.round}"
+        self.store.set(f"{folder}/{self.rank}", json.dumps(asdict(self.snapshot())))
+        if self.store.compare_set(f"{folder}/judge", "", str(self.rank)) == str(self.rank).encode():
+            verdict = self._judge(folder)
+            if verdict.text:
+                say(f"hang doctor: {verdict.text}")
+            self.store.set(f"{folder}/verdict", json.dumps(asdict(verdict)))
+        else:
+            deadline = time.monotonic() + self.patience
+            while not self.store.check([f"{folder}/verdict"]):
+                if time.monotonic() > deadline:
+                    say(f"hang doctor: rank {self.rank} was promised a verdict and got none")
+                    os._exit(HUNG)
+                time.sleep(self.tick)
+            verdict = Verdict(**json.loads(self.store.get(f"{folder}/verdict")))
+        self.idle = 0.0
+        self.round += 1
+        if verdict.fatal:
+            self._end(verdict)
+
+    def _judge(self, folder: str) -> Verdict:
+        """Collects what the others publish and judges; does not wait for ranks that are known not to answer."""
+        seats = self._seats(range(self.world_size))
+        snapshots: dict[int, Snapshot] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS + 2 * self.tick
+        while time.monotonic() < deadline:
+            for rank in seats:
+                if rank not in snapshots and self.store.check([f"{folder}/{rank}"]):
+                    snapshots[rank] = Snapshot(**json.loads(self.store.get(f"{folder}/{rank}")))
+            if self.store.check(["words"]):
+                return Verdict("failed", [], "")  # a rank that has said so itself
+            silent = {str(rank) for rank in seats if rank not in snapshots}
+            lost = {rank for s in snapshots.values() for rank, state in s.processes.items() if state in ENDED + STOPPED}
+            if silent <= lost:
+                break
+            time.sleep(0.05)
+        return judge(seats, snapshots, self.seconds)
+
+    def _end(self, verdict: Verdict) -> None:
+        """Ends this process, and those here that cannot do so themselves; the launcher, or whoever supervises it, starts the job anew."""
+        if verdict.cause in ("stopped", "silent"):
+            for seat in self._seats(self.local_ranks).values():
+                if seat.rank in verdict.ranks and seat.host == self.seat.host and process_state(seat.pid) not in ENDED:
+                    with contextlib.suppress(ProcessLookupError):  # another rank did it
+                        os.kill(seat.pid, signal.SIGKILL)
+        if self.folder is not None:
+            dump_flight_recorder(self.folder / f"nccl_rank_{self.rank:05d}.json")
+        if self.rank == 0:
+            time.sleep(LINGER_SECONDS)
+        sys.stdout.flush()
+        os._exit(HUNG)
+
+    def _lost_store(self) -> None:
+        """Whoever holds the store is gone, or out of reach. At the end of a run that is as it should be, and this one is about to close."""
+        if self.closed.wait(0.5 if self.failed else 2 * ANSWER_SECONDS):
+            return
+        if self.local_rank == 0 or self.rank == 1:
+            first = self.first or Seat(0, "unknown", 0, "still joining")
+            if first.host == self.seat.host and process_state(first.pid) in ENDED:
+                say(f"hang doctor: {first} is dead: no such process any more (killed, or out of memory?)")
+            else:
+                say(f"hang doctor: the store in which the ranks met, beside {first}, does not answer: dead, or the network to it is cut")
+        os._exit(HUNG)
+
+
+def say(line: str) -> None:
+    """A line on stderr, in one write: lines of several ranks must not mix."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def prepare_flight_recorder() -> None:
+    """Lets NCCL's process groups keep their last operations, unless the environment says otherwise."""
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+
+
+def dump_flight_recorder(file: Path) -> None:
+    """Writes what NCCL's process groups did last, and says where it is."""
+    from torch._C import _distributed_c10d
+
+    file.write_bytes(_distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))  # type: ignore[attr-defined]
+    say(f"NCCL's flight recorder is in {file}")

@@ -1,0 +1,97 @@
+"""A run's checkpoints: when they are saved, what is said of them, and what happens when one cannot be."""
+
+import time
+from pathlib import Path
+
+from megacore.checkpoint import MeshRanks, Saved, Saver
+from megacore.checkpoint.disk import size_text
+from megacore.config import Config
+from megacore.engine.protocol import Engine
+from megacore.errors import CheckpointError
+from megacore.mesh import Mesh
+from megacore.train.logs import Logs
+
+
+class Saving:
+    """Saves an engine's tensors in the run's folder. Methods are collective, but for `hold_update` and `read_seconds`."""
+
+    def __init__(self, config: Config, mesh: Mesh, engine: Engine, logs: Logs) -> None:
+        self.config, self.engine, self.logs = config, engine, logs
+        options = config.checkpoint
+        assert config.log.dir is not None
+        self.saver = Saver(
+            Path(config.log.dir) / "checkpoints",
+            MeshRanks(mesh),
+            keep=options.keep,
+            keep_every=options.keep_every,
+            background=options.async_,
+            device=mesh.device,
+        )
+        self.step = 0  # of the save that began last
+        self.latest: Path | None = None  # the newest that was saved, and its step
+        self.latest_step = 0
+        self.said: Path | None = None
+        self.seconds = 0.0  # that training has waited since they were read
+
+    def save(self, step: int, samples: int) -> None:
+        """Save the step just done, behind so many samples; training goes on when it is on disk, or (`checkpoint.async`) copied."""
+        self.finish()
+        started = time.perf_counter()
+        config = self.config
+        state = {
+            "samples": samples,
+            "seed": config.train.seed,
+            "engine": self.engine.state(),
+            "model": config.model.model_dump(),
+            "config": config.model_dump(by_alias=True),
+        }
+        self.step = step
+        self.saver.start(step, self.engine.tensors(), state)
+        self.seconds += time.perf_counter() - started
+        if not config.checkpoint.async_:
+            self.finish()
+
+    def finish(self, *, last: bool = False) -> None:
+        """Wait for the save that is under way, if one is.
+
+        Raises:
+            CheckpointError: it could not be saved, on all ranks alike; with `checkpoint.on_failure=continue` only of the `last`.
+        """
+        started = time.perf_counter()
+        try:
+            saved = self.saver.finish()
+        except CheckpointError as error:
+            if last or self.config.checkpoint.on_failure == "stop":
+                raise
+            self.logs.say(f"WARNING: {error}; training goes on without it")
+        else:
+            if saved is not None:
+                self.latest, self.latest_step = saved.path, self.step
+                self._say(saved)
+        self.seconds += time.perf_counter() - started
+
+    def look(self, failed: bool) -> None:
+        """At a step boundary at which ranks agreed whether a save has `failed` on any of them: say what became of it."""
+        if failed:
+            self.finish()
+        elif saved := self.saver.committed:
+            self._say(saved)
+
+    def _say(self, saved: Saved) -> None:
+        if saved.path != self.said:
+            self.said = saved.path
+            self.logs.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
+
+    def hold_update(self) -> None:
+        """Before each optimizer step: it waits, on the device, for what is being copied."""
+        self.saver.hold_update()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's part of the save under way has failed."""
+        return self.saver.failed
+
+    def read_seconds(self) -> float:
+        """How long training has waited for saves since this was last read."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds

@@ -1,0 +1,84 @@
+"""Steps with a bad gradient: all ranks skip them alike, say which samples they had, and go around them where there are too many."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore import checkpoint
+from megacore.train.skips import TooManySkips
+from megacore.train.trainer import Trainer
+from tests import training
+
+OVERRIDES = ["train.steps=8", "checkpoint.every=2"]
+
+
+def poisoned_rank(config_path: str, overrides: list[str], log_dir: str, batches: list[int], value: float) -> list[int]:
+    """A run in which the last rank's gradient is multiplied by `value` in some batches; returns the batches that were read."""
+    forward_backward = Trainer.forward_backward
+    read = []
+
+    def poisoned(self: Trainer) -> torch.Tensor:
+        share = forward_backward(self)
+        batch = self.step + self.ahead
+        read.append(batch)
+        if batch in batches and self.mesh.place.rank == self.mesh.place.world_size - 1:
+            for piece, _ in self.engine.gradients().values():
+                piece.mul_(value)
+        return share
+
+    Trainer.forward_backward = poisoned  # type: ignore[method-assign]
+    try:
+        training.run_rank(config_path, overrides, log_dir)
+    finally:
+        Trainer.forward_backward = forward_backward  # type: ignore[method-assign]
+    return read
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("bad")
+    return training.write_config(folder, training.write_corpus(folder))
+
+
+def skipped(folder: Path) -> list[tuple[int, int, int]]:
+    lines = [json.loads(line) for line in (folder / "skipped.jsonl").read_text().splitlines()]
+    return [(line["step"], line["first_sample"], line["last_sample"]) for line in lines]
+
+
+def updates(folder: Path) -> float:
+    path = checkpoint.find_latest(folder)
+    assert path is not None
+    return checkpoint.Reader(path).state["engine"]["updates"]
+
+
+@pytest.mark.parametrize("engine", [[], ["engine.kind=fsdp"]])
+def test_a_gradient_that_is_bad_on_one_rank_is_skipped_by_all(pool: Any, config: str, tmp_path: Path, engine: list[str]) -> None:
+    """After the reduction, data ranks could take different decisions, and from there on have different weights."""
+    pool.run(2, poisoned_rank, config, [*OVERRIDES, *engine], str(tmp_path / "run"), [3, 5], float("nan"))
+    assert skipped(tmp_path / "run") == [(3, 16, 23), (5, 32, 39)]
+    assert [m["skipped"] for m in training.metrics(tmp_path / "run")] == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert updates(tmp_path / "run") == 6
+
+
+def test_a_spike_is_skipped_and_its_threshold_decides(pool: Any, config: str, tmp_path: Path) -> None:
+    longer = ["train.steps=24", "checkpoint.every=24", "optim.spike_threshold=30"]
+    pool.run(2, poisoned_rank, config, longer, str(tmp_path / "run"), [20], 1e4)
+    assert skipped(tmp_path / "run") == [(20, 152, 159)]
+    pool.run(2, poisoned_rank, config, [*longer, "optim.spike_threshold=1e9"], str(tmp_path / "all"), [20], 1e4)
+    assert not (tmp_path / "all/skipped.jsonl").exists()
+
+
+def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Path) -> None:
+    """Batches 5, 6 and 7 are bad: back to the checkpoint of step 4, and on with batch 8, also after a restart."""
+    limits = ["checkpoint.every=4", "optim.max_skips=3", "optim.max_rollbacks=1"]
+    read = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan"))
+    assert read[0] == read[1] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert [m["step"] for m in training.metrics(tmp_path / "run")] == list(range(1, 9))
+    assert updates(tmp_path / "run") == 8, "every step was taken in the end"
+    again = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=9"], str(tmp_path / "run"), [], 1.0)
+    assert again[0] == [12]
+    with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):
+        pool.run(2, poisoned_rank, config, [*OVERRIDES, "optim.max_skips=3"], str(tmp_path / "fails"), [5, 6, 7], float("nan"))

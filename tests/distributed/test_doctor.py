@@ -1,0 +1,67 @@
+"""The hang doctor on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacore import comm
+from megacore.config import load
+from megacore.mesh import Mesh, pick_device
+from megacore.place import place_from_environment
+from megacore.train import doctor as doctor_module
+from megacore.train.verdict import Verdict
+from tests import training
+
+WATCH = 1.0  # seconds that are a hang here
+
+
+def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | None:
+    """Steps of tensor and world sums, in which the last rank does as `fault` says; returns the verdict that this rank was to end with."""
+    place = place_from_environment()
+    config = load(config_path, ["parallel.tensor=2"], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    verdicts: list[Verdict] = []
+
+    def end(self: doctor_module.Doctor, verdict: Verdict) -> None:
+        verdicts.append(verdict)
+        self.closed.set()
+
+    doctor_module.Doctor._end = end  # type: ignore[method-assign]
+    doctor_module.START_UP = 1.0
+    doctor = doctor_module.Doctor(mesh, WATCH, Path(folder))
+    last = place.rank == place.world_size - 1
+    x = torch.ones(3)
+    for step in range(1, 4):
+        mesh.ledger.step = step
+        mesh.ledger.mark("forward", 0)
+        if last and step == 2:
+            if fault == "hang":
+                time.sleep(3 * WATCH)
+            elif fault == "slow":
+                for _ in range(8):  # longer than the watch, but always on the way
+                    time.sleep(WATCH / 4)
+                    mesh.ledger.mark("forward", 1)
+        comm.all_reduce(x, mesh.tp)
+        comm.all_reduce(x, mesh.world)
+    doctor.close()
+    mesh.close()
+    return asdict(verdicts[0]) if verdicts else None
+
+
+def test_ranks_agree_on_who_holds_them_up(pool: Any, tmp_path: Path) -> None:
+    config = training.write_config(tmp_path, "nothing")
+    found = pool.run(4, hanging_rank, config, "hang", str(tmp_path))
+    assert found[0] == found[1] == found[2] == found[3] and found[0] is not None, "all end with one verdict"
+    assert (found[0]["cause"], found[0]["ranks"], found[0]["fatal"]) == ("python", [3], True)
+    assert "(host " in found[0]["text"] and "pp 0, dp 1, tp 1) never entered tp all_reduce #2 of [3] float32" in found[0]["text"]
+    assert "test_doctor.py" in found[0]["text"] and "(hanging_rank)" in found[0]["text"] and "rank 2 waits there" in found[0]["text"]
+
+
+def test_a_slow_rank_is_left_alone(pool: Any, tmp_path: Path) -> None:
+    """The others stand still for longer than the watch, because of a rank that does not."""
+    config = training.write_config(tmp_path, "nothing")
+    assert pool.run(4, hanging_rank, config, "slow", str(tmp_path)) == [None] * 4
+    assert pool.run(4, hanging_rank, config, "none", str(tmp_path)) == [None] * 4

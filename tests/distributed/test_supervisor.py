@@ -1,0 +1,129 @@
+"""The supervisor, over launchers that are played: what it does with each way in which a run can end."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megacore.survive.hosts import Fleet
+from megacore.survive.supervisor import Supervisor
+from megacore.train.stopping import STOP
+
+# A run of 20 steps: it logs each, saves every other, goes on from the newest, obeys STOP, and fails as its plan says.
+LAUNCHER = """
+import json, os, pathlib, sys, time
+folder, plan = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+starts = folder / "starts"
+starts.write_text(starts.read_text() + " ".join(sys.argv[3:]) + "\\n" if starts.exists() else " ".join(sys.argv[3:]) + "\\n")
+start = len(starts.read_text().splitlines())
+saved = folder / "checkpoints"
+saved.mkdir(exist_ok=True)
+step = max([int(p.name[5:]) for p in saved.iterdir()], default=0)
+while step < 20:
+    if (folder / "STOP").exists():
+        sys.exit(75)
+    step += 1
+    with (folder / "metrics.jsonl").open("a") as out:
+        out.write(json.dumps({"step": step}) + "\\n")
+    if step % 2 == 0:
+        (saved / f"step_{step:08d}").mkdir(exist_ok=True)
+    if step in plan.get("fail", []) and not (folder / f"failed_{step}").exists():
+        (folder / f"failed_{step}").touch()
+        os.kill(os.getpid(), 9)
+    if step == plan.get("always"):
+        sys.exit(3)
+    if [step, start] == plan.get("once", [0])[:1] + [1]:
+        sys.exit(plan["once"][1])
+    if step == plan.get("sleep") and start == 1:
+        time.sleep(60)
+    time.sleep(plan.get("pace", 0))
+"""
+
+
+def supervised(folder: Path, plan: dict, *words: str, **options: object) -> Supervisor:
+    folder.mkdir(exist_ok=True)
+    script = folder / "launcher.py"
+    script.write_text(LAUNCHER)
+    command = [sys.executable, str(script), str(folder), json.dumps(plan), *words]
+    return Supervisor(command, folder, **({"backoff": 0.01} | options))  # type: ignore[arg-type]
+
+
+def test_a_run_that_gets_further_is_started_again_as_often_as_it_takes(tmp_path: Path) -> None:
+    supervisor = supervised(tmp_path, {"fail": [3, 7, 11, 15, 19]}, restarts=1)
+    assert supervisor.run() == 0
+    assert supervisor.attempts == 6 and supervisor.progress() == (20, 20)
+
+
+def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    supervisor = supervised(tmp_path, {"always": 5}, restarts=2)
+    assert supervisor.run() == 3
+    assert supervisor.attempts == 4, "the first start got to step 5; two restarts and one more did not get further"
+    assert "given up: 2 restarts in a row brought no progress beyond step 5" in capfd.readouterr().err
+
+
+def test_a_run_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
+    supervisor = supervised(tmp_path, {"sleep": 4}, stall=1.0)
+    assert supervisor.run() == 0 and supervisor.attempts == 2
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_what_a_launcher_says_of_a_run_that_went_well_until_then_is_not_its_end(tmp_path: Path, status: int) -> None:
+    """0 of a launcher that was killed, 2 of a run whose disk was full; and it goes on from what it saved, however it began."""
+    supervisor = supervised(tmp_path, {"once": [5, status]}, "checkpoint.resume=never", steps=20)
+    assert supervisor.run() == 0
+    starts = (tmp_path / "starts").read_text().splitlines()
+    assert starts == ["checkpoint.resume=never", "checkpoint.resume=never checkpoint.resume=auto"]
+
+
+def test_a_request_made_while_the_supervisor_asks_stays(tmp_path: Path) -> None:
+    supervisor = supervised(tmp_path, {})
+    supervisor._ask()
+    os.utime(tmp_path / STOP)
+    supervisor._withdraw()
+    assert (tmp_path / STOP).exists()
+
+
+def test_a_signal_becomes_a_file_that_is_taken_away_again(tmp_path: Path) -> None:
+    """A launcher that got it would give its ranks no time."""
+    supervisor = supervised(tmp_path, {"pace": 0.1})
+    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert supervisor.run() == 75
+    assert supervisor.attempts == 1 and not (tmp_path / STOP).exists() and 0 < supervisor.progress()[1] < 20
+    assert supervised(tmp_path, {}).run() == 0
+
+
+def test_somebody_elses_stop_stays(tmp_path: Path) -> None:
+    (tmp_path / STOP).touch()
+    assert supervised(tmp_path, {}).run() == 75
+    assert (tmp_path / STOP).exists()
+
+
+def test_other_machines_take_over_while_it_runs(tmp_path: Path) -> None:
+    """4 ranks, then 2, then 4 again: each time asked to stop at a step, saved, and laid out anew."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train": {"global_batch_size": 8}, "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}))
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=4\n")
+    fleet = Fleet(hostfile, str(config), ["parallel.tensor=2", "parallel.pipeline=2"])
+    supervisor = supervised(tmp_path / "run", {"pace": 0.1}, "--hostfile", str(hostfile), fleet=fleet)
+
+    def resize() -> None:
+        for slots, attempts in ((2, 2), (4, 3)):
+            time.sleep(0.5)
+            hostfile.write_text(f"localhost slots={slots}\n")
+            while supervisor.attempts < attempts:
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    assert supervisor.run() == 0
+    thread.join()
+    starts = [line.split() for line in (tmp_path / "run/starts").read_text().splitlines()]
+    shapes = [[word.partition("=")[2] for word in line if word.startswith(("parallel.tensor", "parallel.pipeline"))] for line in starts]
+    assert shapes == [["2", "2"], ["2", "1"], ["2", "2"]]
+    assert (tmp_path / "run/hostfile").read_text() == "localhost slots=4\n" and not (tmp_path / "run" / STOP).exists()
