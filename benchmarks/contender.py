@@ -1,4 +1,5 @@
-"""One process of a contender of benchmarks.speed: for every line on stdin it takes a step and answers with a line of JSON.
+"""One process of a contender of benchmarks.speed or benchmarks.peers: for every line on stdin it takes a step and answers with a
+line of JSON.
 
 It waits asleep in between, so that contenders can take turns on the same cores. A rank reads its place from the environment.
 """
@@ -6,11 +7,12 @@ It waits asleep in between, so that contenders can take turns on the same cores.
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 
-from benchmarks.plain import PlainLoop
 from benchmarks.training import LoneStage, Training, join
 from megacore.cli import Parser, exit_status
 from megacore.config import load
@@ -18,22 +20,38 @@ from megacore.place import place_from_environment
 from megacore.train.meters import peak_memory
 
 EXAMPLE = "yes | head -3 | python -m benchmarks.contender megacore benchmarks/speed.json train.precision=fp32"
-KINDS = ("megacore", "plain", "plain-autocast", "stages")
+
+# Peers by kind: module and class, which takes a config and has methods `step`, which returns seconds, and `loss`. Imported only
+# where it is asked for: each is at home in an environment of its own.
+PEERS = {
+    "transformers": ("benchmarks.peers.transformers_loop", "PlainLoop"),
+    "transformers-compiled": ("benchmarks.peers.transformers_loop", "CompiledLoop"),
+    "transformers-low": ("benchmarks.peers.transformers_loop", "LowPrecisionLoop"),
+    "deepspeed": ("benchmarks.peers.deepspeed_loop", "DeepSpeedLoop"),
+    "megatron-core": ("benchmarks.peers.megatron_loop", "MegatronLoop"),
+    "torchtitan": ("benchmarks.peers.torchtitan_loop", "TorchtitanLoop"),
+}
+KINDS = ("megacore", "stages", *PEERS)
 
 
-def build(kind: str, path: str, overrides: list[str]) -> Callable[[], list[float]]:
-    """What a turn does: a step's seconds; for `stages` the seconds of forward and backward, for each of two stages."""
+def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list[float]], Callable[[], float | None]]:
+    """What a turn does: a step's seconds; for `stages` the seconds of forward and backward, for each of two stages. And what
+    the last step's loss was, by this rank's microbatches, if it has any."""
     if kind == "stages":
         stages = [LoneStage(path, overrides, index, 2) for index in range(2)]
-        return lambda: [seconds for stage in stages for seconds in stage.measure()]
+        return lambda: [seconds for stage in stages for seconds in stage.measure()], lambda: None
     place = place_from_environment()
     config = load(path, overrides, place.world_size).config
-    contender = Training(config, join(config, place)) if kind == "megacore" else PlainLoop(config, kind == "plain-autocast")
-    return lambda: [contender.step()]
+    if kind == "megacore":
+        training = Training(config, join(config, place))
+        return lambda: [training.step()], training.loss
+    module, name = PEERS[kind]
+    loop = getattr(import_module(module), name)(config)
+    return lambda: [loop.step()], loop.loss
 
 
 def main(argv: list[str]) -> None:
-    """Builds the contender, says so, and serves."""
+    """Builds the contender, says so, and serves; what it cannot do it answers with the reason."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("config", metavar="FILE")
@@ -42,11 +60,20 @@ def main(argv: list[str]) -> None:
     # Answers alone go to the real stdout; what libraries print there joins stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    turn = build(args.kind, args.config, args.overrides)
-    print("ready", file=answers)
-    for _ in sys.stdin:
-        seconds = turn()
-        print(json.dumps({"seconds": seconds, "memory_bytes": peak_memory(torch.device("cpu"))}), file=answers)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        turn, loss = build(args.kind, args.config, args.overrides)
+        print(json.dumps({"ready": True}), file=answers)
+        for _ in sys.stdin:
+            seconds = turn()
+            print(json.dumps({"seconds": seconds, "memory_bytes": peak_memory(device), "loss": loss()}), file=answers)
+    except Exception as error:
+        traceback.print_exc()
+        print(
+            json.dumps({"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}),
+            file=answers,
+        )
+        raise
 
 
 if __name__ == "__main__":

@@ -1,24 +1,32 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and less than 8 minutes: the kernels' tests, their bandwidth, training steps.
+# Everything that one GPU can show, in one command and less than 9 minutes: the kernels, training steps, and a peer's beside them.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     printf '%s\n' "example: bash benchmarks/gpu_suite.sh" \
         "Tests of tests/gpu, then benchmarks.kernels, then benchmarks.throughput on configs/gpt_124m, 350m and 1b in bf16 with and" \
-        "without torch.compile; the tables come last, JSON and chart in benchmarks/results. --dry-run does it at tiny sizes on a CPU." \
+        "without torch.compile (memory, MFU, where the step goes; a trace of the largest), then transformers, compiled, beside each." \
+        "On several GPUs also benchmarks.collectives and the 1b model in tensor, pipeline, data and sharded layouts." \
+        "The tables come last; JSON, charts and trace in benchmarks/results. --dry-run does it at tiny sizes on a CPU, with two ranks." \
         "PYTHON names the interpreter (python)."
     exit
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=${PYTHON:-python} limit=470 status=0
-logs=$(mktemp -d) results=benchmarks/results kernels=(--seconds 150) configs=(gpt_124m gpt_350m gpt_1b) compile=(false true) steps=8 micro_batches=4
+python=${PYTHON:-python} limit=530 patience=1 status=0
+logs=$(mktemp -d) results=benchmarks/results kernels=(--seconds 110) configs=(gpt_124m gpt_350m gpt_1b) compile=(true false) steps=8 micro_batches=4
+peer=(--peers transformers-compiled --layouts one --precisions bf16 --rounds 5 --limit 60) precision=bf16 largest=256 small=()
 if [[ ${1:-} == --dry-run ]]; then
-    results=$logs kernels=(--dry-run) configs=(gpt_tiny) compile=(false) steps=1 micro_batches=1
+    limit=3600 patience=10 results=$logs kernels=(--dry-run) configs=(gpt_124m) compile=(false) steps=1 micro_batches=2 precision=fp32 largest=0.01 ranks=2
+    peer=(--peers transformers-compiled --layouts one --precisions fp32 --rounds 1 --limit 300)
+    small=(model.num_layers=2 model.hidden_size=64 model.num_heads=2 model.vocab_size=256 train.seq_len=32 train.micro_batch_size=1)
+else
+    ranks=$("$python" -c "import torch; print(torch.cuda.device_count())")
 fi
-training=$results/training_$(date -u +%F).jsonl
+day=$(date -u +%F)
+training=$results/training_$day.jsonl
 
 # Runs a command for so many seconds at most, and no longer than is left of the whole; its output goes to a log.
 stage() {
-    local name=$1 seconds=$2 left=$((limit - SECONDS))
+    local name=$1 seconds=$(($2 * patience)) left=$((limit - SECONDS)) failed
     shift 2
     if ((left < 5)); then
         printf '%s: no time left\n' "$name" | tee "$logs/$name.txt"
@@ -26,34 +34,62 @@ stage() {
         return
     fi
     printf '%s ... ' "$name"
-    if timeout "$((seconds < left ? seconds : left))" "$@" >"$logs/$name.txt" 2>"$logs/$name.err"; then
+    timeout "$((seconds < left ? seconds : left))" "$@" >"$logs/$name.txt" 2>"$logs/$name.err" && failed=0 || failed=$?
+    if ((failed == 0)); then
         printf 'done (%d s)\n' "$SECONDS"
     else
-        printf 'FAILED, status %d, 124 being out of time (%d s)\n' "$?" "$SECONDS"
+        printf 'FAILED, status %d, 124 being out of time (%d s)\n' "$failed" "$SECONDS"
         tail -n 5 "$logs/$name.err" >>"$logs/$name.txt"
         status=1
     fi
 }
 
-stage tests 120 "$python" -m pytest -q tests/gpu
-stage kernels 220 "$python" -m benchmarks.kernels "${kernels[@]}" --output "$results"
+# A config's steps, with a global batch of so many microbatches; more arguments after its name.
+overrides() {
+    local micro_batch
+    micro_batch=$("$python" -c "import json; print(json.load(open('configs/$1.json'))['train']['micro_batch_size'])")
+    ((${#small[@]})) && micro_batch=1
+    printf '%s\n' "train.global_batch_size=$((micro_batch * $2))" "train.precision=$precision" "${small[@]}"
+}
+
+largest_config=${configs[-1]}
 for config in "${configs[@]}"; do
-    micro_batch=$("$python" -c "import json; print(json.load(open('configs/$config.json'))['train']['micro_batch_size'])")
+    mapfile -t own < <(overrides "$config" "$micro_batches")
     for compiled in "${compile[@]}"; do
+        profile=()
+        [[ $config == "$largest_config" && $compiled == "${compile[0]}" ]] && profile=(--profile "$results/trace_${config}_$day.json")
         stage "$config-compile-$compiled" 60 "$python" -m benchmarks.throughput --config "configs/$config.json" --steps "$steps" \
-            train.compile=$compiled train.precision=bf16 train.global_batch_size=$((micro_batch * micro_batches))
+            "${profile[@]}" train.compile="$compiled" "${own[@]}"
     done
 done
-
-for name in tests kernels; do
-    printf '\n== %s\n' "$name"
-    cat "$logs/$name.txt"
+for config in "${configs[@]}"; do
+    mapfile -t own < <(overrides "$config" "$micro_batches")
+    stage "$config-beside-transformers" 75 "$python" -m benchmarks.peers --config "configs/$config.json" "${peer[@]}" \
+        --output "$results/peers_${config}_$day.json" train.compile="${compile[0]}" "${own[@]}"
 done
-for log in "$logs"/gpt_*.err; do
-    name=$(basename "$log" .err)
+if ((ranks > 1)); then
+    mapfile -t own < <(overrides "$largest_config" "$((micro_batches * ranks))")
+    stage collectives 60 "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m benchmarks.collectives \
+        --config "configs/$largest_config.json" --largest "$largest" --output "$results/collectives_$day.json" "parallel.tensor=$ranks" "${own[@]}"
+    stage layouts 150 "$python" -m benchmarks.throughput --config "configs/$largest_config.json" --steps "$steps" \
+        --layouts "dp$ranks,tp${ranks},tp${ranks}sp,pp$ranks" --output "$results/layouts_$day.json" "${own[@]}"
+    stage layouts-sharded 60 "$python" -m benchmarks.throughput --config "configs/$largest_config.json" --steps "$steps" \
+        --layouts "dp$ranks" --output "$results/layouts_sharded_$day.json" engine.shard_optimizer=true "${own[@]}"
+fi
+stage kernels 150 "$python" -m benchmarks.kernels "${kernels[@]}" --output "$results"
+stage tests 90 "$python" -m pytest -q tests/gpu
+
+for log in "$logs"/*.txt; do
+    name=$(basename "$log" .txt)
     printf '\n== %s\n' "$name"
-    cat "$log"
-    cat "$logs/$name.txt" >>"$training"
+    case $name in
+    *-compile-*)
+        cat "${log%.txt}.err"
+        cat "$log" >>"$training"
+        ;;
+    layouts* | collectives) cat "${log%.txt}.err" ;;
+    *) cat "$log" ;;
+    esac
 done
 printf '\n%d s, logs in %s, figures in %s\n' "$SECONDS" "$logs" "$results"
 exit "$status"

@@ -1,11 +1,13 @@
 """On what a result was measured."""
 
+import math
 import os
 import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,6 +21,22 @@ def processor() -> str:
     name = fields.get("model name", platform.processor()).strip()
     # A virtual machine often shows no more than "AMD EPYC": family and model tell the generation.
     return f"{name} (family {fields['cpu family'].strip()}, model {fields['model'].strip()})" if "cpu family" in fields else name
+
+
+def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 1.0) -> float:
+    """Operations a second of a large square product, the best of as many as fit in `seconds`: 2·n³ each."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, until = math.inf, perf_counter() + seconds
+    while perf_counter() < until or best == math.inf:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, perf_counter() - started)
+    return 2 * size**3 / best
 
 
 def describe() -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+LAST_WORDS = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Contender:
     ranks: int = 1
     threads: int = 1
     apart: bool = False  # the ranks are runs of their own, which only share the machine
+    python: str = sys.executable
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Record:
     contender: Contender
     turns: list[list[float]] = field(default_factory=list)
     memory_bytes: int = 0  # peak, of the largest rank
+    others: list[float] = field(default_factory=list)  # for every turn, cores that were busy with something else
+    losses: list[float] = field(default_factory=list)  # for every turn, the mean of what its ranks say, if they do
 
     @property
     def seconds(self) -> list[float]:
@@ -52,66 +59,103 @@ class Record:
             "seconds": self.turns,
             "tokens_per_second": {"median": median(speeds), "lowest": min(speeds), "highest": max(speeds)},
             "memory_bytes": self.memory_bytes,
+            "cores_busy_with_others": self.others,
+            "losses": self.losses,
         }
+
+
+@dataclass
+class Race:
+    """Who ran, who could not and why, and the machine's load averages before each round."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    loads: list[list[float]] = field(default_factory=list)
+
+
+class Failed(RuntimeError):
+    """A contender that could not be built or ended; the message is its own reason."""
 
 
 class Processes:
     """A contender's ranks, started and waiting."""
 
-    def __init__(self, contender: Contender, config: str) -> None:
-        self.contender = contender
-        command = [sys.executable, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
+    def __init__(self, contender: Contender, config: str, limit: float) -> None:
+        self.contender, self.limit = contender, limit  # seconds for a turn
+        command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self.ranks = []
+        self.ranks, self.complaints = [], tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
         for rank in range(contender.ranks):
             env = os.environ | {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port)}
             number, world = (0, 1) if contender.apart else (rank, contender.ranks)
             env |= {"RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
             env |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-            self.ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
+            self.ranks.append(process)
 
-    def answers(self) -> list[str]:
-        """A line of every rank; raises `RuntimeError` when one has ended."""
-        lines = []
+    def answers(self) -> list[dict[str, Any]]:
+        """Of every rank; raises `Failed` when one has none, or none in time."""
+        deadline, answers = time.monotonic() + self.limit, []
         for process in self.ranks:
             assert process.stdout is not None
+            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise Failed(f"no answer in {self.limit:.0f} s")
             line = process.stdout.readline()
             if not line:
-                raise RuntimeError(f"{self.contender.name} ended with status {process.wait()}")
-            lines.append(line)
-        return lines
+                raise Failed(f"status {process.wait()}: {self.last_words()}")
+            answers.append(json.loads(line))
+            if "failed" in answers[-1]:
+                raise Failed(answers[-1]["failed"])
+        return answers
 
-    def turn(self) -> tuple[list[float], int]:
-        """Lets all ranks take a step: the slowest rank's durations, the largest rank's peak memory."""
+    def last_words(self) -> str:
+        """The line of what the ranks wrote to stderr that most likely says why they ended."""
+        self.complaints.seek(0)
+        lines = [line.strip() for line in self.complaints if line.strip()]
+        return next((line for line in reversed(lines) if LAST_WORDS.match(line)), lines[-1] if lines else "said nothing")
+
+    def turn(self, record: Record) -> None:
+        """Lets all ranks take a step, and adds it to the record."""
+        machine, own, started = busy_seconds(), self.cpu_seconds(), time.monotonic()
         for process in self.ranks:
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-        answers = [json.loads(line) for line in self.answers()]
-        durations = [max(values) for values in zip(*(a["seconds"] for a in answers), strict=True)]
-        return durations, max(a["memory_bytes"] for a in answers)
+        answers = self.answers()
+        others = (busy_seconds() - machine) - (self.cpu_seconds() - own)
+        record.turns.append([max(values) for values in zip(*(a["seconds"] for a in answers), strict=True)])
+        record.memory_bytes = max(record.memory_bytes, *(a["memory_bytes"] for a in answers))
+        record.others.append(max(0.0, others / (time.monotonic() - started)))
+        record.losses += [mean(said)] if (said := [a["loss"] for a in answers if a["loss"] is not None]) else []
+
+    def cpu_seconds(self) -> float:
+        """What the ranks have used so far, in user and system."""
+        used = 0.0
+        for process in self.ranks:
+            path = Path(f"/proc/{process.pid}/stat")
+            if path.is_file():
+                fields = path.read_text().rpartition(")")[2].split()
+                used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return used
 
     def end(self) -> None:
         """Ends the ranks, whatever they are doing."""
         for process in self.ranks:
             process.kill()
             process.communicate()
+        self.complaints.close()
 
 
-@contextmanager
-def started(contenders: Sequence[Contender], config: str) -> Iterator[list[Processes]]:
-    """The contenders' processes, ready; ended when the block is left."""
-    running: list[Processes] = []
-    try:
-        for contender in contenders:
-            running.append(Processes(contender, config))
-            running[-1].answers()  # one after the other: building takes cores too
-        yield running
-    finally:
-        for processes in running:
-            processes.end()
+def busy_seconds() -> float:
+    """What all cores together have worked since the machine started, for whomever, stolen time included; 0 where Linux does not say."""
+    path = Path("/proc/stat")
+    if not path.is_file():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, steal = map(int, path.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def race(
@@ -120,26 +164,49 @@ def race(
     rounds: int,
     say: Callable[[str], None],
     rivals: Sequence[str] = (),
-) -> tuple[dict[str, Record], list[list[float]]]:
+    limit: float = 1800.0,
+) -> Race:
     """Two warm-up turns each, then `rounds` rounds of one turn each, in alternating order.
 
-    Of the contenders named in `rivals` only the one that was fastest in its second warm-up turn goes on.
-    Returns the records by name, and the machine's load averages before each round.
+    Of the contenders named in `rivals` only the one that was fastest in its second warm-up turn goes on. Who fails is out, with
+    the reason; a turn, or a start, that takes longer than `limit` seconds is a failure.
     """
     say("starting " + ", ".join(c.name for c in contenders))
-    with started(contenders, config) as running:
-        warm = {p.contender.name: [p.turn()[0][0] for _ in range(2)][1] for p in running}
+    result = Race()
+    running: dict[str, Processes] = {}
+    warm: dict[str, float] = {}
+
+    def failed(name: str, reason: Failed) -> None:
+        result.failures[name] = str(reason)
+        result.records.pop(name, None)
+        running.pop(name).end()
+        say(f"{name} cannot run: {reason}")
+
+    try:
+        for contender in contenders:
+            running[contender.name] = processes = Processes(contender, config, limit)
+            try:
+                processes.answers()  # one after the other: building takes cores too
+                record = Record(contender)
+                for _ in range(2):
+                    processes.turn(record)
+                warm[contender.name] = record.seconds[-1]
+            except Failed as reason:
+                failed(contender.name, reason)
         say("warm-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in warm.items()))
-        slower = set(rivals) - {min(rivals, key=lambda name: warm[name])} if rivals else set()
-        racing = [p for p in running if p.contender.name not in slower]
-        records = {p.contender.name: Record(p.contender) for p in racing}
-        loads = []
+        ready = [name for name in rivals if name in warm]
+        for name in set(ready) - {min(ready, key=lambda name: warm[name])} if ready else ():
+            running.pop(name).end()
+        result.records = {name: Record(processes.contender) for name, processes in running.items()}
         for number in range(1, rounds + 1):
-            loads.append(list(os.getloadavg()))
-            say(f"round {number} of {rounds}; load average of the last minute {loads[-1][0]:.2f} on {os.cpu_count()} cores")
-            for processes in racing[:: 1 if number % 2 else -1]:
-                durations, memory = processes.turn()
-                record = records[processes.contender.name]
-                record.turns.append(durations)
-                record.memory_bytes = max(record.memory_bytes, memory)
-        return records, loads
+            result.loads.append(list(os.getloadavg()))
+            say(f"round {number} of {rounds}; load average of the last minute {result.loads[-1][0]:.2f} on {os.cpu_count()} cores")
+            for name in list(running)[:: 1 if number % 2 else -1]:
+                try:
+                    running[name].turn(result.records[name])
+                except Failed as reason:
+                    failed(name, reason)
+        return result
+    finally:
+        for processes in running.values():
+            processes.end()

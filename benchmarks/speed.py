@@ -7,7 +7,7 @@ that whatever else the machine does meets all of them. A ratio is taken within e
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.rounds import ROOT, Contender, Record, race
+from benchmarks.memory import ENGINES
+from benchmarks.rounds import ROOT, Contender, Failed, Record, race
 from megacore.cli import Parser, exit_status
 from megacore.config import load
 from megacore.errors import ConfigError
@@ -51,6 +52,14 @@ Say = Callable[[str], None]
 Result = tuple[list[Ratio], dict[str, Record], list[list[float]]]
 
 
+def raced(contenders: list[Contender], rounds: int, say: Say, rivals: Sequence[str] = ()) -> tuple[dict[str, Record], list[list[float]]]:
+    """`race` in which everybody must run: raises `Failed` otherwise."""
+    result = race(contenders, CONFIG, rounds, say, rivals)
+    for name, reason in result.failures.items():
+        raise Failed(f"{name}: {reason}")
+    return result.records, result.loads
+
+
 def per_round(records: dict[str, Record], faster: str, slower: str) -> list[float]:
     """Tokens a second of `faster` over those of `slower`, in every round."""
     a, b = records[faster], records[slower]
@@ -60,12 +69,12 @@ def per_round(records: dict[str, Record], faster: str, slower: str) -> list[floa
 def against_plain(precision: str, rounds: int, say: Say) -> Result:
     """One process, two threads, against the plain loop; in bf16 against the better of its two ways to do that."""
     override = (f"train.precision={precision}",)
-    kinds = {f"plain loop, {precision}": "plain"}
+    kinds = {f"plain loop, {precision}": "transformers"}
     if precision != "fp32":
-        kinds = {f"plain loop, {precision} weights": "plain", f"plain loop, {precision} autocast": "plain-autocast"}
+        kinds = {f"plain loop, {precision} weights": "transformers-low", f"plain loop, {precision} autocast": "transformers"}
     ours = f"megacore, {precision}"
     contenders = [Contender(name, kind, TOKENS, override, threads=2) for name, kind in {ours: "megacore", **kinds}.items()]
-    records, loads = race(contenders, CONFIG, rounds, say, rivals=list(kinds))
+    records, loads = raced(contenders, rounds, say, rivals=list(kinds))
     (rival,) = records.keys() - {ours}
     return [Ratio(f"one process, {precision}", f"of the {rival}", per_round(records, ours, rival), 1.0)], records, loads
 
@@ -90,7 +99,7 @@ def scaling(rounds: int, say: Say) -> Result:
         Contender(strong, "megacore", TOKENS, ("parallel.data=2",), ranks=2),
         Contender(tensor, "megacore", TOKENS, ("parallel.tensor=2",), ranks=2),
     ]
-    records, loads = race(contenders, CONFIG, rounds, say)
+    records, loads = raced(contenders, rounds, say)
     ratios = [
         Ratio("data=2, weak scaling", "of one rank", per_round(records, weak, one), 1.9),
         Ratio("data=2, strong scaling", "of one rank", per_round(records, strong, one)),
@@ -110,7 +119,7 @@ def pipeline(rounds: int, say: Say) -> Result:
         Contender("the stages, one by one", "stages", 2 * SETTING.train.micro_batch_size * SETTING.train.seq_len, (layers,)),
         Contender("pipeline=2", "megacore", TOKENS, (layers, "parallel.pipeline=2"), ranks=2),
     ]
-    records, loads = race(contenders, CONFIG, rounds, say)
+    records, loads = raced(contenders, rounds, say)
     # [forward, backward of the first stage, forward, backward of the second], alone
     times = [median(values) for values in zip(*records.pop("the stages, one by one").turns, strict=True)]
     plan = build(SETTING.parallel.schedule, 2, SETTING.num_microbatches, tied=SETTING.model.tie_embeddings)
@@ -124,14 +133,11 @@ def pipeline(rounds: int, say: Say) -> Result:
 
 def engines(rounds: int, say: Say) -> Result:
     """Two data ranks of one thread under each engine, against the native one with whole optimizer state."""
-    native = "native"
-    settings = {native: (), "native, sharded optimizer": ("engine.shard_optimizer=true",)}
-    contenders = [
-        Contender(name, "megacore", TOKENS, ("parallel.data=2", *overrides), ranks=2) for name, overrides in settings.items()
-    ]
-    records, loads = race(contenders, CONFIG, rounds, say)
-    targets = {"native, sharded optimizer": 0.97}
-    ratios = [Ratio(name, "of native", per_round(records, name, native), targets.get(name)) for name in settings if name != native]
+    names = [name for name in ENGINES if find_spec("deepspeed") or "deepspeed" not in name]
+    contenders = [Contender(name, "megacore", TOKENS, ("parallel.data=2", *ENGINES[name]), ranks=2) for name in names]
+    records, loads = raced(contenders, rounds, say)
+    native, sharded, *_ = names
+    ratios = [Ratio(name, "of native", per_round(records, name, native), 0.97 if name == sharded else None) for name in names[1:]]
     return ratios, records, loads
 
 

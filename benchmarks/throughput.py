@@ -1,41 +1,58 @@
-"""Tokens a second, step time, MFU and peak memory of one config, on random tokens, in the layout in which it is started.
+"""Tokens a second, MFU and HFU, peak memory and where the step's time goes, of one config, in the layout in which it is started.
 
-The table goes to stderr and one JSON object to stdout, from rank 0. Each step waits for the device, which a real run does
-only when it logs. MFU is null where the device's peak is not known.
+With --layouts each of those is started here, one after the other. Tables go to stderr and one JSON object to stdout; --output
+writes it to a file, with a chart beside it. Tokens are random, or with --data the config's. Each step waits for the device, which a
+real run does only when it logs. Utilisation is null where the device's peak is neither listed nor, by --peak, measured.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
-from statistics import median
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import machine
-from benchmarks.training import Training, join
-from megacore.cli import Parser
+from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, measured_step, shares
+from benchmarks.charts import stacked_bars
+from benchmarks.training import RandomStream, Training, join
+from megacore.cli import Parser, rank_exit_status
 from megacore.comm import all_reduce
 from megacore.config import Config, load
-from megacore.errors import UserError
+from megacore.data.samples import training_stream
+from megacore.errors import ConfigError
 from megacore.mesh import Mesh
-from megacore.place import place_from_environment
+from megacore.model.gpt import DTYPES
+from megacore.place import Place, place_from_environment
+from megacore.plan.traffic import sent_by_group
 from megacore.train.failure import fail
 from megacore.train.meters import Utilisation, peak_memory
+from megacore.verify.layouts import parse as parse_layout
 
-EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --steps 10"
-MORE = """Under a launcher: torchrun --nproc-per-node 2 -m benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2
-or: deepspeed --module benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2"""
+EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output throughput.json"
+MORE = """One layout, under a launcher:
+  torchrun --nproc-per-node 2 -m benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2
+  deepspeed --module benchmarks.throughput --config configs/gpt_tiny.json parallel.tensor=2"""
 WARM_UP = 3  # steps before the first that is measured
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps that are measured, after {WARM_UP} that are not (10)")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    parser.add_argument("--layouts", metavar="NAMES", help="starts these here, such as one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2")
+    parser.add_argument("--data", action="store_true", help="reads the corpus of data.train instead of random tokens")
+    parser.add_argument("--peak", action="store_true", help="measures the peak by a large product, on all ranks at once")
+    parser.add_argument("--profile", metavar="FILE.json", help="writes a trace of one step of rank 0, which ui.perfetto.dev opens")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if args.steps < 1:
@@ -43,65 +60,166 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def measure(config: Config, mesh: Mesh, steps: int) -> dict[str, Any]:
-    """Runs the steps; collective. The slowest rank's time counts, and the largest rank's memory."""
-    training = Training(config, mesh)
+def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the steps; collective. The slowest rank's time counts, and the largest rank's memory.
+
+    Time and speed are of plain steps; the breakdown is of as many more, in which its measuring takes part.
+    """
+    measured = peak_of_all(config, mesh) if args.peak else None
+    training = Training(config, mesh, training_stream(config) if args.data else RandomStream(config))
     for _ in range(WARM_UP):
         training.step()
-    own = [training.step() for _ in range(steps)]
-    figures = torch.tensor([*own, peak_memory(mesh.device)], dtype=torch.float64, device=mesh.device)
+    own = [training.step() for _ in range(args.steps)]
+    memory = peak_memory(mesh.device)
+    measured_step(training)  # compiled blocks that communicate are compiled once more
+    parts = [measured_step(training) for _ in range(args.steps)]
+    figures = torch.tensor([*own, memory], dtype=torch.float64, device=mesh.device)
     *seconds, memory = all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist()
     speed = config.train.global_batch_size * config.train.seq_len / median(seconds)
-    utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
-    return {
+    utilisation = Utilisation(config, mesh.device, mesh.place.world_size, measured)
+    result = {
         "mesh": mesh.describe(),
         "tokens_per_second": speed,
-        "step_seconds": {"median": median(seconds), "lowest": min(seconds), "highest": max(seconds)},
+        "step_seconds": {"median": median(seconds), "lowest": min(seconds), "highest": max(seconds), "spread": spread(seconds)},
+        "peak_flops": {"all_ranks": utilisation.available, "source": "measured" if args.peak else "device table"},
         "mfu": utilisation.full(speed),
         "mfu_causal": utilisation.causal(speed),
+        "hfu": utilisation.hardware(speed),
+        "hfu_causal": utilisation.hardware(speed, causal=True),
         "memory_bytes": int(memory),
+        "breakdown_percent": shares(parts, mesh),
+        "sent_bytes_a_rank_and_step": sent(parts[-1], mesh),
     }
+    if args.profile:
+        write_trace(training, args.profile)
+    return result
 
 
-def show(result: dict[str, Any]) -> None:
-    """The table."""
+def spread(seconds: list[float]) -> float:
+    """The width of the middle half, as a fraction of the median."""
+    if len(seconds) == 1:
+        return 0.0
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def peak_of_all(config: Config, mesh: Mesh) -> float:
+    """Operations a second that all ranks reach together in a large product; collective."""
+    mesh.barrier()
+    own = machine.measured_peak(DTYPES[config.train.precision], mesh.device)
+    return all_reduce(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.world).item()
+
+
+def sent(step: Breakdown, mesh: Mesh) -> dict[str, float]:
+    """Bytes that the mean rank sends in a step, by group; collective."""
+    own = sent_by_group(step.transfers)
+    amounts = torch.tensor([own.get(name, 0.0) for name in COMMUNICATION], dtype=torch.float64, device=mesh.device)
+    return dict(zip(COMMUNICATION, (all_reduce(amounts, mesh.world) / mesh.place.world_size).tolist(), strict=True))
+
+
+def write_trace(training: Training, path: str) -> None:
+    """Profiles a step on rank 0, its parts by name; collective."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if training.mesh.place.rank:
+        measured_step(training)
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.mesh.device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        measured_step(training)
+    profiler.export_chrome_trace(path)
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    """The table: a column a layout."""
     from rich.console import Console
     from rich.table import Table
 
-    seconds, table = result["step_seconds"], Table(show_header=False)
-    table.add_row("mesh", result["mesh"])
-    table.add_row("tokens a second", f"{result['tokens_per_second']:,.0f}")
-    table.add_row("step", f"{seconds['median']:.4f} s (from {seconds['lowest']:.4f} to {seconds['highest']:.4f})")
-    for name, key in (("MFU", "mfu"), ("MFU, attention counted causally", "mfu_causal")):
-        table.add_row(name, "unknown: this device's peak is not listed" if result[key] is None else f"{result[key]:.1%}")
-    table.add_row("peak memory of a rank", f"{result['memory_bytes'] / 1e6:,.0f} MB")
-    Console(stderr=True, highlight=False, markup=False).print(table)
+    console = Console(stderr=True, highlight=False, markup=False)
+    done = {name: result for name, result in results.items() if "failed" not in result}
+    for name in results.keys() - done.keys():
+        console.print(f"{name} failed: {results[name]['failed']}")
+    if not done:
+        return
+    table = Table("")
+    for name in done:
+        table.add_column(name, justify="right")
+
+    def row(title: str, render: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(title, *(render(result) for result in done.values()))
+
+    row("tokens a second", lambda r: f"{r['tokens_per_second']:,.0f}")
+    row("step, ms", lambda r: f"{1e3 * r['step_seconds']['median']:,.1f}")
+    row("  middle half within", lambda r: f"±{r['step_seconds']['spread'] / 2:.1%}")
+    for title, key in (("MFU", "mfu"), ("  attention counted causally", "mfu_causal"), ("HFU", "hfu"), ("  likewise", "hfu_causal")):
+        row(title, lambda r, key=key: "unknown" if r[key] is None else f"{r[key]:.1%}")  # type: ignore[misc]
+    row("peak memory of a rank, MB", lambda r: f"{r['memory_bytes'] / 1e6:,.0f}")
+    for part in PARTS:
+        row(f"{part}, % of a step", lambda r, part=part: f"{r['breakdown_percent'][part]:.1f}")  # type: ignore[misc]
+    for group in COMMUNICATION:
+        row(f"sent over {group}, MB", lambda r, group=group: f"{r['sent_bytes_a_rank_and_step'][group] / 1e6:,.2f}")  # type: ignore[misc]
+    console.print(table)
 
 
-def main() -> int:
-    """One rank's part; returns its exit status."""
-    rank = 0
+def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """One layout's result, from processes of its own; `failed` with the reason where it could not be measured."""
+    wanted = parse_layout(layout)
+    own = ["--config", args.config, "--steps", str(args.steps), *(f"--{flag}" for flag in ("peak", "data") if getattr(args, flag))]
+    if args.profile:
+        path = Path(args.profile)
+        own += ["--profile", str(path.with_stem(f"{path.stem}_{layout}"))]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted.world), "-m"]
+    command = [sys.executable, "-m", *launcher, "benchmarks.throughput", *own, *args.overrides, *wanted.overrides()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=Path.cwd(), env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    return {"failed": said[0] if said else f"status {done.returncode}"}
+
+
+def measure_here(args: argparse.Namespace) -> int:
+    """This process's part in the layout in which it was started."""
+    place = place_from_environment()
+    config = load(args.config, args.overrides, place.world_size).config
+    mesh = join(config, place)
     try:
-        place = place_from_environment()
-        rank = place.rank
-        args = parse(sys.argv[1:])
-        config = load(args.config, args.overrides, place.world_size).config
-        mesh = join(config, place)
-    except UserError as error:
-        if rank == 0:
-            print(error, file=sys.stderr)
-        return 2
-    try:
-        result = measure(config, mesh, args.steps)
+        result = measure(config, mesh, args)
     except BaseException as error:
         fail(error, place, mesh)
         raise
     mesh.close()
-    if rank == 0:
-        show(result)
-        print(json.dumps(machine.describe() | {"config": config.model_dump(by_alias=True)} | result))
+    if place.rank == 0:
+        finish(args, machine.describe() | {"config": config.model_dump(by_alias=True)} | result, {mesh.describe(): result})
     return 0
 
 
+def finish(args: argparse.Namespace, report: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+    """Shows the results, and writes them down."""
+    show(results)
+    print(json.dumps(report))
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        bars = {
+            f"{name}\n{r['tokens_per_second']:,.0f} tokens/s": r["breakdown_percent"] for name, r in results.items() if "failed" not in r
+        }
+        stacked_bars(args.output.with_suffix(".png"), bars, "share of a step, %", report["machine"]["processor"])
+
+
+def main(argv: list[str], place: Place) -> int:
+    """Measures here, or starts what does; returns the exit status."""
+    args = parse(argv)
+    if args.layouts is None:
+        return measure_here(args)
+    if place.world_size > 1:
+        raise ConfigError("--layouts", "starts its own ranks, and a launcher has started these", "no launcher, or no --layouts")
+    names = args.layouts.split(",")
+    for name in names:
+        parse_layout(name)
+    results = {name: start(args, name) for name in names}
+    finish(args, machine.describe() | {"config_file": args.config, "overrides": args.overrides, "layouts": results}, results)
+    return any("failed" in result for result in results.values())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rank_exit_status(main))

@@ -1,12 +1,13 @@
-"""Training as launch/pretrain.py does it, on random tokens: the real stage, engine, runtime and mesh; no files, no logs."""
+"""Training as launch/pretrain.py does it: the real stage, engine, runtime and mesh; no checkpoints, no logs."""
 
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from megacore.config import Config, load
-from megacore.engine.choose import build_engine
+from megacore.engine.choose import build_engine, build_stage
 from megacore.engine.optimizer import learning_rate
 from megacore.mesh import SOLO, Mesh, pick_device
 from megacore.model.gpt import DTYPES, Stage
@@ -15,6 +16,7 @@ from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.place import Place
 from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
+from megacore.train.loader import Loader, Stream
 
 
 def join(config: Config, place: Place) -> Mesh:
@@ -36,12 +38,26 @@ def random_batch(config: Config, device: torch.device, seed: int = 0) -> list[Mi
     return [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), key) for key, t in enumerate(tokens)]
 
 
-class Training:
-    """One rank's part in the steps of a run. Construction and `step` are collective."""
+class RandomStream:
+    """Uniformly random tokens as a training stream: a stand-in where the config names no corpus."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config) -> None:
+        self.length, self.vocab_size = config.train.seq_len + 1, config.model.vocab_size
+
+    def samples(self, indices: np.ndarray) -> np.ndarray:
+        """``[n]`` indices → tokens ``[n, seq_len + 1]``, the same for the same first index."""
+        return np.random.default_rng(int(indices[0])).integers(self.vocab_size, size=(len(indices), self.length))
+
+
+class Training:
+    """One rank's part in the steps of a run. Construction and `step` are collective.
+
+    With a `stream` the trainer's loader reads a new batch for every step; without, all steps have the same random tokens.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, stream: Stream | None = None) -> None:
         self.config, self.mesh = config, mesh
-        self.stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, mesh.device)
+        self.stage = build_stage(config, mesh)
         self.engine = build_engine(config, self.stage, mesh)
         self.runtime = Runtime(self.stage, self.engine, mesh.pp)
         parallel = config.parallel
@@ -50,23 +66,41 @@ class Training:
         )
         self.batch = random_batch(config, mesh.device, seed=mesh.dp_rank)
         self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)
+        self.loader = None if stream is None else Loader(config, mesh, stream)
         self.steps = 0
 
     def step(self) -> float:
         """Seconds of one step, from when all ranks are ready until this rank's device is done."""
-        self.mesh.barrier()
-        self._wait()
+        self.meet()
         started = perf_counter()
-        self.steps += 1
-        self.runtime.run(self.plan, self.batch, self.target_weight)
-        self.engine.step(learning_rate(self.config.optim, self.steps, self.config.train.steps))
-        self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
-        self._wait()
+        self.work()
+        self.wait()
         return perf_counter() - started
 
-    def _wait(self) -> None:
+    def loss(self) -> float | None:
+        """The mean loss of this rank's microbatches in the last step; None on a stage that is not the last."""
+        return float(self.summed_loss) * self.target_weight * int(self.config.parallel.data) if self.stage.last else None
+
+    def meet(self) -> None:
+        """Waits until all ranks and their devices are ready."""
+        self.mesh.barrier()
+        self.wait()
+
+    def work(self) -> None:
+        """A step, without waiting for the device."""
+        self.steps += 1
+        self.summed_loss = self.runtime.run(self.plan, self.batch_of(self.steps), self.target_weight)
+        self.engine.step(learning_rate(self.config.optim, self.steps, self.config.train.steps))
+        self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def batch_of(self, step: int) -> list[Microbatch]:
+        """The microbatches of a step."""
+        return self.batch if self.loader is None else self.loader.step(step)
 
 
 class LoneStage:

@@ -1,8 +1,6 @@
 """Models on their way through `launch/checkpoint.py export` and `import`, and what tests look at there."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from megacore.checkpoint.weights import load_weights
 from megacore.config.load import load, resolve
 from megacore.model.gpt import Stage, whole_model
 from megacore.tensor_parallel.shard import Shard
+from tests.thread_ranks import ThreadRanks, run_threads
 
 
 def export(source: Path, output: Path, *options: object) -> Path:
@@ -71,15 +70,13 @@ def random_run(folder: Path, data: dict[str, Any] | None = None, **model: Any) -
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(config.model_dump_json(by_alias=True))
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
-    barrier = Barrier(2)
 
-    def rank(index: int) -> None:
+    def rank_saves(ranks: ThreadRanks) -> None:
         slices = {}
         for name, parameter in stage.named_parameters():
-            shard = Shard(tuple(parameter.shape), dim=0, index=index, count=2)
+            shard = Shard(tuple(parameter.shape), dim=0, index=ranks.rank, count=2)
             slices[f"model/{name}"] = parameter.data[shard.start :][: shard.local_shape[0]], shard
-        save(folder / "checkpoints", 3, slices, state, rank=index, world=2, barrier=barrier.wait, keep=1)
+        save(folder / "checkpoints", 3, slices, state, ranks=ranks, keep=1)
 
-    with ThreadPoolExecutor(2) as ranks:
-        list(ranks.map(rank, range(2)))
+    run_threads(2, rank_saves)
     return stage

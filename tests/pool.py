@@ -5,6 +5,7 @@ torchrun would have given that rank. What goes wrong in a rank is raised in the 
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -154,6 +155,7 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(reply)  # before the group goes, or the peers' complaints would come before the cause
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        gc.collect()  # a group that is only forgotten keeps threads, which wake a hundred times a second
         torch.set_default_dtype(torch.float32)
         torch.set_num_threads(1)
         os.chdir(home)

@@ -71,4 +71,17 @@ def write_weights(folder: Path, config: Config) -> Path:
     """A checkpoint that holds a model's first weights and no run, as an import leaves it; returns the step's folder."""
     weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in whole_model(config).named_parameters()}
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
-    return checkpoint.save(folder, 0, weights, state, rank=0, world=1, barrier=lambda: None, keep=1)
+    return checkpoint.save(folder, 0, weights, state, keep=1)
+
+
+Figures = list[tuple[float, float]]  # (loss, gradient norm) of steps
+
+
+def figures(log_dir: str | Path) -> Figures:
+    """Of every step."""
+    return [(line["loss"], line["grad_norm"]) for line in metrics(log_dir)]
+
+
+def difference(a: Figures, b: Figures) -> float:
+    """The largest relative difference of any loss or norm; of as many steps."""
+    return max(abs(x - y) / abs(y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))

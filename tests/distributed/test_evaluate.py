@@ -37,7 +37,10 @@ ROUNDING = 1e-6
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with source code as bytes and the config of a GPT-2-shaped model for it."""
     folder = tmp_path_factory.mktemp("text")
-    sources = [str(ROOT / f"megacore/train/{name}.py") for name in ("inputs", "loader", "logs", "meters", "stopping")]
+    sources = [
+        str(ROOT / f"megacore/train/{name}.py")
+        for name in ("inputs", "loader", "logs", "meters", "stopping", "cpu", "ranks", "lock", "skips")
+    ]
     prepare(sources, str(folder / "code"), "bytes", valid_fraction=0.2)
     training.write_config(
         folder,
@@ -210,7 +213,7 @@ def altered(text: Path, folder: Path, change: str) -> Path:
     else:
         name = "model/norm.bias" if change == "shape" else "model/blocks.2.norm1.bias"
         tensors[name] = (tensors["model/norm.bias"][0][:31], Shard((31,)))
-    return save(folder / change, 0, tensors, reader.state, rank=0, world=1, barrier=lambda: None, keep=1)
+    return save(folder / change, 0, tensors, reader.state, keep=1)
 
 
 @pytest.mark.parametrize(

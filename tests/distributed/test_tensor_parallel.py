@@ -6,7 +6,6 @@ The ranks return what they hold; the test puts the pieces together, by torch's o
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,7 +223,13 @@ def gradient_of_own_tokens_only(patch: pytest.MonkeyPatch) -> None:
 
 def rows_cut_by_rounding_down(patch: pytest.MonkeyPatch) -> None:
     """An embedding that takes floor(vocab / ranks) for the step of the first rows, where pieces are of ceil(vocab / ranks)."""
-    patch.setattr(embedding, "shard_of", lambda weight: SimpleNamespace(start=shard_of(weight).index * (VOCAB // shard_of(weight).count)))
+    build = embedding.VocabParallelEmbedding.__init__
+
+    def wrong(self: embedding.VocabParallelEmbedding, *sizes: int, group: Group, **options: Any) -> None:
+        build(self, *sizes, group=group, **options)
+        self.first_row = group.rank * (VOCAB // group.size)
+
+    patch.setattr(embedding.VocabParallelEmbedding, "__init__", wrong)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], bool, set[str]]] = {

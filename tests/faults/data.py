@@ -169,4 +169,4 @@ def moments_not_restored() -> Any:
 @fault("… counts the optimizer's steps from zero, so that bias correction starts again", "one", "another loss in step 4", check="resume")
 def updates_not_restored() -> Any:
     load = native.NativeEngine.load_state
-    return patch(native.NativeEngine, "load_state", lambda self, state: load(self, state | {"updates": 0.0}))
+    return patch(native.NativeEngine, "load_state", lambda self, state, tensors: load(self, state | {"updates": 0.0}, tensors))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore import comm
-from megacore.engine import reduce
+from megacore.engine import choose, reduce
 from megacore.mesh import SOLO
 from megacore.model import context, gpt, norm
 from megacore.tensor_parallel import cross_entropy, embedding, linear
@@ -71,7 +71,7 @@ def row_output_summed_twice() -> Any:
 
 @fault("… over the wrong group (the data ranks)", "tp2dp2", "module blocks.0.attention.output, its output, microbatch 0, forward")
 def row_output_summed_over_data() -> Any:
-    build = trainer.Stage
+    build = choose.Stage
 
     def wrong(config: Any, layers: Any, group: Any, device: Any) -> Any:
         stage = build(config, layers, group, device)
@@ -80,7 +80,7 @@ def row_output_summed_over_data() -> Any:
                 layer.group = RANK.mesh.dp
         return stage
 
-    return both(remembered_mesh(), patch(trainer, "Stage", wrong))
+    return both(remembered_mesh(), patch(choose, "Stage", wrong))
 
 
 @fault(

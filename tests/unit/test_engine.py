@@ -257,9 +257,7 @@ def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_buckets_start_within_the_last_backward_and_in_order(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
+def test_buckets_start_within_the_last_backward_and_in_order(configure: Configure, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Started in an earlier microbatch, a bucket would be reduced before it is whole; out of order, ranks would mix buckets up."""
     config = configure(f"train.precision={precision} engine.bucket_mib=0.01 model.tie_embeddings=false")
     stage = whole_model(config)
@@ -317,7 +315,7 @@ def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> Non
     _, bf16 = engine_of(configure("train.precision=bf16"))
     _, fp16 = engine_of(configure("train.precision=fp16"))
     initial = float(fp16.loss_scale.value)
-    fp16.load_state(bf16.state())
+    fp16.load_state(bf16.state(), fp16.tensors())
     assert float(fp16.loss_scale.value) == initial > 1
 
 
@@ -334,10 +332,11 @@ def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> No
     other_stage, other = engine_of(configure(f"train.precision={precision} train.seed=1"))
     saved = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
     assert saved.keys() == {f"{kind}/{name}" for kind in ("model", "adam_m", "adam_v") for name, _ in stage.named_parameters()}
-    for name, (tensor, shard) in other.tensors().items():
+    tensors = other.tensors()
+    for name, (tensor, shard) in tensors.items():
         assert tensor.shape == shard.local_shape
         tensor.copy_(saved[name])
-    other.load_state(engine.state())
+    other.load_state(engine.state(), tensors)
     assert all(torch.equal(a, b) for a, b in zip(stage.parameters(), other_stage.parameters(), strict=True))
     for step in (4, 5):
         losses = [accumulate(config, s, e, step) for s, e in ((stage, engine), (other_stage, other))]

@@ -16,17 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # The longest matching prefix counts. A new file in a room is on the room's floor; a new room needs a line here.
 FLOORS = {
-    "megacore": 0, "megacore.cli": 0, "megacore.errors": 0, "megacore.place": 0, "megacore.config.": 0, "megacore.plan.": 0,
+    "megacore": 0, "megacore.cli": 0, "megacore.errors": 0, "megacore.place": 0, "megacore.processes": 0,
+    "megacore.config.": 0, "megacore.plan.": 0,
     "megacore.pipeline.schedule": 0, "megacore.pipeline.simulate": 0, "megacore.pipeline.partition": 0, "megacore.pipeline.plot": 0,
     "megacore.kernels.": 0,
-    "megacore.mesh": 1, "megacore.comm": 1, "megacore.rng": 1,
+    "megacore.mesh": 1, "megacore.comm": 1, "megacore.rng": 1, "megacore.ledger": 1,
     "megacore.tensor_parallel.": 2,
     "megacore.model.": 3, "megacore.data.": 3, "megacore.train.meters": 3,
     "megacore.pipeline.runtime": 4, "megacore.checkpoint.": 4, "megacore.generation.": 4,
-    "megacore.engine.protocol": 4, "megacore.engine.reduce": 4, "megacore.engine.optimizer": 4,
+    "megacore.engine.protocol": 4, "megacore.engine.reduce": 4, "megacore.engine.optimizer": 4, "megacore.engine.stepper": 4,
+    "megacore.engine.guard": 4,
     "megacore.engine.": 5, "megacore.interchange.": 5,
     "megacore.train.": 6,
-    "megacore.verify.": 6,
+    "megacore.verify.": 6, "megacore.survive.": 6,
     "launch.": 7, "benchmarks.": 7, "tests.": 7,
 }  # fmt: skip
 
@@ -149,7 +151,8 @@ def test_every_room_is_read():
 
 def test_deepspeed_is_imported_in_one_module_lazily():
     """Everything else must run where DeepSpeed is broken or absent, and start without its slow import."""
-    uses = [(source.name, imported) for source in sources() for imported in source.imports() if imported.top == "deepspeed"]
+    ours = [source for source in sources() if source.name != "benchmarks.peers.deepspeed_loop"]  # which is what megacore is held against
+    uses = [(source.name, imported) for source in ours for imported in source.imports() if imported.top == "deepspeed"]
     assert len({name for name, _ in uses}) <= 1 and all(imported.lazy for _, imported in uses), uses
 
 

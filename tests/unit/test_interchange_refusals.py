@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from launch.checkpoint import run
 from megacore.checkpoint import locate
+from megacore.checkpoint.manifest import sealed
 from megacore.errors import UserError
 from tests.conversion import assert_nothing_written, random_run
 
@@ -127,8 +128,9 @@ def test_import_names_what_is_wrong(damage, tmp_path):
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     manifest = locate(folder) / "manifest.json"
     content = json.loads(manifest.read_text())
+    del content["manifest_sha256"]
     edit(content)
-    manifest.write_text(json.dumps(content))
+    manifest.write_bytes(sealed(content))
 
 
 EXPORTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

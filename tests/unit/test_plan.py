@@ -21,12 +21,13 @@ from megacore.plan.flops import (
     DEVICE_PEAKS,
     block_flops,
     flops_per_token,
+    hardware_flops_per_token,
     head_flops,
     layer_cost,
     parameters,
     peak_flops,
 )
-from megacore.plan.memory import block_activations, stage_activations, stage_memory, stage_parameters
+from megacore.plan.memory import StageMemory, block_activations, stage_activations, stage_memory, stage_parameters
 from megacore.tensor_parallel import linear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,15 +82,35 @@ def test_parameters_of_published_models(name: str, published: int) -> None:
     assert parameters(resolved(name)) == published
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.get("num_kv_heads", 4) == 4])
+def counted_flops(config: Config) -> float:
+    """Operations a token, forward and backward, that PyTorch's own counter sees."""
+    model, tokens = whole_model(config), torch.zeros(2, 32, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets=tokens).backward()
+    return counter.get_total_flops() / tokens.numel()
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, {"activation": "gelu_erf"}])
 def test_flops_are_what_the_model_multiplies(variant: dict[str, Any]) -> None:
     """PyTorch's own counter of products, forward and backward, would disagree with the formula behind MFU."""
     config = make({"attention": "eager"} | variant)
-    model, tokens = whole_model(config), torch.zeros(2, 32, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model.loss(model(tokens), tokens).backward()
-    assert counter.get_total_flops() == flops_per_token(config, causal=False) * tokens.numel()
-    assert counter.get_total_flops() != flops_per_token(config, causal=True) * tokens.numel()
+    assert counted_flops(config) == flops_per_token(config, causal=False) == hardware_flops_per_token(config, causal=False)
+    assert flops_per_token(config, causal=True) < flops_per_token(config, causal=False)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_recomputed_flops_are_what_the_model_multiplies_again(variant: dict[str, Any], recompute: str) -> None:
+    """HFU would count a product that is not repeated, or miss one that is; MFU must not count any."""
+    config = make({"attention": "eager"} | variant, recompute=recompute)
+    assert counted_flops(config) == hardware_flops_per_token(config, causal=False) > flops_per_token(config, causal=False)
+
+
+def test_sdpa_recomputes_no_attention() -> None:
+    """`selective` keeps no scores to drop with SDPA: its HFU is its MFU."""
+    config = make(recompute="selective")
+    assert counted_flops(config) == counted_flops(make())
+    assert hardware_flops_per_token(config, causal=True) == flops_per_token(config, causal=True)
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (48, 8192, 64), (96, 12288, 96)])
@@ -99,7 +120,8 @@ def test_flops_with_recomputation_are_the_published_formula(layers: int, hidden:
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "num_kv_heads": heads, "ffn_size": 4 * hidden}
     config = make({**sizes, "vocab_size": v, "attention": "eager"}, seq_len=s, recompute="full")
     published = 96 * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (16 * layers * hidden))
-    assert s * (layers * layer_cost(config).total + 3 * head_flops(config)) == pytest.approx(published, rel=1e-12)
+    spared = 2 * hidden * 4 * hidden  # a block's last product, whose result is not needed again
+    assert s * (layers * (layer_cost(config).total + spared) + 3 * head_flops(config)) == pytest.approx(published, rel=1e-12)
     assert flops_per_token(config, causal=False) == layers * 3 * block_flops(config, causal=False) + 3 * head_flops(config)
 
 
@@ -171,6 +193,24 @@ def test_bytes_a_parameter(precision: str, size: int) -> None:
     """Parameter, gradient, master weight and moments of the native engine."""
     memory = stage_memory(config := make(precision=precision))[0]
     assert memory.total - memory.activations == size * parameters(config)
+
+
+def test_bytes_a_parameter_under_fsdp() -> None:
+    """All of it is divided among the data ranks that share a copy; in host memory the device has what is gathered alone."""
+
+    def memory(engine: dict[str, Any], **train: Any) -> StageMemory:
+        sections = {"model": {"num_layers": 4}, "engine": {"kind": "fsdp"} | engine, "train": {"precision": "bf16"} | train}
+        (stage,) = stage_memory(config := resolve(sections, [], "fsdp", 8).config)
+        assert stage.activations == stage_activations(config)[0] and stage.gathered < 18 * parameters(config)
+        return stage
+
+    n = parameters(resolve({"model": {"num_layers": 4}}, [], "native", 8).config)
+    assert memory({}).held == pytest.approx(16 * n / 8)
+    assert memory({"shard_size": 2}, precision="fp64").held == 32 * n / 2
+    offloaded = memory({"cpu_offload": True})
+    assert (offloaded.held, offloaded.gathered) == (0, memory({}).gathered)
+    assert memory({"reshard": False}, global_batch_size=16).gathered == (2 + 4) * n
+    assert memory({"reshard": False}).gathered < memory({"reshard": False}, global_batch_size=16).gathered, "one microbatch: none waits"
 
 
 def test_peaks_are_exact_or_unknown() -> None:

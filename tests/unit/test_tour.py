@@ -27,9 +27,12 @@ def wrong_in(text: str) -> list[str]:
     return wrong + [f"{path} · {name}" for path, name in named if (ROOT / path).exists() and name not in names_in(ROOT / path)]
 
 
-@pytest.mark.parametrize("guide", ["docs/tour.md", "README.md", "CONTRIBUTING.md"])
-def test_every_path_and_name_exists(guide: str) -> None:
-    assert wrong_in((ROOT / guide).read_text(encoding="utf-8")) == []
+GUIDES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_every_path_and_name_exists(guide: Path) -> None:
+    assert wrong_in(guide.read_text(encoding="utf-8")) == []
 
 
 def test_the_tour_names_what_matters() -> None:

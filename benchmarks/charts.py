@@ -1,0 +1,79 @@
+"""The benchmarks' charts, drawn without a display."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# One colour a part of a step: work in blues and greens, waiting in reds and greys.
+COLOURS = {
+    "compute": "#2f6fab", "optimizer": "#7fb3d5", "data": "#8fbf8f",
+    "tp": "#c0392b", "dp": "#e67e22", "pp": "#f1c40f", "tied": "#d98880", "norm": "#f5b7b1",
+    "bubble": "#b0b0b0", "other": "#dddddd",
+}  # fmt: skip
+OURS = "#c0392b"
+
+
+def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], unit: str, title: str) -> None:
+    """A horizontal bar for each name, stacked of its parts; parts that are nowhere visible are left out."""
+    figure, axes = _figure(9.0, 1.4 + 0.6 * len(bars))
+    names, parts = list(bars), list(next(iter(bars.values()), {}))
+    left = [0.0] * len(names)
+    for part in parts:
+        widths = [bars[name][part] for name in names]
+        if max(widths) >= 0.1:
+            axes.barh(names, widths, left=left, label=part, color=COLOURS.get(part), height=0.7)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title, loc="left", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def grouped_bars(path: Path, groups: Mapping[str, Mapping[str, float]], ours: str, unit: str, title: str) -> None:
+    """For each group a panel of horizontal bars, the name `ours` in another colour."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(groups)) or 1
+    lines = -(-len(groups) // columns) or 1
+    figure = Figure(figsize=(4.2 * columns, 2.6 * lines + 0.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes, (group, bars) in zip(grid, groups.items(), strict=False):
+        drawn = axes.barh(list(bars), list(bars.values()), color=[OURS if name == ours else "#7f8c8d" for name in bars])
+        axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=2)
+        axes.margins(x=0.2)
+        axes.invert_yaxis()
+        axes.set_title(group, loc="left", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[len(groups) :]:
+        axes.set_visible(False)
+    figure.supxlabel(unit, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.savefig(path)
+
+
+def lines_over_sizes(path: Path, lines: Mapping[str, Sequence[tuple[float, float]]], unit: str, title: str) -> None:
+    """Points (bytes, value) joined to lines by name, both axes logarithmic."""
+    figure, axes = _figure(8.0, 4.5)
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker=".", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes of a message")
+    axes.set_ylabel(unit)
+    axes.set_title(title, loc="left", fontsize=10)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def _figure(width: float, height: float):  # type: ignore[no-untyped-def] # matplotlib has no types here
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no display, no global state
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,196 @@
+"""What a checkpoint costs the training loop, saved in it and beside it, and how fast its parts are.
+
+Blocks of training steps take turns: without a save, with one behind the first step in the loop, and with one beside it, on the same
+state. What a save costs is by how much its block is longer than the block without: how long the loop stands still, and by how much the
+steps beside a save are slower (memory, caches, the interpreter's lock). A block is long enough for a save beside it. Where Linux tells,
+the time for which the loop was ready and had to wait for a core is left out: on a machine that is shared it is other programs', and a save
+beside the loop needs a core that training leaves free. Medians over rounds, all in the same clock.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.training import Training, join
+from megacore.checkpoint import MeshRanks, Saver
+from megacore.checkpoint.digest import content_digest, file_hash
+from megacore.checkpoint.disk import file_digest, size_text, write_file
+from megacore.cli import Parser
+from megacore.config import load
+from megacore.errors import UserError
+from megacore.mesh import Mesh
+from megacore.place import place_from_environment
+from megacore.train.failure import fail
+
+EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
+MORE = "More ranks: torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2"
+TARGET = 0.1  # of what a save in the loop costs it
+SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
+WAYS = ("none", "in the loop", "beside it")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
+    parser.add_argument("--config", default="benchmarks/checkpoint.json", metavar="FILE", help="a JSON file (%(default)s: 29 M parameters)")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to save (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="blocks of each kind (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    return parser.parse_intermixed_args(argv)
+
+
+def clock() -> float:
+    """Seconds, but not those for which this thread waited for a core."""
+    waited = 0.0
+    if SCHEDULED.exists():
+        waited = int(SCHEDULED.read_text().split()[1]) / 1e9
+    return perf_counter() - waited
+
+
+class Block:
+    """So many steps, of which the first may be saved."""
+
+    def __init__(self, training: Training, mesh: Mesh, folder: Path) -> None:
+        self.training, self.mesh = training, mesh
+        self.savers = {way: Saver(folder, MeshRanks(mesh), keep=1, background=way == WAYS[2], device=mesh.device) for way in WAYS[1:]}
+        self.steps = 2
+
+    def run(self, way: str) -> tuple[float, float, float]:
+        """Seconds of the block, of the loop's standing still in it, and (on the wall) from the save's beginning to its end."""
+        saver, stood, saved = self.savers.get(way), 0.0, None
+        started = clock()
+        for step in range(self.steps):
+            if saver is not None:
+                saver.hold_update()
+            self.training.step()
+            if step == 0 and saver is not None:
+                before = clock()
+                saver.start(self.training.steps, self.training.engine.tensors(), {})
+                if way == "in the loop":
+                    saved = saver.finish()
+                stood += clock() - before
+        before = clock()
+        if saver is not None:
+            saved = saved or saver.finish()
+        stood += clock() - before
+        return clock() - started, stood, saved.seconds if saved else 0.0
+
+    def fit(self) -> None:
+        """Chooses `steps`: all saving is done within a block, with as much to spare."""
+        for way in WAYS:
+            self.run(way)
+        step = median(self.training.step() for _ in range(5))
+        longest = max(self.run(way)[2] for way in WAYS[1:])
+        steps = torch.tensor(2 + int(2 * longest / step))
+        if self.mesh.world.process_group is not None:
+            torch.distributed.broadcast(steps, 0)
+        self.steps = int(steps)
+
+
+def measure(block: Block, rounds: int) -> dict[str, Any]:
+    """Seconds a save costs."""
+    block.fit()
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    stood: dict[str, list[float]] = {way: [] for way in WAYS}
+    for index in range(rounds):
+        for way in (WAYS, WAYS[::-1])[index % 2]:
+            seconds, still, _ = block.run(way)
+            took[way].append(seconds)
+            stood[way].append(still)
+    costs = {way: median(took[way]) - median(took["none"]) for way in WAYS[1:]}
+    return {
+        "steps a block": block.steps,
+        "block_seconds": took,
+        "cost_seconds": costs,
+        "stood_still_seconds": {way: median(stood[way]) for way in WAYS[1:]},
+        "cost_ratio": costs["beside it"] / costs["in the loop"],
+        "stood_still_ratio": median(stood["beside it"]) / costs["in the loop"],
+    }
+
+
+def speeds(folder: Path) -> dict[str, float]:
+    """GB/s of CPU time for what needs a core, and of wall time for the disk."""
+    values = torch.randn(16, 1024, 1024)
+    raw = values.view(-1).view(torch.uint8).numpy().data
+    file = folder / "speed"
+
+    def rate(work: Callable[[], object], clock: Callable[[], float]) -> float:
+        times = []
+        for _ in range(3):
+            started = clock()
+            work()
+            times.append(clock() - started)
+        return values.nbytes / 1e9 / min(times)
+
+    def parts() -> Iterator[memoryview]:
+        yield raw
+
+    result = {
+        "content digest": rate(lambda: content_digest(values, (0, 0, 0)), process_time),
+        "file digest": rate(lambda: file_hash(raw), process_time),
+        "copy to staging": rate(lambda: torch.empty_like(values).copy_(values), process_time),
+        "write, fsync, read back": rate(lambda: write_file(file, parts()), perf_counter),
+        "read and compare": rate(lambda: file_digest(file), perf_counter),
+    }
+    file.unlink()
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """The tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    table = Table("a save", "longer block", "loop stands still")
+    for way in WAYS[1:]:
+        table.add_row(way, f"{result['cost_seconds'][way]:.4f} s", f"{result['stood_still_seconds'][way]:.4f} s")
+    table.add_row("beside / in the loop", f"{result['cost_ratio']:.1%}", f"{result['stood_still_ratio']:.1%}")
+    console.print(f"{result['state']} of state, blocks of {result['steps a block']} steps; target: below {TARGET:.0%}")
+    console.print(table)
+    table = Table("one core, one file", "GB/s")
+    for name, speed in result["speeds"].items():
+        table.add_row(name, f"{speed:.2f}")
+    console.print(table)
+
+
+def main() -> int:
+    """One rank's part; returns its exit status."""
+    place = place_from_environment()
+    try:
+        args = parse(sys.argv[1:])
+        config = load(args.config, args.overrides, place.world_size).config
+        mesh = join(config, place)
+    except UserError as error:
+        if place.rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+    try:
+        training = Training(config, mesh)
+        ranks = MeshRanks(mesh)
+        own = sum(tensor.nbytes for tensor, box in training.engine.tensors().values() if box.counted)
+        folder = Path(ranks.first(tempfile.mkdtemp(dir=args.folder) if place.rank == 0 else ""))
+        result = {"state": size_text(ranks.total(own))} | measure(Block(training, mesh, folder), args.rounds)
+        if place.rank == 0:
+            show(result | {"speeds": (figures := speeds(folder))})
+            shutil.rmtree(folder)
+            print(json.dumps(machine.describe() | {"config": config.model_dump(by_alias=True)} | result | {"speeds": figures}))
+    except BaseException as error:
+        fail(error, place, mesh)
+        raise
+    mesh.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

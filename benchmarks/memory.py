@@ -1,0 +1,229 @@
+"""Bytes of parameters, gradients and optimizer state on the fullest rank, measured, beside what `megacore.plan.memory` predicts.
+
+Measured are the storages behind the tensors that stage and engine hold once a step's gradients are reduced, each counted once;
+"other" is what else has come to live in the process since. "at work" is the most that was allocated beyond all that in the
+middle of a step: by PyTorch's allocator on a GPU, by glibc's malloc, asked behind every operation, on a CPU. Predicted for it are
+activations and, for fsdp, what is gathered.
+
+Without a launcher it starts each engine on 1 and 4 data ranks, the ways to hold fewer activations on 1, and prints the table.
+Under one it measures the layout in which it is started, and rank 0 prints JSON.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.training import Training, join
+from megacore.cli import Parser
+from megacore.comm import all_reduce
+from megacore.config import Config, load
+from megacore.errors import UserError
+from megacore.mesh import Mesh
+from megacore.place import place_from_environment
+from megacore.plan.memory import stage_memory
+from megacore.train.failure import fail
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = "python -m benchmarks.memory train.precision=bf16"
+MORE = "One layout: torchrun --nproc-per-node 4 -m benchmarks.memory --config benchmarks/memory.json engine.kind=fsdp parallel.tensor=2"
+
+ENGINES = {
+    "native": [],
+    "native, sharded optimizer": ["engine.shard_optimizer=true"],
+    "fsdp": ["engine.kind=fsdp"],
+    **{
+        f"deepspeed, {name}": ["engine.kind=deepspeed", f"engine.config={ROOT}/configs/deepspeed/{name}.json"]
+        for name in ("zero1", "zero2", "zero3")
+    },
+}
+# What changes activations alone: measured on one rank.
+ACTIVATIONS = {
+    "native, recompute=selective": ["train.recompute=selective"],
+    "native, recompute=full": ["train.recompute=full"],
+    "native, offload_activations": ["train.offload_activations=true"],
+}
+DATA = (1, 4)
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the tensors' storages, by address."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    held = (tensor.untyped_storage() for tensor in local if tensor.device.type != "meta")
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
+def living() -> dict[int, int]:
+    """`storages` of every tensor in this process that Python knows."""
+    gc.collect()
+    return storages(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+
+
+@torch.no_grad()
+def held_by(training: Training, before: dict[int, int]) -> dict[str, int]:
+    """Bytes by part, when a step's gradients are reduced; a storage that serves as two counts as the first."""
+    engine, deepspeed = training.engine, training.config.engine.kind == "deepspeed"
+    held = {at: size for at, size in living().items() if at not in before}
+    # ZeRO 3 leaves parameters empty, and this rank's part of each at `ds_tensor`.
+    parameters = storages(getattr(p, "ds_tensor", p) for p in training.stage.parameters())
+    # DeepSpeed shows copies of its gradients: what it holds beyond parameters and optimizer counts as them.
+    gradients = {} if deepspeed else storages(t for t, _ in engine.gradients().values())
+    gradients = {at: size for at, size in gradients.items() if at not in parameters}
+    state = storages(t for t, _ in engine.tensors().values())
+    optimizer = {at: size for at, size in state.items() if at not in parameters | gradients}
+    other = {at: size for at, size in held.items() if at not in parameters | gradients | optimizer}
+    if deepspeed:
+        gradients, other = other, {}
+    parts = dict(zip((*PARTS, "other"), (parameters, gradients, optimizer, other), strict=True))
+    return {name: sum(part.values()) for name, part in parts.items()}
+
+
+def peak_of_step(training: Training) -> int:
+    """Runs a step; the most bytes allocated in its midst beyond what is held when its gradients are reduced."""
+    before = living()
+    peak = peak_of(lambda: training.runtime.run(training.plan, training.batch, training.target_weight), training.mesh.device)
+    gradients = [size for at, size in living().items() if at not in before]
+    training.engine.step(0.0)
+    return peak - sum(gradients)
+
+
+class MallInfo(ctypes.Structure):
+    """What glibc's malloc says of itself (malloc.h)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
+
+
+def allocated() -> int:
+    """Bytes that this process has from malloc, whichever thread asked for them, as PyTorch does for every CPU tensor."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+class Watch(TorchDispatchMode):
+    """While entered, asks behind every operation how much is allocated; `peak` is the most."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        self.peak = max(self.peak, allocated())
+        return result
+
+
+def peak_of(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes allocated at once by `work`, beyond those before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - start
+    with Watch():
+        torch.ones(1).add(1)  # PyTorch imports ten megabytes for the first operation that is watched
+    start = allocated()
+    with Watch() as watch:
+        work()
+    return watch.peak - start
+
+
+def measure(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Builds what trains and runs steps; collective. Measured bytes are the largest rank's, predicted ones the fullest stage's."""
+    before = living()
+    training = Training(config, mesh)
+    training.step()  # whatever is made by the first step alone
+    training.runtime.run(training.plan, training.batch, training.target_weight)
+    parts = held_by(training, before)
+    training.engine.step(0.0)
+    figures = torch.tensor([*parts.values(), sum(parts[name] for name in PARTS), peak_of_step(training)], device=mesh.device)
+    measured = dict(zip((*parts, "together", "at work"), all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist(), strict=True))
+    training.engine.close()
+    stages = stage_memory(config)
+    predicted = {name: max(getattr(stage, name) for stage in stages) for name in PARTS}
+    predicted |= {"together": max(s.held for s in stages), "at work": max(s.activations + s.gathered for s in stages)}
+    return {"mesh": mesh.describe(), "measured": measured, "predicted": predicted}
+
+
+def measure_here(args: argparse.Namespace) -> int:
+    """One rank's part under a launcher; returns its exit status."""
+    place = place_from_environment()
+    try:
+        config = load(args.config, args.overrides, place.world_size).config
+        mesh = join(config, place)
+    except UserError as error:
+        if place.rank == 0:
+            print(error, file=sys.stderr)
+        return 2
+    try:
+        result = measure(config, mesh)
+    except BaseException as error:
+        fail(error, place, mesh)
+        raise
+    mesh.close()
+    if place.rank == 0:
+        print(json.dumps(result))
+    return 0
+
+
+def start(args: argparse.Namespace, engine: str, data: int) -> dict[str, Any]:
+    """`measure` in processes of its own; raises `RuntimeError` with what they say if they fail."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(data), "-m", "benchmarks.memory"]
+    settings = (ENGINES | ACTIVATIONS)[engine]
+    command = [*launcher, "--config", args.config, *args.overrides, *settings, f"parallel.data={data}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{engine} on {data} ranks failed: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show(args: argparse.Namespace) -> None:
+    """Measures every engine, and prints the table as it grows, in Markdown."""
+    columns = ["engine", "data", *PARTS, "together", "predicted", "ratio", "other", "at work", "predicted"]
+    print("MB | " + " | ".join(columns[1:]).replace("data", "data ranks", 1))
+    print("|".join(["---", *["---:"] * (len(columns) - 1)]), flush=True)
+    for engine, data in [*product(ENGINES, DATA), *product(ACTIVATIONS, [1])]:
+        result = start(args, engine, data)
+        measured, predicted = result["measured"], result["predicted"]
+        sizes = [measured[name] for name in (*PARTS, "together")] + [predicted["together"]]
+        cells = [f"{size / 1e6:.2f}" for size in sizes] + [f"{measured['together'] / predicted['together']:.3f}"]
+        cells += [f"{size / 1e6:.2f}" for size in (measured["other"], measured["at work"], predicted["at work"])]
+        print(" | ".join([engine, str(data), *cells]), flush=True)
+
+
+def main() -> int:
+    """The table, or one rank's part in a measurement; returns the exit status."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+    parser.add_argument("--config", default="benchmarks/memory.json", metavar="FILE", help="default: benchmarks/memory.json")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    try:
+        args = parser.parse_intermixed_args()
+        if "RANK" in os.environ:
+            return measure_here(args)
+        show(args)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

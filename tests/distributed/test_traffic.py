@@ -1,0 +1,118 @@
+"""A step's traffic, counted where it is sent, is what the formulas say, element for element; and its time adds up."""
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from benchmarks.breakdown import measured_step, shares
+from benchmarks.training import RandomStream, Training
+from megacore import comm
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.mesh import Mesh, pick_device
+from megacore.place import place_from_environment
+from megacore.plan.memory import stage_parameters
+from megacore.plan.traffic import Transfer, sent_by_group, stage_traffic
+from megacore.tensor_parallel import linear
+
+TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2
+
+SIZES: dict[str, Any] = {  # every parameter is a multiple of 128 elements, so that nothing is padded
+    "model": {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": 4, "vocab_size": 1024},
+    "train": {"seq_len": 32, "micro_batch_size": 2, "precision": "fp32", "device": "cpu"},
+    "parallel": {"timeout_seconds": 60},
+}
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "one": {},
+    "tp": {"parallel": {"tensor": 2}},
+    "tp, full recomputation": {"parallel": {"tensor": 2}, "train": {"recompute": "full"}},
+    "sp": {"parallel": {"tensor": 2, "sequence": True}},
+    "sp, full recomputation, chunked loss": {
+        "parallel": {"tensor": 2, "sequence": True},
+        "train": {"recompute": "full"},
+        "model": {"chunked_loss": True, "qk_norm": True, "position": "rope", "norm": "rmsnorm", "activation": "swiglu"},
+    },
+    "pp": {"parallel": {"pipeline": 2}},
+    "dp": {"parallel": {"data": 2}},
+    "dp, sharded optimizer": {"parallel": {"data": 2}, "engine": {"shard_optimizer": True}, "train": {"precision": "bf16"}},
+    "pp × dp, sharded optimizer": {"parallel": {"pipeline": 2, "data": 2}, "engine": {"shard_optimizer": True}},
+    "tp × pp, sequence": {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
+}
+
+
+def configured(layout: dict[str, dict[str, Any]]) -> Config:
+    sections = {name: SIZES.get(name, {}) | layout.get(name, {}) for name in SIZES.keys() | layout.keys()}
+    parallel = sections["parallel"]
+    data = parallel.setdefault("data", 1)
+    sections["train"]["global_batch_size"] = 2 * MICROBATCHES * data
+    return resolve(sections, [], "traffic", data * parallel.get("tensor", 1) * parallel.get("pipeline", 1)).config
+
+
+def step_on_a_rank(layout: dict[str, dict[str, Any]], twice: bool = False) -> tuple[int, list[Transfer], dict[str, float]]:
+    """The rank's stage, what it sent in a step, and the shares of the step's time; `twice`: row-parallel sums are done twice."""
+    place, config = place_from_environment(), configured(layout)
+    mesh = Mesh(config, place, pick_device(config, place))
+    training = Training(config, mesh, RandomStream(config))
+    training.step()
+
+    def doubled(x: Any, group: Any, sequence: bool) -> Any:
+        comm.all_reduce(x.detach().clone(), group)
+        return comm.leave_tensor_parallel(x, group, sequence)
+
+    with patch.object(linear, "leave_tensor_parallel", doubled if twice else linear.leave_tensor_parallel):
+        step = measured_step(training)
+    result = mesh.pp_rank, step.transfers, shares([step], mesh)
+    mesh.close()
+    return result
+
+
+def elements(transfers: list[Transfer]) -> Counter[tuple[str, str, int, int]]:
+    """By group, operation, its size and bytes an element."""
+    counted: Counter[tuple[str, str, int, int]] = Counter()
+    for t in transfers:
+        counted[t.group, t.operation, t.size, t.element_bytes] += t.elements
+    return counted
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
+    """A collective more, less or larger than the plan counts, on any rank of any layout; and a moment charged to no part, or to two."""
+    config = configured(LAYOUTS[name])
+    parallel = config.parallel
+    ranks = pool.run(parallel.tensor * parallel.pipeline * int(parallel.data), step_on_a_rank, LAYOUTS[name])
+    for stage, transfers, shares_of_time in ranks:
+        planned = stage_traffic(config)[stage]
+        assert elements(transfers) == elements(planned)
+        assert [t.calls for t in transfers if t.group == "pp"] == [t.calls for t in planned if t.group == "pp"]
+        assert sum(shares_of_time.values()) == pytest.approx(100, abs=1)
+
+
+def test_a_sum_done_twice_is_seen(pool: Any) -> None:
+    """The check itself: with every row-parallel sum done twice, the count must not match."""
+    for stage, transfers, _ in pool.run(2, step_on_a_rank, LAYOUTS["tp"], True):
+        extra = elements(transfers) - elements(stage_traffic(configured(LAYOUTS["tp"]))[stage])
+        assert extra == {("tp", "all_reduce", 2, 4): 2 * LAYERS * MICROBATCHES * TOKENS * HIDDEN}
+
+
+def sent(layout: str, layers: int = LAYERS) -> list[dict[str, float]]:
+    """Bytes by group that a rank of each stage sends."""
+    return [
+        sent_by_group(transfers)
+        for transfers in stage_traffic(configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}))
+    ]
+
+
+def test_formulas_are_the_published_ones() -> None:
+    """Bytes of fp32 against 8·b·s·h·(t-1)/t a layer and microbatch, b·s·h a boundary and direction, and 2·Ψ·(d-1)/d."""
+    activations, half = 4 * MICROBATCHES * TOKENS * HIDDEN, 1 / 2  # (t-1)/t and (d-1)/d of two ranks
+    for layout, published in (("tp", 8), ("tp, full recomputation", 10), ("sp", 10)):  # see the module on 10
+        (one,), (two,) = sent(layout, 1), sent(layout, 2)
+        partial = 4 * 2 * half * 6 * HIDDEN if layout == "sp" else 0  # a block's norms and row-parallel biases, once a step
+        assert two["tp"] - one["tp"] == published * activations * half + partial, layout
+    assert [stage["pp"] for stage in sent("pp")] == [activations, activations]
+    (psi,) = stage_parameters(configured(LAYOUTS["dp"]))
+    assert sent("dp")[0]["dp"] == 4 * 2 * psi * half
+    assert sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half  # gradients in fp32, parameters in bf16

@@ -1,0 +1,90 @@
+"""Steps that are not taken: what is called a spike, how many are too many, whose step time stands out."""
+
+import numpy as np
+import pytest
+import torch
+
+from megacore.engine.guard import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
+from megacore.train.mailbox import Figures
+from megacore.train.skips import Skips, TooManySkips
+from megacore.train.stragglers import Stragglers, outliers
+
+CPU = torch.device("cpu")
+
+
+def judged(norms: list[float], threshold: float = 6.0) -> tuple[list[bool], SpikeGuard]:
+    guard = SpikeGuard(threshold, CPU)
+    found = []
+    for norm in norms:
+        value = torch.tensor(norm, dtype=torch.float64)
+        refused = guard.is_spike(value) | ~value.isfinite()
+        guard.remember(value, refused)
+        found.append(bool(refused))
+    return found, guard
+
+
+def plainly(norms: list[float], threshold: float = 6.0) -> list[bool]:
+    """The same rule in NumPy, over lists."""
+    taken: list[float] = []
+    found = []
+    for norm in norms:
+        recent = np.sort(taken[-WINDOW:])
+        spike = not np.isfinite(norm)
+        if len(recent) and len(taken) >= ENOUGH:
+            median = recent[(len(recent) - 1) // 2]
+            deviation = max(SCALE * np.sort(np.abs(recent - median))[(len(recent) - 1) // 2], LEAST * median)
+            spike = spike or norm > median + threshold * deviation
+        found.append(bool(spike))
+        if not spike:
+            taken.append(norm)
+    return found
+
+
+def test_spikes_are_those_of_the_plain_rule() -> None:
+    rng = np.random.default_rng(0)
+    norms = np.exp(rng.normal(0, 0.2, 400)) * np.linspace(3, 1, 400)
+    norms[[5, 60, 61, 62, 200, 390]] *= 20  # the first before enough is known
+    norms[[7, 120]] = [np.nan, np.inf]
+    found, guard = judged(norms.tolist())
+    assert found == plainly(norms.tolist())
+    assert {i for i, spike in enumerate(found) if spike} >= {7, 60, 61, 62, 120, 200, 390}, "a burst raises no bar for itself"
+    assert sum(found) < 12, "and what varies as ever is taken"
+    again = SpikeGuard(6.0, CPU)
+    again.load_state(guard.state())
+    assert again.state() == guard.state() and len(guard.state()) == WINDOW
+    high = torch.tensor(30.0, dtype=torch.float64)
+    assert again.is_spike(high) and guard.is_spike(high), "a resumed run must decide as the one that went on"
+
+
+def test_equal_norms_make_no_spike_of_the_next() -> None:
+    """Their deviation is 0: without a least one, a norm a billionth larger would be skipped."""
+    found, _ = judged([1.0] * 40 + [1.0 + 1e-9, 1.02, 3.0])
+    assert found[40:] == [False, False, True]
+
+
+def figures(step: int, skipped: float) -> Figures:
+    return Figures(step, 1.0, 0.0, 0.0, 1.0, skipped)
+
+
+def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
+    skips = Skips(limit=3, rollbacks=1, skipped=5.0)
+    assert [skips.saw(figures(step, count)) for step, count in [(1, 5), (2, 6), (3, 7), (4, 7), (5, 8), (6, 9)]] == [
+        False, True, True, False, True, True,
+    ]  # fmt: skip
+    assert not skips.too_many(), "never three in a row"
+    skips.saw(figures(7, 10))
+    assert skips.too_many()
+    for count in (11, 12, 13):
+        assert not skips.too_many(), "it counts anew"
+        skips.saw(figures(8, count))
+    with pytest.raises(TooManySkips, match="3 steps in a row"):
+        skips.too_many()
+
+
+def test_stragglers_stand_out_from_the_median() -> None:
+    assert outliers([0.2, 0.21, 0.9, 0.2], 1.0) == {2: 0.9}
+    assert outliers([0.2, 0.21, 0.39, 0.2], 1.0) == {}, "less than twice the median"
+    assert outliers([0.001, 0.001, 0.02, 0.001], 1.0) == {}, "twenty times the median, and nothing beside the step"
+    stragglers = Stragglers()
+    slow, even = [0.2, 0.9, 0.2, 0.2], [0.2] * 4
+    assert [list(stragglers.named(own, 1.0)) for own in (slow, slow, even, slow, slow, slow, slow)] == [[], [], [], [], [], [1], [1]]

@@ -1,0 +1,93 @@
+"""Machines that answer, and a layout for them with the same global batch."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.config import load
+from megacore.errors import ConfigError
+from megacore.survive.hosts import Fleet, hostfile_option, plan, read_hostfile
+from megacore.train.lock import FolderLock
+
+MODEL = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
+TRAIN = {"seq_len": 16, "micro_batch_size": 4, "global_batch_size": 32}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model": MODEL, "train": TRAIN, "data": {"train": "nothing"}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "used", "shape"),
+    [
+        ((2, 2), 8, 8, (2, 2, 2, 4)),
+        ((2, 2), 4, 4, (2, 2, 1, 4)),
+        ((2, 2), 2, 2, (2, 1, 1, 4)),  # as many parts as two ranks can hold, tensor as it was
+        ((2, 2), 7, 6, (1, 3, 2, 4)),  # 4 of 7 would idle too many; six ranks divide the batch with three stages
+        ((1, 1), 16, 16, (1, 1, 16, 2)),  # a smaller microbatch, for the same batch
+        ((1, 1), 12, 12, (1, 3, 4, 4)),
+        ((4, 1), 1, 1, (1, 1, 1, 4)),
+    ],
+)
+def test_a_layout_is_found_for_what_is_left(config: str, layout: tuple[int, int], ranks: int, used: int, shape: tuple[int, ...]) -> None:
+    overrides = [f"parallel.tensor={layout[0]}", f"parallel.pipeline={layout[1]}"]
+    planned = plan(config, overrides, ranks)
+    there = load(config, [*overrides, *planned.overrides], planned.ranks).config
+    found = (there.parallel.tensor, there.parallel.pipeline, there.parallel.data, there.train.micro_batch_size)
+    assert (planned.ranks, found) == (used, shape)
+    assert there.train.global_batch_size == TRAIN["global_batch_size"]
+
+
+def test_no_machine_is_no_layout(config: str) -> None:
+    with pytest.raises(ConfigError, match="no layout fits on 0 ranks"):
+        plan(config, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("deepspeed --hostfile hosts x.py", (2, "hosts")),
+        ("deepspeed --hostfile=hosts x.py", (1, "hosts")),
+        ("deepspeed -H hosts x.py", (2, "hosts")),
+        ("deepspeed --hostfile= x.py", None),
+        ("torchrun x.py", None),
+    ],
+)
+def test_the_hostfile_of_a_command(command: str, found: tuple[int, str] | None) -> None:
+    assert hostfile_option(command.split()) == (found and (found[0], Path(found[1])))
+
+
+def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# ours\nlocalhost slots=4\nnode1 slots=4 # new\n\nnode2 slots=4\n")
+    assert read_hostfile(hostfile) == {"localhost": 4, "node1": 4, "node2": 4}
+    probe = f"{sys.executable} -c 'import sys; sys.exit(sys.argv[1] != \"node2\")' {{host}}"
+    fleet = Fleet(hostfile, config, [], probe)
+    command = fleet.command(["deepspeed", "--hostfile", str(hostfile), "x.py", "--config", config], tmp_path)
+    assert command[:3] == ["deepspeed", "--hostfile", str(tmp_path / "hostfile")]
+    assert read_hostfile(tmp_path / "hostfile") == {"localhost": 4, "node2": 4}
+    assert "parallel.data=auto" in command and not fleet.changed()
+    hostfile.write_text("localhost slots=2\n")
+    assert fleet.changed()
+    fleet.command(command, tmp_path)
+    assert read_hostfile(tmp_path / "hostfile") == {"localhost": 2} and not fleet.changed()
+    hostfile.write_text("localhost\n")
+    with pytest.raises(ConfigError, match="slots"):
+        read_hostfile(hostfile)
+
+
+def test_one_run_a_folder(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path, patience=0.0), FolderLock(tmp_path, patience=0.0)
+    first.take()
+    first.take()  # which it has
+    with pytest.raises(ConfigError, match=r"log\.dir: .* belongs to a run that is going on \(process \d+ on "):
+        second.take()
+    first.release()
+    second.take()
+    second.release()
+    FolderLock(tmp_path / "not there yet").take()
