@@ -123,7 +123,7 @@ def _data(config: Config, stage: int, partial: int) -> list[Transfer]:
     if model.tie_embeddings and p > 1 and stage in (0, p - 1):
         rows = -(-model.vocab_size // t) * model.hidden_size
         found.append(Transfer("tied", "all_reduce", 2, rows // (d if sharded else 1), gradient, 1))
-    found.append(Transfer("norm", "all_reduce", t * p * (d if sharded else 1), 1, 8, 1))
+    found.append(Transfer("norm", "all_reduce", t * p * d, 1, 8, 1))  # over all ranks, so that they decide alike
     return found
 
 

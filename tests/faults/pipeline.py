@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacore import comm
-from megacore.engine import native
+from megacore.engine import native, stepper
 from megacore.model import context, norm
 from megacore.pipeline import runtime
 from megacore.tensor_parallel import linear
@@ -106,7 +106,7 @@ def norm_counts_replicas() -> Any:
 
 @fault("each stage clips by its own norm", "pp2", "every gradient agrees; the gradient norm does not")
 def clip_per_stage() -> Any:
-    return patch(native, "all_reduce", lambda x, group: x if group.name == "model" else comm.all_reduce(x, group))
+    return patch(stepper, "all_reduce", lambda x, group: x if group.name == "world" else comm.all_reduce(x, group))
 
 
 @fault("clipping divides by the square of the norm", "one", "every gradient agrees; the gradient norm does not")
@@ -131,13 +131,13 @@ def weight_decay_on_norms() -> Any:
     "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
 )
 def no_bias_correction() -> Any:
-    step = native.AdamW.step
+    step = stepper.AdamW.step
 
     def late(self: Any, *rest: Any) -> None:
         self.updates.fill_(1e6)
         step(self, *rest)
 
-    return patch(native.AdamW, "step", late)
+    return patch(stepper.AdamW, "step", late)
 
 
 @fault(
@@ -146,11 +146,11 @@ def no_bias_correction() -> Any:
     "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first embedding.weight",
 )
 def moments_in_low_precision() -> Any:
-    step = native.AdamW.step
+    step = stepper.AdamW.step
 
     def rounded(self: Any, *rest: Any) -> None:
         step(self, *rest)
         for moment in chain(self.first_moments, self.second_moments):
             moment.copy_(moment.float())
 
-    return patch(native.AdamW, "step", rounded)
+    return patch(stepper.AdamW, "step", rounded)
