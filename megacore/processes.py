@@ -28,3 +28,14 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += children.get(each, [])
     return found[1:]
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process of this user on this machine has the file open (Linux)."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if descriptor.samefile(path):
+                return True
+        except OSError:
+            continue  # closed meanwhile, or of another user
+    return False

@@ -31,7 +31,10 @@ from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import clip_coefficient
 from megacore.mesh import Group, Mesh
 from megacore.model.gpt import Stage
+from megacore.processes import is_open
 from megacore.tensor_parallel.shard import Box, shard_of
+
+COMPILE_SECONDS = 600.0  # no extension takes longer: one or two minutes are usual
 
 
 class DeepSpeedEngine:
@@ -213,7 +216,12 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # one rank: DeepSpeed wants a group all the same
         dist.init_process_group(mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout)
-    for builder in builders(settings, deepspeed):
+    needed = builders(settings, deepspeed)
+    if mesh.place.local_rank == 0:
+        for builder in needed:
+            discard_abandoned(build_folder(builder) / "lock")
+    mesh.barrier()  # a rank that waits for a lock takes its disappearance for success
+    for builder in needed:
         build(builder, speaks=mesh.place.local_rank == 0)
     return deepspeed
 
@@ -235,11 +243,27 @@ def builders(settings: dict[str, Any], deepspeed: Any) -> list[Any]:
     return [deepspeed.accelerator.get_accelerator().create_op_builder(name) for name in names]
 
 
-def build(builder: Any, *, speaks: bool) -> None:
-    """Loads an extension of DeepSpeed's; says so where it must be compiled first, which takes minutes once a machine."""
+def build_folder(builder: Any) -> Path:
+    """Where PyTorch compiles an extension, and locks the folder meanwhile."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    folder = Path(_get_build_directory(builder.name, False))
+    return Path(_get_build_directory(builder.name, False))
+
+
+def discard_abandoned(lock: Path) -> None:
+    """Deletes the lock of a compilation that was killed: PyTorch would wait for it for ever. Whoever compiles keeps the file open."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if age > COMPILE_SECONDS and not is_open(lock):
+        print(f"{lock} is {age / 60:.0f} minutes old, and no process here has it: deleted", file=sys.stderr, flush=True)
+        lock.unlink(missing_ok=True)
+
+
+def build(builder: Any, *, speaks: bool) -> None:
+    """Loads an extension of DeepSpeed's; says so where it must be compiled first, which takes minutes once a machine."""
+    folder = build_folder(builder)
     fresh, lock = not (folder / f"{builder.name}.so").exists(), folder / "lock"
     if lock.exists() and speaks:
         print(f"waiting until whoever compiles {builder.name} has done so; if nobody does, delete {lock}", file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from megacore.train.verdict import Seat, Snapshot, Verdict, judge
 START_UP = 4.0  # times as long may pass until the first step is done: compiling, reading a checkpoint
 ANSWER_SECONDS = 3.0  # for a rank to publish its ledger
 LINGER_SECONDS = 1.0  # after a verdict: who holds the store ends last
-STORE_SECONDS = 10.0  # for an answer of the store
+STORE_SECONDS = 10.0  # more that a verdict may take because of the store
 HUNG = 1  # exit status
 
 
@@ -48,7 +47,7 @@ class Doctor:
         place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
         self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), place)
         self.store = dist.PrefixStore("doctor", mesh.store.clone())  # type: ignore[attr-defined]
-        self.store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self.answers = 0  # of the store
         self.store.set(f"seat/{self.rank}", json.dumps(asdict(self.seat)))
         self.first: Seat | None = None  # of rank 0, which may hold the store: asked for while it lives
         self.failed = ""
@@ -57,12 +56,13 @@ class Doctor:
         self.events, self.idle, self.first_step = -1, 0.0, 0
         self.thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self.thread.start()
+        threading.Thread(target=self._watch_store, name="doctor's own", daemon=True).start()
 
     def close(self) -> None:
         """Stops watching."""
         self.closed.set()
         self.asked.set()
-        self.thread.join()
+        self.thread.join(self.seconds)  # it may wait for the store
 
     def ask(self, failed: str) -> None:
         """This rank has lost its peer: ends the process with a verdict on whose fault it was; returns if there is none in time."""
@@ -83,8 +83,8 @@ class Doctor:
     def _watch(self) -> None:
         while not self.closed.is_set():
             try:
-                alarmed = self.store.check([f"alarm/{self.round}"])
-                if self.first is None and self.store.check(["seat/0"]):
+                alarmed = self._is_there(f"alarm/{self.round}")
+                if self.first is None and self._is_there("seat/0"):
                     self.first = Seat(**json.loads(self.store.get("seat/0")))
                 if (self.asked.is_set() and not self.closed.is_set()) or self._stands_still():
                     self.store.set(f"alarm/{self.round}", "1")
@@ -94,6 +94,21 @@ class Doctor:
             except dist.DistError:
                 self._lost_store()
             self.asked.wait(self.tick)
+
+    def _watch_store(self) -> None:
+        """The store may be in a process that has been stopped: a question to it then waits for ever. Counts looks, as `_stands_still`."""
+        answers, late = -1, 0.0
+        while not self.closed.wait(self.tick):
+            late = late + self.tick if self.answers == answers else 0.0
+            answers = self.answers
+            if late >= self.seconds:
+                self._lost_store()
+
+    def _is_there(self, key: str) -> bool:
+        """Whether the store has it."""
+        there: bool = self.store.check([key])
+        self.answers += 1
+        return there
 
     def _stands_still(self) -> bool:
         """Counts looks, not clocks: a job that was suspended as a whole has not been idle."""
@@ -128,7 +143,7 @@ class Doctor:
 
     def _seats(self, ranks: range) -> dict[int, Seat]:
         """Of the ranks that have come so far; of others a seat without a place."""
-        come = [rank for rank in ranks if self.store.check([f"seat/{rank}"])]
+        come = [rank for rank in ranks if self._is_there(f"seat/{rank}")]
         known = dict(zip(come, self.store.multi_get([f"seat/{rank}" for rank in come]), strict=True))
         return {rank: Seat(**json.loads(known[rank])) if rank in known else Seat(rank, "unknown", 0, "still joining") for rank in ranks}
 
@@ -143,7 +158,7 @@ class Doctor:
             self.store.set(f"{folder}/verdict", json.dumps(asdict(verdict)))
         else:
             deadline = time.monotonic() + self.patience
-            while not self.store.check([f"{folder}/verdict"]):
+            while not self._is_there(f"{folder}/verdict"):
                 if time.monotonic() > deadline:
                     say(f"hang doctor: rank {self.rank} was promised a verdict and got none")
                     os._exit(HUNG)
@@ -161,9 +176,9 @@ class Doctor:
         deadline = time.monotonic() + ANSWER_SECONDS + 2 * self.tick
         while time.monotonic() < deadline:
             for rank in seats:
-                if rank not in snapshots and self.store.check([f"{folder}/{rank}"]):
+                if rank not in snapshots and self._is_there(f"{folder}/{rank}"):
                     snapshots[rank] = Snapshot(**json.loads(self.store.get(f"{folder}/{rank}")))
-            if self.store.check(["words"]):
+            if self._is_there("words"):
                 return Verdict("failed", [], "")  # a rank that has said so itself
             silent = {str(rank) for rank in seats if rank not in snapshots}
             lost = {rank for s in snapshots.values() for rank, state in s.processes.items() if state in ENDED + STOPPED}
@@ -188,14 +203,20 @@ class Doctor:
 
     def _lost_store(self) -> None:
         """Whoever holds the store is gone, or out of reach. At the end of a run that is as it should be, and this one is about to close."""
-        if self.closed.wait(0.5 if self.failed else 2 * ANSWER_SECONDS):
+        first = self.first or Seat(0, "unknown", 0, "still joining")
+        state = process_state(first.pid) if first.host == self.seat.host else "?"
+        if self.closed.wait(0.5 if self.failed or state in STOPPED else 2 * ANSWER_SECONDS):
             return
         if self.local_rank == 0 or self.rank == 1:
-            first = self.first or Seat(0, "unknown", 0, "still joining")
-            if first.host == self.seat.host and process_state(first.pid) in ENDED:
+            if state in ENDED:
                 say(f"hang doctor: {first} is dead: no such process any more (killed, or out of memory?)")
+            elif state in STOPPED:
+                say(f"hang doctor: {first} is stopped (by SIGSTOP or a debugger), and with it the store in which the ranks met")
             else:
                 say(f"hang doctor: the store in which the ranks met, beside {first}, does not answer: dead, or the network to it is cut")
+        if state in STOPPED:
+            with contextlib.suppress(ProcessLookupError):  # another rank did it
+                os.kill(first.pid, signal.SIGKILL)
         os._exit(HUNG)
 
 
