@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from tests.kernel_checks import interpret
-from tests.pool import Pool
+from tests.pool import CONTEXT, Pool
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """DeepSpeed takes five seconds to import: once for all workers, where they will need it."""
+    if any("deepspeed" in item.nodeid for item in session.items):
+        CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed"])
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,10 @@ from megacore.verify.workers import free_port, rank_environment
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
 
+# Workers are forked from one process that has imported torch, and has not computed anything yet.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preload"])
+
 
 class RankError(RuntimeError):
     """A rank raised or died; the message carries its whole traceback."""
@@ -79,11 +83,10 @@ class Pool:
         self._workers.clear()
 
     def _grow(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
         fresh = range(len(self._workers), world)
         for rank in fresh:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()  # or a dead worker would never read as end of file
             self._workers.append((process, ours))
@@ -128,7 +131,6 @@ class Pool:
 
 def _serve(connection: Connection) -> None:
     """A worker's life: tasks in, (time finished, traceback or "", result) out, until the parent is gone."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

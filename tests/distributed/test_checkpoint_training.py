@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from megacore.place import place_from_environment
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.commands import run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,8 +130,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(pool: Any, config: st
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch/pretrain.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return run_script("launch/pretrain.py", *arguments)
 
 
 def test_nothing_whole_is_refused_and_never_trained_over(config: str, saved_run: Path, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """`train.deterministic`: two runs of the same command leave the same bits, in metrics and checkpoints; chance and time do not."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ from torch import Tensor
 from megacore.model.norm import Norm
 from megacore.train.determinism import compute_deterministically
 from tests import training
-from tests.distributed.test_launch import ENVIRONMENT, PRETRAIN
+from tests.commands import run_script
+from tests.distributed.test_launch import PRETRAIN
 
 LAYOUTS: dict[int, list[str]] = {1: [], 8: ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"]}  # by ranks
 COMMON = ["train.deterministic=true", "train.steps=6", "checkpoint.every=6", "model.dropout=0.1"]
@@ -69,10 +68,9 @@ def test_random_numbers_without_a_name_are_noticed(pool: Any, config: str, tmp_p
 
 def test_pretrain_heeds_the_setting(config: str, tmp_path: Path) -> None:
     """Seen from outside by its refusal of an environment that contradicts it, before training starts."""
-    command = [sys.executable, PRETRAIN, "--config", config, f"log.dir={tmp_path}/run", "train.steps=1"]
-    variables = ENVIRONMENT | {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    command = [PRETRAIN, "--config", config, f"log.dir={tmp_path}/run", "train.steps=1"]
     for setting, status in (("true", 2), ("false", 0)):
-        done = subprocess.run([*command, f"train.deterministic={setting}"], env=variables, capture_output=True, text=True, timeout=120)
+        done = run_script(*command, f"train.deterministic={setting}", CUBLAS_WORKSPACE_CONFIG=":0:0")
         assert done.returncode == status, done.stderr
         if status:
             assert done.stderr.startswith("config error: CUBLAS_WORKSPACE_CONFIG: :0:0 lets") and done.stderr.count("\n") == 1

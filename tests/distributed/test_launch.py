@@ -16,6 +16,7 @@ import pytest
 from megacore.data.indexed import IndexedWriter
 from megacore.verify.workers import free_port
 from tests import training
+from tests.commands import run_script
 from tests.pool import ROOT
 
 PRETRAIN = str(ROOT / "launch/pretrain.py")
@@ -72,7 +73,7 @@ def test_launchers_agree(config: str, tmp_path: Path, launcher: str) -> None:
 
 
 def test_print_config_tells_origins(config: str) -> None:
-    done = start([sys.executable, PRETRAIN, "--config", config, "--print-config", "train.steps=7"])
+    done = run_script(PRETRAIN, "--config", config, "--print-config", "train.steps=7")
     rows = {row.split()[0]: row.split()[1:] for row in done.stdout.splitlines()}
     assert rows["train.steps"] == ["7", "override"]
     assert rows["model.num_layers"] == ["5", "file"]
@@ -117,7 +118,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 def test_a_mistake_is_one_line_and_status_2(config: str, tmp_path: Path, mistake: str) -> None:
     make, expected = MISTAKES[mistake]
     log_dir = tmp_path / "run"
-    done = start([sys.executable, PRETRAIN, "--config", config, *make(tmp_path), f"log.dir={log_dir}"])
+    done = run_script(PRETRAIN, "--config", config, *make(tmp_path), f"log.dir={log_dir}")
     assert done.returncode == 2
     assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.rstrip().endswith(")"), "it must also say what would be right"
@@ -127,20 +128,20 @@ def test_a_mistake_is_one_line_and_status_2(config: str, tmp_path: Path, mistake
 def test_only_rank_0_speaks_and_none_waits(config: str) -> None:
     """Rank 1 of 4 finds the same mistake, says nothing, and does not wait for ranks that will never come."""
     rank_1 = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    done = start([sys.executable, PRETRAIN, "--config", config, "parallel.tensor=3"], **rank_1)
+    done = run_script(PRETRAIN, "--config", config, "parallel.tensor=3", **rank_1)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 def test_a_machine_that_lacks_the_corpus_is_named(config: str, tmp_path: Path) -> None:
     """On another machine rank 0 may find all that it needs: then the rank that does not must say so."""
     rank_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    done = start([sys.executable, PRETRAIN, "--config", config, f"data.train={tmp_path}/nothing"], **rank_1)
+    done = run_script(PRETRAIN, "--config", config, f"data.train={tmp_path}/nothing", **rank_1)
     assert done.returncode == 2 and done.stderr.startswith("rank 1 on ") and f"data error: {tmp_path}/nothing" in done.stderr
 
 
 def test_unusable_log_dir_is_refused(config: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = start([sys.executable, PRETRAIN, "--config", config, f"log.dir={tmp_path}/file"])
+    done = run_script(PRETRAIN, "--config", config, f"log.dir={tmp_path}/file")
     assert done.returncode == 2 and done.stderr.startswith("config error: log.dir: ") and done.stderr.count("\n") == 1
 
 
