@@ -1,6 +1,6 @@
-"""What a rank sends in a step, by group and operation, and where it waits for it: everything that goes through torch.distributed.
+"""What a rank sends in a step, by group and operation, and where it waits for it: through torch.distributed or shared memory.
 
-The code that sends is not changed: torch's functions are replaced while a `Wire` is entered.
+The code that sends is not changed: those functions are replaced while a `Wire` is entered.
 """
 
 from collections import Counter
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megacore import comm
-from megacore.mesh import Mesh
+from megacore.mesh import Group, Mesh
 from megacore.plan.traffic import Transfer
+from megacore.shared_memory import SharedMemory
 
 Part = Callable[[str], AbstractContextManager[None]]  # names what a rank is at until the block is left
 
@@ -66,6 +67,9 @@ class Wire(AbstractContextManager["Wire"]):
             name = next(name for name in names if hasattr(dist, name))
             self._replace(name, self._collective(getattr(dist, name), operation, whole))
         self._replace("batch_isend_irecv", self._batch(dist.batch_isend_irecv))
+        for operation, _, whole in COLLECTIVES[:3]:
+            counted = self._through_memory(getattr(SharedMemory, operation), operation, whole)
+            self.patches.enter_context(patch.object(SharedMemory, operation, counted))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,16 +98,29 @@ class Wire(AbstractContextManager["Wire"]):
         def counted(*args: Any, **options: Any) -> Any:
             tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
             group = options.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD)
-            name = self._count(group, operation, tensors[whole])
+            name = self._count(self._group(group), operation, tensors[whole])
             with self.part(name):
                 work = function(*args, **options)
             return work if work is None else Waited(work, name, self.part)
 
         return counted
 
+    def _through_memory(self, function: Callable[..., Any], operation: str, whole: int) -> Callable[..., Any]:
+        def counted(memory: SharedMemory, *tensors: Tensor) -> Any:
+            group = next(group for group in self.groups if group.shared is memory)
+            whole_tensor = tensors[::-1][whole] if len(tensors) > 1 else tensors[0]  # torch's functions take the result first
+            name = self._count(group, operation, whole_tensor)
+            with self.part(name):
+                return Waited(function(memory, *tensors), name, self.part)
+
+        return counted
+
+    def _group(self, process_group: Any) -> Group:
+        return next(group for group in self.groups if group.process_group is process_group)
+
     def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(posts: Sequence[dist.P2POp]) -> list[Any]:
-            names = {self._count(post.group, "send", post.tensor, sends=post.op is dist.isend) for post in posts}
+            names = {self._count(self._group(post.group), "send", post.tensor, sends=post.op is dist.isend) for post in posts}
             (name,) = names
             with self.part(name):
                 works = function(posts)
@@ -111,9 +128,8 @@ class Wire(AbstractContextManager["Wire"]):
 
         return counted
 
-    def _count(self, process_group: Any, operation: str, tensor: Tensor, sends: bool = True) -> str:
+    def _count(self, group: Group, operation: str, tensor: Tensor, sends: bool = True) -> str:
         """Counts a transfer; the name of its group."""
-        group = next(group for group in self.groups if group.process_group is process_group)
         name = self.sums if self.sums and operation == "all_reduce" else {"shard": "dp", "replicate": "dp"}.get(group.name, group.name)
         key = (name, operation, group.size, tensor.element_size())
         if sends:

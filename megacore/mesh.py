@@ -6,7 +6,7 @@ once, after the config is checked, and handed down; a layer takes the `Group` th
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -16,6 +16,8 @@ from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.ledger import Channel, Ledger
 from megacore.place import Place
+from megacore.plan.memory import ELEMENT_BYTES
+from megacore.shared_memory import SharedMemory, join
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Group:
     rank: int  # this process's position in `ranks`
     process_group: dist.ProcessGroup | None = None
     channel: Channel = field(default_factory=lambda: Channel(Ledger(), ()), compare=False, repr=False)  # notes what is begun over it
+    shared: SharedMemory | None = field(default=None, compare=False, repr=False)  # that carries what fits into it
 
     @property
     def size(self) -> int:
@@ -70,7 +73,7 @@ class Mesh:
         whole = dist.group.WORLD if place.world_size > 1 else None
         self.world = Group("world", everyone, place.rank, whole, self.ledger.channel(everyone))
         self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: self.world.process_group}
-        self.tp = self._group("tp", "tp")
+        self.tp = self._share(self._group("tp", "tp"), config)
         self.dp = self._group("dp", "dp")
         self.pp = self._group("pp", "pp")
         # Neighbours share: they are on one node, and what is gathered most often moves least far.
@@ -104,6 +107,18 @@ class Mesh:
             )
         return Group(name, ranks, ranks.index(self.place.rank), self.groups[ranks], self.ledger.channel(ranks))
 
+    def _share(self, group: Group, config: Config) -> Group:
+        """The group, with memory shared among its ranks for what they exchange in every layer, if they compute on one machine's CPU."""
+        if not (config.parallel.shared_memory and group.size > 1 and self.device.type == "cpu"):
+            return group
+        assert group.process_group is not None and self.store is not None
+        size = config.train.micro_batch_size * config.train.seq_len * config.model.hidden_size * ELEMENT_BYTES[config.train.precision]
+        key = "shared/" + "-".join(map(str, group.ranks))
+        crowded = self.place.local_world_size > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
+        timeout = config.parallel.timeout_seconds
+        shared = join(group.process_group, key, group.rank, group.size, size, self.store, crowded=crowded, timeout=timeout)
+        return replace(group, shared=shared)
+
     def barrier(self) -> None:
         """Waits for every rank."""
         if self.world.process_group is not None:
@@ -119,7 +134,9 @@ class Mesh:
         """One line: the axes and their sizes."""
         pp, dp, tp = self.shape
         world = self.place.world_size
-        return f"pipeline {pp} × data {dp} × tensor {tp} = " + (f"{world} ranks, {self.backend}" if world > 1 else "1 rank")
+        return f"pipeline {pp} × data {dp} × tensor {tp} = " + (
+            f"{world} ranks, {self.backend}{' and shared memory' if self.tp.shared else ''}" if world > 1 else "1 rank"
+        )
 
 
 AXES = ("pp", "dp", "tp")

@@ -103,6 +103,7 @@ class Parallel(Section):
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
     chunks: PositiveInt = Field(1, description="model chunks a stage (interleaved schedules)")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    shared_memory: bool = Field(True, description="tensor ranks on one machine's CPU exchange through memory, not gloo's sockets")
     timeout_seconds: Positive = Field(1800.0, le=1e8, description="for every collective of every group; more than 4 × hang_seconds")
     hang_seconds: Positive | None = Field(
         300.0,

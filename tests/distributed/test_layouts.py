@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: 20 losses and gradient norms within 1e-5 (tests/faults: that mistakes would show)."""
+"""Every layout trains as one process does: the losses and gradient norms of ten clipped steps within 1e-5 (tests/faults: that mistakes would show)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from tests import training
 
-# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and 20 steps let differences grow about tenfold.
+# fp32 rounds each sum to 6e-8; a layout only changes the order of sums, and the steps let differences grow about tenfold.
 TOLERANCE = 1e-5
 
 LAYOUTS = {
@@ -62,7 +62,8 @@ def world(layout: list[str]) -> int:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
-    training.write_config(folder, training.write_corpus(folder))
+    schedule = training.BASE["optim"] | {"warmup_steps": 1}
+    training.write_config(folder, training.write_corpus(folder), train=training.BASE["train"] | {"steps": 10}, optim=schedule)
     return folder
 
 
@@ -77,7 +78,7 @@ def train(pool: Any, corpus: Path) -> Iterator[Callable[..., list[tuple[float, f
             log_dir = str(corpus / f"run{len(list(corpus.iterdir()))}")
             assert pool.run(world, training.run_rank, str(corpus / "config.json"), overrides, log_dir) == [0] * world
             result = [(m["loss"], m["grad_norm"]) for m in training.metrics(log_dir)]
-            assert len(result) == 20
+            assert len(result) == 10
             if world > 1:
                 return result
             runs[key] = result
@@ -99,7 +100,7 @@ def difference(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> fl
 def test_layout_equals_one_process(train: Callable[..., Any], layout: str, model: str) -> None:
     overrides = (LAYOUTS | WITH_SEQUENCE)[layout]
     alone = train(MODELS[model])
-    assert alone[-1][0] < 0.9 * alone[0][0], "the model learns nothing, so equal losses would prove nothing"
+    assert alone[-1][0] < 0.95 * alone[0][0], "the model learns nothing, so equal losses would prove nothing"
     assert difference(train(MODELS[model] + overrides, world(overrides)), alone) < TOLERANCE
 
 

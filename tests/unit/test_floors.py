@@ -20,7 +20,7 @@ FLOORS = {
     "megacore.config.": 0, "megacore.plan.": 0,
     "megacore.pipeline.schedule": 0, "megacore.pipeline.simulate": 0, "megacore.pipeline.partition": 0, "megacore.pipeline.plot": 0,
     "megacore.kernels.": 0,
-    "megacore.mesh": 1, "megacore.comm": 1, "megacore.rng": 1, "megacore.ledger": 1,
+    "megacore.mesh": 1, "megacore.comm": 1, "megacore.rng": 1, "megacore.ledger": 1, "megacore.shared_memory": 1,
     "megacore.tensor_parallel.": 2,
     "megacore.model.": 3, "megacore.data.": 3, "megacore.train.meters": 3,
     "megacore.pipeline.runtime": 4, "megacore.checkpoint.": 4, "megacore.generation.": 4,

@@ -1,0 +1,187 @@
+"""Sums and gathers of ranks on one machine through memory that all of them map: for messages on CPUs where gloo's sockets cost most.
+
+Each rank copies its part into a slot of its own and then raises its count of parts published; whoever sees the counts reads the
+parts. A slot is used again once every rank has read what was in it, which is so, nearly always, before anybody asks.
+"""
+
+import contextlib
+import mmap
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.processes import ENDED, process_state
+
+FOLDER = Path("/dev/shm")
+SLOTS = 2  # an operation may begin while the one before is still waited for
+LARGEST_SLOT = 64 * 2**20  # bytes: what is larger, sockets carry as well
+LINE = 8  # words between ranks' counts: a cache line
+PUBLISHED, READ, PROCESS = range(3)  # words of a rank: operations begun, operations read, its process
+SPINS, YIELDS = 1000, 200  # looks at a count before the core is offered to others, and before it is let go for a while
+PAUSE = 50e-6  # seconds
+PATIENCE = 0.2  # seconds between questions whether the others live
+
+
+class SharedMemory:
+    """What `size` ranks map, seen from one of them. Operations begin in the same order on every rank, and no two threads begin them."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, *, crowded: bool, timeout: float) -> None:
+        """`crowded`: the machine has more ranks than cores, so who waits shall make room. `timeout`: seconds."""
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.spins = 0 if crowded else SPINS
+        self.counts = memoryview(memory)[: mmap.PAGESIZE].cast("q")
+        self.slot_bytes = (len(memory) - mmap.PAGESIZE) // (SLOTS * size)
+        data = torch.frombuffer(memory, dtype=torch.uint8, offset=mmap.PAGESIZE)
+        self.slots = data.view(SLOTS, size, self.slot_bytes)
+        self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+        self.others = [other for other in range(size) if other != rank]
+        self.published = 0
+        self.begun: set[int] = set()  # not yet read by this rank
+        self.counts[rank * LINE + PROCESS] = os.getpid()
+
+    def carries(self, x: Tensor) -> bool:
+        """Whether `x` fits; the same on every rank."""
+        return x.numel() * x.element_size() <= self.slot_bytes
+
+    def all_reduce(self, x: Tensor) -> "Parts":
+        """Begins to sum `x`, in place; until it is waited for `x` may be read, but will be replaced."""
+        return self._publish(x, lambda parts: add_up(parts, x))
+
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> "Parts":
+        """Begins to sum `[size · n, …]`, of which this rank's `[n, …]` goes to `out`; it may lie in `x`."""
+        own = slice(self.rank * len(out), (self.rank + 1) * len(out))
+        return self._publish(x, lambda parts: add_up(parts[:, own], out))
+
+    def all_gather(self, x: Tensor, out: Tensor) -> "Parts":
+        """Begins to gather `[n, …]` into `[size · n, …]`; `x` may lie in `out`."""
+        return self._publish(x, lambda parts: out.view(parts.shape).copy_(parts))
+
+    def _publish(self, x: Tensor, finish: Callable[[Tensor], object]) -> "Parts":
+        number = self.published + 1
+        reused = number - SLOTS
+        if reused in self.begun:
+            raise RuntimeError(f"operation {reused} is not waited for, and {SLOTS} more begin: its slot would be lost")
+        self._wait(READ, reused)
+        key = (number % SLOTS, x.dtype, x.shape)
+        if key not in self.views:
+            size = x.numel() * x.element_size()
+            self.views[key] = self.slots[key[0], :, :size].view(x.dtype).unflatten(1, x.shape or (1,))
+        parts = self.views[key]
+        parts[self.rank].copy_(x.detach())
+        self.published = number
+        self.begun.add(number)
+        self.counts[self.rank * LINE + PUBLISHED] = number  # behind the copy: this processor's stores are seen in order
+        return Parts(self, number, parts, finish)
+
+    def finished(self, number: int) -> None:
+        """This rank has read all parts of an operation."""
+        self.begun.discard(number)
+        self.counts[self.rank * LINE + READ] = min(self.begun, default=self.published + 1) - 1
+
+    def wait_for(self, number: int) -> None:
+        """Returns when every rank's part of an operation is there."""
+        self._wait(PUBLISHED, number)
+
+    def _wait(self, word: int, number: int) -> None:
+        counts = self.counts
+        for other in self.others:
+            index = other * LINE + word
+            if counts[index] < number:
+                for _ in range(self.spins):
+                    if counts[index] >= number:
+                        break
+                else:
+                    self._linger(index, number)
+
+    def _linger(self, index: int, number: int) -> None:
+        counts, start = self.counts, time.monotonic()
+        asked, looks = start, 0
+        while counts[index] < number:
+            looks += 1
+            if looks <= YIELDS:
+                os.sched_yield()
+                continue
+            time.sleep(PAUSE)
+            now = time.monotonic()
+            if now - asked > PATIENCE:
+                asked = now
+                for other in self.others:
+                    if process_state(counts[other * LINE + PROCESS]) in ENDED and counts[index] < number:
+                        raise dist.DistNetworkError(f"connection closed: the process of rank {other} of the group is gone")
+            if now - start > self.timeout:
+                raise dist.DistNetworkError(f"timed out: a rank of the group has not come for {self.timeout:g} s")
+
+
+class Parts:
+    """The handle of an operation that has begun."""
+
+    __slots__ = ("finish", "memory", "number", "parts")
+
+    def __init__(self, memory: SharedMemory, number: int, parts: Tensor, finish: Callable[[Tensor], object]) -> None:
+        self.memory, self.number, self.parts, self.finish = memory, number, parts, finish
+
+    def wait(self) -> None:
+        """Returns when the result is where it belongs."""
+        self.memory.wait_for(self.number)
+        with torch.no_grad():
+            self.finish(self.parts)
+        self.memory.finished(self.number)
+
+
+def add_up(parts: Tensor, out: Tensor) -> None:
+    """The sum over the first dim, in the order of the ranks; of 16-bit numbers in fp32, rounded once."""
+    out = out.detach()
+    if len(parts) == 2:
+        torch.add(parts[0].view_as(out), parts[1].view_as(out), out=out)
+    else:
+        out.copy_(parts.view(len(parts), *out.shape).sum(0))
+
+
+def join(
+    group: dist.ProcessGroup, key: str, rank: int, size: int, slot_bytes: int, store: dist.Store, *, crowded: bool, timeout: float
+) -> SharedMemory | None:
+    """Lets the ranks of a group share memory; collective. None on every rank if any of them cannot: on another machine or in another
+    container, on a processor that does not keep the order of stores, or without room in `FOLDER`. Leaves no file behind."""
+    slot_bytes = -(-min(slot_bytes, LARGEST_SLOT) // mmap.PAGESIZE) * mmap.PAGESIZE
+    total = mmap.PAGESIZE + SLOTS * size * slot_bytes
+    able = sys.platform == "linux" and platform.machine() == "x86_64" and size * LINE * 8 <= mmap.PAGESIZE
+    if rank == 0:
+        path = FOLDER / f"megacore-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            with contextlib.closing(os.fdopen(descriptor, "r+b")):
+                os.posix_fallocate(descriptor, 0, total)
+        except OSError:
+            able = False
+        store.set(key, f"{machine()} {path}" if able else "none")
+    memory, found = None, store.get(key).decode()
+    if able and found.startswith(machine() + " "):
+        path = Path(found.split(" ", 1)[1])
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), total)
+    vote = torch.tensor(int(memory is not None))
+    dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)  # all have opened it, or will not
+    if rank == 0:
+        path.unlink(missing_ok=True)
+    if memory is None or not vote:
+        return None
+    shared = SharedMemory(memory, rank, size, crowded=crowded, timeout=timeout)
+    dist.barrier(group=group)  # everybody's process is known before anybody asks for it
+    return shared
+
+
+def machine() -> str:
+    """What ranks that can see each other's files and processes have in common."""
+    with contextlib.suppress(OSError):
+        namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "mnt")]
+        return f"{socket.gethostname()}:{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{namespaces}".replace(" ", "")
+    return f"{socket.gethostname()}:{os.getpid()}"  # only itself

@@ -1,0 +1,141 @@
+"""Ranks that exchange through memory get what they would get through gloo, however far one of them lags; what cannot be is noticed."""
+
+import mmap
+import os
+import random
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacore import comm, shared_memory
+from megacore.config import load
+from megacore.mesh import Group, Mesh, pick_device
+from megacore.place import place_from_environment
+from megacore.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
+from megacore.train.failure import lost_peer
+from tests import training
+
+ROUNDS = 40
+
+
+def opened(config_path: str, *overrides: str) -> Mesh:
+    place = place_from_environment()
+    config = load(config_path, [f"parallel.tensor={place.world_size}", *overrides], place.world_size).config
+    return Mesh(config, place, pick_device(config, place))
+
+
+def results(group: Group, dtype: torch.dtype, rows: int, seed: int) -> list[torch.Tensor]:
+    """Of each operation, on numbers that every type adds up exactly."""
+    generator = torch.Generator().manual_seed(1000 * group.rank + seed)
+    x = torch.randint(-8, 8, (group.size * rows, 3), generator=generator).to(dtype)
+    started = x.clone()
+    inside = x.flatten().clone()
+    work = comm.all_reduce_start(started, group)
+    gathered, other = comm.all_gather_start(x, group)
+    work.wait()
+    other.wait()
+    comm.reduce_scatter_inside(inside, group).wait()
+    comm.all_gather_inside(inside, group).wait()
+    scalar = comm.all_reduce(torch.tensor(float(group.rank), dtype=dtype), group)
+    return [started, gathered, comm.all_reduce(x.clone(), group), comm.reduce_scatter(x, group), inside, scalar]
+
+
+def compared_with_gloo(config_path: str) -> tuple[bool, list[str]]:
+    """Whether memory is shared, and where it differs from gloo."""
+    mesh = opened(config_path)
+    apart = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+        for rows in (1, 7, 5000):  # the last does not fit
+            pairs = zip(results(mesh.tp, dtype, rows, rows), results(replace(mesh.tp, shared=None), dtype, rows, rows), strict=True)
+            apart += [f"{dtype} {rows} operation {i}" for i, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
+    shared = mesh.tp.shared is not None and not mesh.tp.shared.carries(torch.empty(5000, 3))
+    left = [path.name for path in Path("/dev/shm").glob(f"megacore-{os.getpid()}-*")]
+    mesh.close()
+    return shared, apart + left
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_same_as_gloo(pool: Any, tmp_path: Path, world: int) -> None:
+    """Every operation, type and shape that layers use; what does not fit goes by gloo; no file is left behind."""
+    config = training.write_config(tmp_path, "nothing")
+    assert pool.run(world, compared_with_gloo, config) == [(True, [])] * world
+
+
+def lagging(config_path: str, careless: bool) -> int:
+    """Two operations in flight, one rank late with reading; returns wrong sums. `careless`: slots are used again without asking."""
+    mesh = opened(config_path)
+    wait, wrong, lags = SharedMemory._wait, 0, random.Random(mesh.place.rank)
+
+    def unasked(self: SharedMemory, word: int, number: int) -> None:
+        if word != READ:
+            wait(self, word, number)
+
+    with patch.object(SharedMemory, "_wait", unasked if careless else wait):
+        for number in range(ROUNDS):
+            x, y = torch.full((50,), float(number)), torch.full((20, 3), 2.0 * number)
+            works = [comm.all_reduce_start(x, mesh.tp), comm.all_reduce_start(y, mesh.tp)]
+            if mesh.place.rank == number % mesh.tp.size:
+                time.sleep(0.02 * lags.random())
+            for work in works:
+                work.wait()
+            wrong += int(not (x == number * mesh.tp.size).all()) + int(not (y == 2.0 * number * mesh.tp.size).all())
+    mesh.close()
+    return wrong
+
+
+def test_a_rank_that_lags_loses_nothing(pool: Any, tmp_path: Path) -> None:
+    """And the planted fault: a slot that is written before everybody has read it gives some rank a wrong sum."""
+    config = training.write_config(tmp_path, "nothing")
+    assert pool.run(4, lagging, config, False) == [0, 0, 0, 0]
+    assert sum(pool.run(4, lagging, config, True)) > 0
+
+
+def apart(config_path: str) -> bool:
+    """Whether a rank of another machine, or a switch, leaves all with gloo."""
+    elsewhere = "elsewhere" if place_from_environment().rank == 1 else shared_memory.machine()
+    with patch.object(shared_memory, "machine", lambda: elsewhere):
+        mesh = opened(config_path)
+    other = replace(mesh.tp)
+    mesh.close()
+    return other.shared is None
+
+
+def test_ranks_of_two_machines_use_the_network(pool: Any, tmp_path: Path) -> None:
+    assert pool.run(2, apart, training.write_config(tmp_path, "nothing")) == [True, True]
+
+
+def alone_with(process: int, timeout: float = 60.0) -> SharedMemory:
+    """Rank 0 of 2, whose other rank is said to be `process`."""
+    memory = SharedMemory(mmap.mmap(-1, 3 * mmap.PAGESIZE), 0, 2, crowded=True, timeout=timeout)
+    memory.counts[shared_memory.LINE + PROCESS] = process
+    return memory
+
+
+def test_a_dead_rank_is_not_waited_for() -> None:
+    """gloo would say that the connection is closed; without a word the others would wait until the timeout."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for memory, words in ((alone_with(ended.pid), "connection closed"), (alone_with(os.getpid(), timeout=0.5), "timed out")):
+        start = time.monotonic()
+        with pytest.raises(dist.DistNetworkError, match=words) as caught:
+            memory.all_reduce(torch.ones(3)).wait()
+        assert lost_peer(caught.value) and time.monotonic() - start < 5
+
+
+def test_a_third_operation_in_flight_is_refused() -> None:
+    """It would wait for this very rank to read the first."""
+    memory = alone_with(os.getpid())
+    handles = [memory.all_reduce(torch.ones(3)) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="operation 1 is not waited for"):
+        memory.all_reduce(torch.ones(3))
+    memory.counts[shared_memory.LINE + PUBLISHED] = memory.counts[shared_memory.LINE + READ] = 2
+    for handle in handles:
+        handle.wait()
+    memory.all_reduce(torch.ones(3))
