@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: the losses and gradient norms of ten clipped steps within 1e-5 (tests/faults: that mistakes would show)."""
+"""Every layout trains as one process does: losses and norms of ten steps within 1e-5 (tests/faults: that mistakes would show)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
