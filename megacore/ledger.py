@@ -71,6 +71,7 @@ class Ledger:
         self.step = 0
         self.phase: tuple[str, int | None] = ("starting", None)
         self.waiting: Channel | None = None
+        self.worker: int | None = None  # the thread of this process for whose work the main one waits
         self.waited = 0.0  # seconds spent waiting for other ranks
         self.channels: dict[str, Channel] = {}
 

@@ -16,9 +16,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Worker processes that live as long as the test session."""
+    """Worker processes that live as long as a test file: engines leave threads behind that would slow down whoever comes after them."""
     pool = Pool()
     yield pool
     pool.close()
@@ -30,9 +30,9 @@ def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
     return pool.run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def interpreted() -> Iterator[Callable[..., Any]]:
     """`interpreted(function, *args)`: its result where Triton kernels are interpreted on the CPU, for the kernels' tests."""
-    pool = Pool()
+    pool = Pool(bare=True)
     yield partial(interpret, pool)
     pool.close()

@@ -50,7 +50,10 @@ class RankTimeout(TimeoutError):
 class Pool:
     """Up to eight workers, started when first needed and replaced after any failure, so that no test sees another's wreck."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bare: bool = False) -> None:
+        """`bare`: workers start with the environment of the moment and have imported nothing yet; else they are forked from one
+        that has imported torch, and have its environment."""
+        self._context = multiprocessing.get_context("spawn") if bare else CONTEXT
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
@@ -85,8 +88,8 @@ class Pool:
     def _grow(self, world: int) -> None:
         fresh = range(len(self._workers), world)
         for rank in fresh:
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()  # or a dead worker would never read as end of file
             self._workers.append((process, ours))
@@ -131,6 +134,7 @@ class Pool:
 
 def _serve(connection: Connection) -> None:
     """A worker's life: tasks in, (time finished, traceback or "", result) out, until the parent is gone."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -1,5 +1,6 @@
 """Reading a checkpoint: any slice of any tensor in it, and proof that what is read is what was written."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,9 @@ class Reader:
         if tensor.shape != shape:
             raise CheckpointError(str(self.path), f"tensor {name} has shape {tensor.shape}, and the model of this config {shape}", right)
 
-    def verify(self, share: int = 0, shares: int = 1) -> None:
+    def verify(self, share: int = 0, shares: int = 1, note: Callable[[], None] = lambda: None) -> None:
         """Read everything, or one of equal `shares` of the files, and compare it with the digests of files and of contents.
+        `note` is called now and then, so that somebody who watches sees that it moves.
 
         Raises:
             CheckpointError: naming the file, and where one is to blame the tensor.
@@ -123,6 +125,7 @@ class Reader:
             except OSError as error:
                 raise CheckpointError(str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER) from error
             for tensor, piece in self._slices[name]:  # which also says whether the manifest has taken one slice for another
+                note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
             if found != self.manifest.files[name].sha256:
                 raise CheckpointError(str(self.path), f"{name} has changed since it was written, outside of its tensors", EARLIER)

@@ -133,7 +133,7 @@ class Doctor:
             self.rank,
             ledger.step,
             phase if microbatch is None else f"{phase} of microbatch {microbatch}",
-            line_of(self.main),
+            line_of(ledger.worker or self.main),
             self.idle,
             None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),
             channels,

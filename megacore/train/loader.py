@@ -1,5 +1,6 @@
 """Which samples each rank's microbatches hold, read one step ahead."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -33,15 +34,22 @@ class Loader:
         self.config, self.mesh, self.stream = config, mesh, stream
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
+        self.thread: int | None = None  # which reads ahead
 
     def step(self, step: int) -> list[Microbatch]:
         """The microbatches of `step` (from 1), and begins to read those of the next."""
         if self.ahead is not None and self.ahead[0] == step:
+            self.mesh.ledger.worker = self.thread  # if it hangs, its line is what one wants to know
             batch = self.ahead[1].result()
+            self.mesh.ledger.worker = None
         else:
             batch = self._read(step)
-        self.ahead = step + 1, self.executor.submit(self._read, step + 1)
+        self.ahead = step + 1, self.executor.submit(self._read_ahead, step + 1)
         return batch
+
+    def _read_ahead(self, step: int) -> list[Microbatch]:
+        self.thread = threading.get_ident()
+        return self._read(step)
 
     def _read(self, step: int) -> list[Microbatch]:
         train = self.config.train

@@ -26,7 +26,7 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
         if not whole and not weights:
             return None
         try:
-            return proved(Path(whole or weights), ranks), not whole
+            return proved(Path(whole or weights), ranks, partial(mesh.ledger.mark, "checking a checkpoint")), not whole
         except CheckpointError as damage:
             if not whole:
                 raise
@@ -34,15 +34,16 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
                 raise refusal from None
 
 
-def proved(path: Path, ranks: Ranks) -> Reader:
+def proved(path: Path, ranks: Ranks, note: Callable[[], None]) -> Reader:
     """The checkpoint in folder `path`, every file of which one rank has read and compared with its digests. Collective.
+    `note` is called meanwhile: it may take longer than a hang.
 
     Raises:
         CheckpointError: on every rank, with the first one's reason.
     """
 
     def verify_share() -> None:
-        Reader(path).verify(ranks.rank, ranks.world)
+        Reader(path).verify(ranks.rank, ranks.world, note)
 
     if damage := together(ranks, verify_share):
         raise damage

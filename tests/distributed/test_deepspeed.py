@@ -36,13 +36,6 @@ def engine(stage: int, precision: str = "fp32", **zero: Any) -> list[str]:
     return ["engine.kind=deepspeed", f"engine.config={json.dumps(settings)}", f"train.precision={precision}"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_workers_afterwards(pool: Any) -> Iterator[None]:
-    """DeepSpeed does not let go of the groups of runs that have ended, and a group's threads wake a hundred times a second."""
-    yield
-    pool.close()
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small corpus and its config, as config.json."""

@@ -1,17 +1,22 @@
 """The hang doctor on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
 
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from megacore import comm
 from megacore.config import load
-from megacore.mesh import Mesh, pick_device
+from megacore.ledger import Ledger, line_of
+from megacore.mesh import SOLO, Mesh, pick_device
 from megacore.place import place_from_environment
 from megacore.train import doctor as doctor_module
+from megacore.train.loader import Loader
 from megacore.train.verdict import Verdict
 from tests import training
 
@@ -65,3 +70,29 @@ def test_a_slow_rank_is_left_alone(pool: Any, tmp_path: Path) -> None:
     config = training.write_config(tmp_path, "nothing")
     assert pool.run(4, hanging_rank, config, "slow", str(tmp_path)) == [None] * 4
     assert pool.run(4, hanging_rank, config, "none", str(tmp_path)) == [None] * 4
+
+
+def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
+    """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
+    config = load(training.write_config(tmp_path, "nothing"), [], 1).config
+    mesh = SimpleNamespace(ledger=Ledger(), dp=SOLO, device=torch.device("cpu"))
+    gone = threading.Event()
+
+    class Remote:
+        def samples(self, indices: np.ndarray) -> np.ndarray:
+            if indices[0] >= config.train.global_batch_size:  # of the step read ahead
+                gone.wait(30)
+            return np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64)
+
+    loader = Loader(config, cast(Mesh, mesh), Remote())
+    loader.step(1)
+    main = threading.Thread(target=loader.step, args=(2,))
+    main.start()
+    deadline = time.monotonic() + 10
+    while mesh.ledger.worker is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    where = line_of(mesh.ledger.worker or 0)
+    gone.set()
+    main.join()
+    assert "test_doctor.py" in where and where.endswith("(samples)")
+    assert mesh.ledger.worker is None

@@ -13,13 +13,6 @@ from tests.training import Figures, difference, figures
 STEPS, HALF = 6, 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_workers_afterwards(pool: Any) -> Iterator[None]:
-    """DeepSpeed does not let go of the groups of runs that have ended, and a group's threads wake a hundred times a second."""
-    yield
-    pool.close()
-
-
 @pytest.fixture(scope="module")
 def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a small model, clipped in every step; without decay_steps a run that is cut short would have another schedule."""

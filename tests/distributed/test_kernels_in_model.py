@@ -33,7 +33,7 @@ def interpreting() -> Iterator[Pool]:
     """Workers in which Triton interprets: it looks at the variable once, when it is imported."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
-    pool = Pool()
+    pool = Pool(bare=True)
     try:
         yield pool
     finally:

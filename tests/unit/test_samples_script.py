@@ -18,6 +18,7 @@ from megacore.data.coverage import Epoch, Finding, Leg
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import SampleStream, training_stream, visits
 from megacore.errors import UserError
+from megacore.ledger import Ledger
 from megacore.mesh import Group, Mesh
 from megacore.train.loader import Loader
 
@@ -69,7 +70,8 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
     resolved = load(config, [f"parallel.data={data_size}"], data_size).config
     stream = training_stream(resolved)
     for rank in range(data_size):
-        mesh = SimpleNamespace(dp=Group("dp", tuple(range(data_size)), rank), device=torch.device("cpu"))
+        dp = Group("dp", tuple(range(data_size)), rank)
+        mesh = SimpleNamespace(dp=dp, device=torch.device("cpu"), ledger=Ledger())
         loader = Loader(resolved, cast(Mesh, mesh), stream)
         for step in (4, 5):
             for j, microbatch in enumerate(loader.step(step)):
