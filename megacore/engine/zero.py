@@ -155,6 +155,6 @@ def remove_swap_files(folders: list[Path], mesh: Mesh) -> None:
     if folders:
         mesh.barrier()
     for folder in folders:
-        for path in [*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder]:
-            with contextlib.suppress(OSError):  # another rank was faster, or others' files are in it
+        with contextlib.suppress(OSError):  # another rank was faster, and goes on; or others' files are in it
+            for path in [*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder]:
                 path.rmdir()
