@@ -1,5 +1,6 @@
 """What the kernel knows of other processes of this machine (Linux)."""
 
+import contextlib
 from pathlib import Path
 
 ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states of a process: its parent may not have noticed yet; stopped by a signal, or traced
@@ -32,10 +33,12 @@ def descendants(pid: int) -> list[int]:
 
 def is_open(path: Path) -> bool:
     """Whether a process of this user on this machine has the file open (Linux)."""
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if descriptor.samefile(path):
-                return True
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    if descriptor.samefile(path):
+                        return True
         except OSError:
-            continue  # closed meanwhile, or of another user
+            continue  # it has ended, or is another user's
     return False

@@ -1,4 +1,4 @@
-"""Sums and gathers of ranks on one machine through memory that all of them map: for messages on CPUs where gloo's sockets cost most.
+"""Sums and gathers of ranks on one machine through memory that all of them map: gloo's sockets cost several times as much.
 
 Each rank copies its part into a slot of its own and then raises its count of parts published; whoever sees the counts reads the
 parts. A slot is used again once every rank has read what was in it, which is so, nearly always, before anybody asks.
@@ -8,7 +8,6 @@ import contextlib
 import mmap
 import os
 import platform
-import secrets
 import socket
 import sys
 import time
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from megacore.processes import ENDED, process_state
 
-FOLDER = Path("/dev/shm")
 SLOTS = 2  # an operation may begin while the one before is still waited for
 LARGEST_SLOT = 64 * 2**20  # bytes: what is larger, sockets carry as well
 LINE = 8  # words between ranks' counts: a cache line
@@ -74,7 +72,8 @@ class SharedMemory:
         key = (number % SLOTS, x.dtype, x.shape)
         if key not in self.views:
             size = x.numel() * x.element_size()
-            self.views[key] = self.slots[key[0], :, :size].view(x.dtype).unflatten(1, x.shape or (1,))
+            with torch.inference_mode(False):  # a view made inside could not be written outside
+                self.views[key] = self.slots[key[0], :, :size].view(x.dtype).unflatten(1, x.shape or (1,))
         parts = self.views[key]
         parts[self.rank].copy_(x.detach())
         self.published = number
@@ -142,36 +141,40 @@ def add_up(parts: Tensor, out: Tensor) -> None:
     out = out.detach()
     if len(parts) == 2:
         torch.add(parts[0].view_as(out), parts[1].view_as(out), out=out)
-    else:
-        out.copy_(parts.view(len(parts), *out.shape).sum(0))
+        return
+    # One after the other: a sum over a dim takes another order at the ends of vectors, and ranks with more threads would differ.
+    wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
+    total = parts[0].view_as(out).to(wide, copy=True)
+    for part in parts[1:]:
+        total += part.view_as(out)
+    out.copy_(total)
 
 
 def join(
     group: dist.ProcessGroup, key: str, rank: int, size: int, slot_bytes: int, store: dist.Store, *, crowded: bool, timeout: float
 ) -> SharedMemory | None:
     """Lets the ranks of a group share memory; collective. None on every rank if any of them cannot: on another machine or in another
-    container, on a processor that does not keep the order of stores, or without room in `FOLDER`. Leaves no file behind."""
+    container, on a processor that does not keep the order of stores, or without memory. The file that they map has no name."""
     slot_bytes = -(-min(slot_bytes, LARGEST_SLOT) // mmap.PAGESIZE) * mmap.PAGESIZE
     total = mmap.PAGESIZE + SLOTS * size * slot_bytes
     able = sys.platform == "linux" and platform.machine() == "x86_64" and size * LINE * 8 <= mmap.PAGESIZE
-    if rank == 0:
-        path = FOLDER / f"megacore-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            with contextlib.closing(os.fdopen(descriptor, "r+b")):
-                os.posix_fallocate(descriptor, 0, total)
-        except OSError:
-            able = False
-        store.set(key, f"{machine()} {path}" if able else "none")
-    memory, found = None, store.get(key).decode()
-    if able and found.startswith(machine() + " "):
-        path = Path(found.split(" ", 1)[1])
-        with contextlib.suppress(OSError), path.open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), total)
-    vote = torch.tensor(int(memory is not None))
-    dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)  # all have opened it, or will not
-    if rank == 0:
-        path.unlink(missing_ok=True)
+    memory = None
+    with contextlib.ExitStack() as opened:
+        if rank == 0:
+            found = "none"
+            if able:
+                with contextlib.suppress(OSError):
+                    descriptor = os.memfd_create("megacore")
+                    opened.callback(os.close, descriptor)
+                    os.posix_fallocate(descriptor, 0, total)
+                    found = f"{machine()} /proc/{os.getpid()}/fd/{descriptor}"
+            store.set(key, found)
+        found = store.get(key).decode()
+        if able and found.startswith(machine() + " "):
+            with contextlib.suppress(OSError), Path(found.split(" ", 1)[1]).open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), total)
+        vote = torch.tensor(int(memory is not None))
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)  # all have opened it, or will not
     if memory is None or not vote:
         return None
     shared = SharedMemory(memory, rank, size, crowded=crowded, timeout=timeout)

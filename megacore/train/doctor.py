@@ -30,6 +30,9 @@ STORE_SECONDS = 10.0  # more that a verdict may take because of the store
 HUNG = 1  # exit status
 
 
+NOBODY = Seat(0, "unknown", 0, "still joining")
+
+
 class Doctor:
     """One rank's part of it. `close` before the rank leaves the mesh."""
 
@@ -98,11 +101,12 @@ class Doctor:
     def _watch_store(self) -> None:
         """The store may be in a process that has been stopped: a question to it then waits for ever. Counts looks, as `_stands_still`."""
         answers, late = -1, 0.0
-        while not self.closed.wait(self.tick):
+        while not self.closed.wait(self.tick) and self.thread.is_alive():
             late = late + self.tick if self.answers == answers else 0.0
             answers = self.answers
             if late >= self.seconds:
                 self._lost_store()
+                late = 0.0
 
     def _is_there(self, key: str) -> bool:
         """Whether the store has it."""
@@ -122,7 +126,7 @@ class Doctor:
         """This rank's ledger now."""
         ledger = self.ledger
         waiting, (phase, microbatch) = ledger.waiting, ledger.phase
-        keys = {id(channel): key for key, channel in ledger.channels.items()}
+        keys = {id(channel): key for key, channel in list(ledger.channels.items())}
         channels = {}
         for key, channel in list(ledger.channels.items()):
             notes = [
@@ -201,12 +205,16 @@ class Doctor:
         sys.stdout.flush()
         os._exit(HUNG)
 
+    def _first_state(self) -> str:
+        """Of rank 0's process; ? on another machine."""
+        return process_state(self.first.pid) if self.first is not None and self.first.host == self.seat.host else "?"
+
     def _lost_store(self) -> None:
         """Whoever holds the store is gone, or out of reach. At the end of a run that is as it should be, and this one is about to close."""
-        first = self.first or Seat(0, "unknown", 0, "still joining")
-        state = process_state(first.pid) if first.host == self.seat.host else "?"
-        if self.closed.wait(0.5 if self.failed or state in STOPPED else 2 * ANSWER_SECONDS):
+        answers = self.answers
+        if self.closed.wait(0.5 if self.failed or self._first_state() in STOPPED else 2 * ANSWER_SECONDS) or self.answers != answers:
             return
+        first, state = self.first or NOBODY, self._first_state()
         if self.local_rank == 0 or self.rank == 1:
             if state in ENDED:
                 say(f"hang doctor: {first} is dead: no such process any more (killed, or out of memory?)")
