@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from megacore.checkpoint import Alone, LocalTensor, Ranks, Reader, Saver, find_latest, save
+from megacore.checkpoint import Alone, LocalTensor, Ranks, Reader, Saver, disk, find_latest, save
 from megacore.tensor_parallel.shard import Shard
 from tests.thread_ranks import run_threads
 
@@ -83,7 +83,7 @@ def full(interposer: Interposer, name: str, args: tuple[Any, ...], real: Callabl
 
 def values(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"model/w": torch.randn(4, 6, generator=generator), "adam_m/w": torch.randn(4, 6, generator=generator).double()}
+    return {"model/w": torch.randn(40, 30, generator=generator), "adam_m/w": torch.randn(40, 30, generator=generator).double()}
 
 
 def pieces(seed: int, ranks: Ranks) -> dict[str, LocalTensor]:
@@ -104,10 +104,11 @@ def save_as(directory: Path, step: int, seed: int, world: int, background: bool)
                 tensor.fill_(-1.0)
         saver.finish()
 
-    if world == 1:
-        on(Alone())
-    else:
-        run_threads(world, on)
+    with mock.patch.object(disk, "BLOCK_BYTES", 4096):  # or all would be one write
+        if world == 1:
+            on(Alone())
+        else:
+            run_threads(world, on)
 
 
 def content(path: Path) -> int:
