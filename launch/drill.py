@@ -34,9 +34,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--watch", type=float, default=6.0, metavar="SECONDS", help="parallel.hang_seconds of the runs (6)")
     parser.add_argument("--launcher", metavar="COMMAND", help="in place of torchrun; {ranks} and {port} are filled in")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/drill"), metavar="FOLDER", help="for the runs and drill.json (runs/drill)"
+        "--output", type=Path, default=Path("runs/drill"), metavar="FOLDER", help="for the runs, what they say, and drill.json (runs/drill)"
     )
-    parser.add_argument("--verbose", action="store_true", help="show what the runs say")
+    parser.add_argument("--verbose", action="store_true", help="also show what the runs say")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's")
     return parser.parse_intermixed_args(argv)
 

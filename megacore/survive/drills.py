@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,26 +81,28 @@ class Drill:
     def calm(self) -> Path:
         """The run without a fault; returns its folder."""
         folder = self._fresh("calm")
-        status = Supervisor(self.command("calm"), folder, restarts=0, listener=self._show).run()
+        with self._kept(folder) as keep:
+            status = Supervisor(self.command("calm"), folder, restarts=0, listener=keep).run()
         if status:
-            raise RuntimeError(f"the run without a fault ended with status {status}; --verbose shows what it said")
+            raise RuntimeError(f"the run without a fault ended with status {status}; what it said is in {said_by(folder)}")
         return folder
 
     def strike(self, fault: Fault, calm: Path) -> Outcome:
         """The run with a fault, until it has finished."""
         folder = self._fresh(fault.name.replace(":", "_").replace(",", "_").replace("=", ""))
         lines: list[tuple[float, str]] = []
+        with self._kept(folder) as keep:
 
-        def listen(line: str) -> None:
-            lines.append((time.time(), line.rstrip("\n")))
-            self._show(line)
+            def listen(line: str) -> None:
+                lines.append((time.time(), line.rstrip("\n")))
+                keep(line)
 
-        supervisor = Supervisor(self.command(folder.name, "--strike", fault.name), folder, backoff=0.1, listener=listen)
-        status = supervisor.run()
-        if supervisor.asked():
-            raise KeyboardInterrupt
-        if status == STOPPED:  # a scheduler would start it again
+            supervisor = Supervisor(self.command(folder.name, "--strike", fault.name), folder, backoff=0.1, listener=listen)
             status = supervisor.run()
+            if supervisor.asked():
+                raise KeyboardInterrupt
+            if status == STOPPED:  # a scheduler would start it again
+                status = supervisor.run()
         expected = EXPECTED[fault.kind]
         mark = fault.mark(folder)
         struck = float(mark.read_text()) if mark.exists() else None
@@ -123,15 +127,16 @@ class Drill:
         """A run of which a random rank is killed again and again for so long, and which then may finish, beside a calm one."""
         calm = self.calm()
         folder = self._fresh("soak")
-        supervisor = Supervisor(self.command("soak"), folder, restarts=20, backoff=0.1, listener=self._show)
-        kills: list[float] = []
-        done = threading.Event()
-        killer = threading.Thread(target=kill_at_random, args=(supervisor, seconds, random.Random(seed), kills, done), daemon=True)
-        started = time.time()
-        killer.start()
-        status = supervisor.run()
-        done.set()
-        killer.join()
+        with self._kept(folder) as keep:
+            supervisor = Supervisor(self.command("soak"), folder, restarts=20, backoff=0.1, listener=keep)
+            kills: list[float] = []
+            done = threading.Event()
+            killer = threading.Thread(target=kill_at_random, args=(supervisor, seconds, random.Random(seed), kills, done), daemon=True)
+            started = time.time()
+            killer.start()
+            status = supervisor.run()
+            done.set()
+            killer.join()
         losses = [last_loss(path) for path in (calm, folder)]
         return {
             "seconds": time.time() - started,
@@ -149,9 +154,22 @@ class Drill:
         folder.mkdir(parents=True)
         return folder
 
-    def _show(self, line: str) -> None:
-        if self.verbose:
-            sys.stderr.write(line)
+    @contextmanager
+    def _kept(self, folder: Path) -> Iterator[Callable[[str], None]]:
+        """For the lines that a run says."""
+        with said_by(folder).open("w", encoding="utf-8") as file:
+
+            def keep(line: str) -> None:
+                file.write(line)
+                if self.verbose:
+                    sys.stderr.write(line)
+
+            yield keep
+
+
+def said_by(folder: Path) -> Path:
+    """Where what a drill's run said is kept."""
+    return folder.with_name(f"{folder.name}.txt")
 
 
 def kill_at_random(supervisor: Supervisor, seconds: float, chance: random.Random, kills: list[float], done: threading.Event) -> None:

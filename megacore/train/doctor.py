@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -141,9 +141,19 @@ class Doctor:
             self.idle,
             None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),
             channels,
-            {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.local_ranks).values() if seat.host == self.seat.host},
+            self._processes(),
             self.failed,
         )
+
+    def _processes(self) -> dict[str, str]:
+        """The state of every rank's process on this host now."""
+        return {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.local_ranks).values() if seat.host == self.seat.host}
+
+    def _publish(self, folder: str) -> None:
+        self.store.set(f"{folder}/{self.rank}", json.dumps(asdict(self.snapshot())))
+
+    def _published(self, folder: str, rank: int) -> Snapshot:
+        return Snapshot(**json.loads(self.store.get(f"{folder}/{rank}")))
 
     def _seats(self, ranks: range) -> dict[int, Seat]:
         """Of the ranks that have come so far; of others a seat without a place."""
@@ -154,7 +164,7 @@ class Doctor:
     def _examine(self) -> None:
         """Publishes this rank's ledger and waits for the verdict, or is the rank that makes it."""
         folder = f"round/{self.round}"
-        self.store.set(f"{folder}/{self.rank}", json.dumps(asdict(self.snapshot())))
+        self._publish(folder)
         if self.store.compare_set(f"{folder}/judge", "", str(self.rank)) == str(self.rank).encode():
             verdict = self._judge(folder)
             if verdict.text:
@@ -167,6 +177,7 @@ class Doctor:
                     say(f"hang doctor: rank {self.rank} was promised a verdict and got none")
                     os._exit(HUNG)
                 time.sleep(self.tick)
+                self._publish(folder)  # whose process was about to die may be dead by now
             verdict = Verdict(**json.loads(self.store.get(f"{folder}/verdict")))
         self.idle = 0.0
         self.round += 1
@@ -181,14 +192,18 @@ class Doctor:
         while time.monotonic() < deadline:
             for rank in seats:
                 if rank not in snapshots and self._is_there(f"{folder}/{rank}"):
-                    snapshots[rank] = Snapshot(**json.loads(self.store.get(f"{folder}/{rank}")))
+                    snapshots[rank] = self._published(folder, rank)
             if self._is_there("words"):
                 return Verdict("failed", [], "")  # a rank that has said so itself
             silent = {str(rank) for rank in seats if rank not in snapshots}
-            lost = {rank for s in snapshots.values() for rank, state in s.processes.items() if state in ENDED + STOPPED}
-            if silent <= lost:
+            states = [snapshot.processes for snapshot in snapshots.values()] + ([self._processes()] if silent else [])
+            if silent <= {rank for processes in states for rank, state in processes.items() if state in ENDED + STOPPED}:
                 break
             time.sleep(0.05)
+        hosts = {seat.host for rank, seat in seats.items() if rank not in snapshots}
+        for rank in [rank for rank in snapshots if seats[rank].host in hosts]:
+            processes = self._processes() if rank == self.rank else self._published(folder, rank).processes
+            snapshots[rank] = replace(snapshots[rank], processes=processes)
         return judge(seats, snapshots, self.seconds)
 
     def _end(self, verdict: Verdict) -> None:

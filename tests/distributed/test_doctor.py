@@ -1,5 +1,6 @@
 """The hang doctor on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
 
+import os
 import threading
 import time
 from dataclasses import asdict
@@ -36,6 +37,12 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
 
     doctor_module.Doctor._end = end  # type: ignore[method-assign]
     doctor_module.START_UP = 1.0
+    dying = Path(folder) / "dying"
+
+    def state_of(pid: int) -> str:
+        return "Z" if dying.exists() and str(pid) == dying.read_text() and time.time() - dying.stat().st_mtime > 2 * WATCH else "S"
+
+    doctor_module.process_state = state_of  # type: ignore[assignment]
     doctor = doctor_module.Doctor(mesh, WATCH, Path(folder))
     last = place.rank == place.world_size - 1
     x = torch.ones(3)
@@ -45,6 +52,10 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
         if last and step == 2:
             if fault == "hang":
                 time.sleep(3 * WATCH)
+            elif fault == "dying":  # a killed process is not dead at once: it has memory to give back
+                dying.write_text(str(os.getpid()))
+                doctor.closed.set()
+                time.sleep(4 * WATCH)
             elif fault == "slow":
                 for _ in range(8):  # longer than the watch, but always on the way
                     time.sleep(WATCH / 4)
@@ -70,6 +81,12 @@ def test_a_slow_rank_is_left_alone(pool: Any, tmp_path: Path) -> None:
     config = training.write_config(tmp_path, "nothing")
     assert pool.run(4, hanging_rank, config, "slow", str(tmp_path)) == [None] * 4
     assert pool.run(4, hanging_rank, config, "none", str(tmp_path)) == [None] * 4
+
+
+def test_a_rank_that_takes_its_time_to_die_is_dead(pool: Any, tmp_path: Path) -> None:
+    """The others lose it, and publish how its process is, before it has given back its memory."""
+    found = pool.run(4, hanging_rank, training.write_config(tmp_path, "nothing"), "dying", str(tmp_path))
+    assert [(verdict["cause"], verdict["ranks"]) for verdict in found[:3]] == [("dead", [3])] * 3
 
 
 def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Pa
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     (outcome,) = json.loads((tmp_path / "drill/drill.json").read_text())
-    assert done.returncode == 0 and outcome["as_expected"], done.stdout + done.stderr
+    said = (tmp_path / "drill/kill_rank1_step4.txt").read_text()
+    assert done.returncode == 0 and outcome["as_expected"], done.stdout + done.stderr + said
+    assert "resumed after step 2 of 5" in said
     assert "rank 1 (host " in outcome["cause"] and "is dead" in outcome["cause"]
     assert (outcome["restarts"], outcome["steps_lost"], outcome["final_step"], outcome["same_weights"]) == (1, 1, 5, True)
 
