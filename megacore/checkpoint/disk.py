@@ -37,7 +37,11 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
             while block:
                 if len(block) < BLOCK_BYTES:  # the file's end, or what a short write left: not aligned
                     _leave_direct(descriptor)
-                block = block[os.write(descriptor, block) :]
+                try:
+                    block = block[os.write(descriptor, block) :]
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+                        raise
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise"):  # or reading back might only show this machine's memory
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -59,13 +63,19 @@ def file_digest(path: Path) -> str:
 
 def _digest(descriptor: int) -> str:
     """The digest of what is read to the end; closes the descriptor."""
-    digest, buffer = file_hash(), _buffer()
     try:
-        while count := os.readv(descriptor, [buffer]):
+        digest, buffer, count = file_hash(), _buffer(), 1
+        while count:
+            try:
+                count = os.readv(descriptor, [buffer])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+                    raise
+                continue
             digest.update(buffer[:count])
+        return digest.hexdigest()
     finally:
         os.close(descriptor)
-    return digest.hexdigest()
 
 
 def _gathered(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
@@ -80,6 +90,7 @@ def _gathered(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
             if filled == BLOCK_BYTES:
                 yield buffer
                 filled = 0
+        del part, left  # or a tensor would stay until the next is there
     if filled:
         yield buffer[:filled]
 
@@ -90,7 +101,7 @@ def _buffer() -> memoryview:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """A descriptor past the kernel's memory, or a plain one where the file system cannot."""
+    """A descriptor past the kernel's memory, or a plain one where the file system says that it cannot."""
     try:
         return os.open(path, flags | DIRECT, 0o644)
     except OSError as error:
@@ -99,9 +110,12 @@ def _open_direct(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o644)
 
 
-def _leave_direct(descriptor: int) -> None:
-    """From here on through the kernel's memory, which takes any number of bytes."""
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT)
+def _leave_direct(descriptor: int) -> bool:
+    """From here on through the kernel's memory, which takes any number of bytes; whether it was not so before. A file system that
+    cannot be passed by may say so only now, by EINVAL."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+    return bool(flags & DIRECT)
 
 
 def replace_file(path: Path, content: bytes) -> None:

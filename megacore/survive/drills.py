@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -157,10 +157,11 @@ class Drill:
     @contextmanager
     def _kept(self, folder: Path) -> Iterator[Callable[[str], None]]:
         """For the lines that a run says."""
-        with said_by(folder).open("w", encoding="utf-8") as file:
+        with said_by(folder).open("wb", buffering=0) as file:  # read while it runs, and after a kill
 
             def keep(line: str) -> None:
-                file.write(line)
+                with suppress(OSError, ValueError):  # a full disk must not stop whoever reads the run's pipe, nor a line after the end
+                    file.write(line.encode())
                 if self.verbose:
                     sys.stderr.write(line)
 

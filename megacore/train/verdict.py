@@ -65,7 +65,9 @@ def _silent(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) -> Ver
     silent = [seat for rank, seat in seats.items() if rank not in snapshots]
     if not silent:
         return None
-    states = {int(rank): state for snapshot in snapshots.values() for rank, state in snapshot.processes.items()}
+    seen = [(int(rank), state) for snapshot in snapshots.values() for rank, state in snapshot.processes.items()]
+    # Ranks looked at different times: whoever saw it dead was the last to look.
+    states = dict(sorted(seen, key=lambda one: (one[1] in ENDED, one[1] in STOPPED)))
     heard = {seats[rank].host for rank in snapshots}
     found: dict[str, list[Seat]] = {}
     for seat in silent:

@@ -1,5 +1,7 @@
 """Checkpoints on disk: what is written is what is read, and nothing damaged is ever taken for whole."""
 
+import errno
+import fcntl
 import itertools
 import json
 import logging
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch.checkpoint import run
-from megacore.checkpoint import Alone, Reader, Saver, find_latest, locate, read, save
+from megacore.checkpoint import Alone, Reader, Saver, disk, find_latest, locate, read, save
 from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.manifest import sealed
 from megacore.errors import CheckpointError
@@ -265,6 +267,30 @@ def test_a_write_that_the_disk_garbles_is_noticed_before_anything_is_deleted(tmp
     with pytest.raises(CheckpointError, match="what is read back is not what was written"):
         save_alone(tmp_path, 20, {"w": torch.ones(2)}, keep=1)
     assert list(tmp_path.iterdir()) == [earlier]
+
+
+@pytest.mark.skipif(not disk.DIRECT, reason="this system has no O_DIRECT")
+@pytest.mark.parametrize("refuses", ["open", "write", "readv"])
+def test_where_files_cannot_be_written_past_the_kernels_memory_they_go_through_it(tmp_path, monkeypatch, refuses):
+    """File systems differ in when they say so; every length about the blocks' comes back, and is told apart from its neighbours."""
+    real = getattr(os, refuses)
+
+    def refuse(target, *rest):
+        flags = rest[0] if refuses == "open" else fcntl.fcntl(target, fcntl.F_GETFL)
+        if flags & disk.DIRECT:
+            asked.append(target)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(target, *rest)
+
+    asked = []
+    monkeypatch.setattr(disk, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(os, refuses, refuse)
+    file, content = tmp_path / "file", os.urandom(3 * 4096 + 1)
+    for size in (0, 1, 4095, 4096, 4097, 2 * 4096, 3 * 4096 + 1):
+        parts = (b"", content[: size // 3], memoryview(content)[size // 3 : size])
+        assert disk.write_file(file, parts) == (size, disk.file_digest(file)) and file.read_bytes() == content[:size]
+    if not asked:
+        pytest.skip(f"the file system of {tmp_path} says so at once")
 
 
 def test_staging_memory_is_used_again(tmp_path):

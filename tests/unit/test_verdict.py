@@ -71,6 +71,11 @@ CASES: dict[str, tuple[dict[int, Seat], dict[int, Snapshot], Verdict]] = {
         Verdict("dead", [1], "rank 1 (host a, pp 0, dp 0, tp 1) is dead"),
     ),
     "dead, not reaped yet": (HERE, world(replace(WAITS, processes=PROCESSES | {"1": "Z"}), *REST), Verdict("dead", [1], "rank 1")),
+    "dead, by whoever looked last": (
+        HERE,
+        world(replace(WAITS, processes=PROCESSES | {"1": "Z"}), *(replace(each, processes=PROCESSES) for each in REST)),
+        Verdict("dead", [1], "rank 1"),
+    ),
     "stopped": (
         HERE,
         world(replace(WAITS, processes=PROCESSES | {"1": "T"}), *REST),
