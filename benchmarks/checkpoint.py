@@ -68,10 +68,9 @@ class Block:
     def run(self, way: str) -> tuple[float, float, float]:
         """Seconds of the block, of the loop's standing still in it, and (on the wall) from the save's beginning to its end."""
         saver, stood, saved = self.savers.get(way), 0.0, None
+        self.training.before_update = (lambda: None) if saver is None else saver.hold_update
         started = clock()
         for step in range(self.steps):
-            if saver is not None:
-                saver.hold_update()
             self.training.step()
             if step == 0 and saver is not None:
                 before = clock()

@@ -1,5 +1,6 @@
 """Training as launch/pretrain.py does it: the real stage, engine, runtime and mesh; no checkpoints, no logs."""
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
@@ -68,6 +69,7 @@ class Training:
         self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)
         self.loader = None if stream is None else Loader(config, mesh, stream)
         self.steps = 0
+        self.before_update: Callable[[], None] = lambda: None
 
     def step(self) -> float:
         """Seconds of one step, from when all ranks are ready until this rank's device is done."""
@@ -90,6 +92,7 @@ class Training:
         """A step, without waiting for the device."""
         self.steps += 1
         self.summed_loss = self.runtime.run(self.plan, self.batch_of(self.steps), self.target_weight)
+        self.before_update()
         self.engine.step(learning_rate(self.config.optim, self.steps, self.config.train.steps))
         self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
 

@@ -100,6 +100,7 @@ def save_as(directory: Path, step: int, seed: int, world: int, background: bool)
         saver = Saver(directory, ranks, keep=1, background=background)
         saver.start(step, tensors, {})
         if background:
+            saver.hold_update()
             for tensor, _ in tensors.values():
                 tensor.fill_(-1.0)
         saver.finish()

@@ -95,7 +95,7 @@ class _Save:
 class Saver:
     """Saves a run's checkpoints, one at a time. `start`, `finish` are collective.
 
-    With `background`, `start` returns when the tensors are copied to host memory, or on a GPU even before (see `hold_update`).
+    With `background`, `start` returns before the tensors are copied: they must not be written into before `hold_update`.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Host memory in which a checkpoint waits to be written, while training goes on."""
 
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ from torch import Tensor
 class Staging:
     """Copies tensors into one buffer that is made at the first save and used again.
 
-    On a GPU it is pinned, and a stream of its own copies beside the next forward and backward: only the next update of what is
-    copied must wait (`hold_update`).
+    The copies are made beside the next forward and backward: only the next update of what is copied must wait (`hold_update`). On a
+    GPU the buffer is pinned, and a stream of its own copies; else whoever calls `wait` does, a thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,8 +21,10 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
         self.sources: Sequence[Tensor] = ()  # kept until they are copied: some engines give out copies of their own
+        self.copies: list[Tensor] = []
+        self.made = threading.Event()  # the copies, by the host
+        self.made.set()
 
-    @torch.no_grad()
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in host memory, once `wait` returns; the copies before them are overwritten. Widest dtype first, or views
         would not be aligned."""
@@ -30,34 +33,45 @@ class Staging:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
             if self.device.type == "cuda":
                 pin(self.buffer)
-        copies, start = [], 0
+        self.copies, start = [], 0
         for tensor in tensors:
             part = self.buffer[start : start + tensor.nbytes]
-            copies.append(part.view(tensor.dtype).view(tensor.shape))
+            self.copies.append(part.view(tensor.dtype).view(tensor.shape))
             start += tensor.nbytes
-        if self.stream is None:
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor)
-            return copies
-        assert self.copied is not None
         self.sources = tensors
+        if self.stream is None:
+            self.made.clear()
+            return self.copies
+        assert self.copied is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
+            self._copy()
             self.copied.record()
-        return copies
+        return self.copies
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for copy, tensor in zip(self.copies, self.sources, strict=True):
+            copy.copy_(tensor, non_blocking=True)
 
     def hold_update(self) -> None:
-        """Lets the device, not the host, wait until the copies are made. Before anything writes into the tensors."""
-        if self.copied is not None and self.sources:
+        """Before anything writes into the tensors: lets the device, not the host, wait until the copies are made, or the host where it
+        makes them."""
+        if self.copied is None:
+            self.made.wait()
+        elif self.sources:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
 
     def wait(self) -> None:
-        """Returns when the copies are made; from any thread."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        """Returns when the copies are made; from any thread, once behind every `copy`."""
+        try:
+            if self.copied is None:
+                self._copy()
+            else:
+                self.copied.synchronize()
+        finally:
             self.sources = ()
+            self.made.set()
 
 
 def pin(buffer: Tensor) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megacore import checkpoint
 from megacore.checkpoint import MeshRanks, Reader
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.manifest import sealed
+from megacore.checkpoint.staging import Staging
 from megacore.config import load
 from megacore.errors import CheckpointError
 from megacore.mesh import Mesh, pick_device
@@ -40,6 +42,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 def figures(folder: Path) -> dict[int, tuple[float, float]]:
     """(loss, gradient norm) by step."""
     return {m["step"]: (m["loss"], m["grad_norm"]) for m in training.metrics(folder)}
+
+
+def slowly_copied_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
+    """A run whose saves take longer to copy what they save than the next forward and backward take."""
+    copy = Staging._copy
+
+    def late(self: Staging) -> None:
+        time.sleep(0.5)
+        copy(self)
+
+    with mock.patch.object(Staging, "_copy", late):
+        return training.run_rank(config_path, overrides, log_dir)
 
 
 def warned_rank(config_path: str, overrides: list[str], log_dir: str) -> str:
@@ -172,6 +186,16 @@ def test_a_hostile_state_is_refused_in_one_line(config: str, saved_run: Path, tm
     (run / "checkpoints/step_00000004/manifest.json").write_bytes(sealed(manifest))
     with pytest.raises(CheckpointError, match="step_00000004: [^\n]*$"):
         Inputs(load(config, [f"log.dir={run}"]).config, rank=0)
+
+
+@pytest.mark.parametrize("engine", [[], ["engine.shard_optimizer=true"], ["engine.kind=fsdp"]], ids=["native", "sharded", "fsdp"])
+def test_an_update_waits_until_what_it_changes_is_copied(pool: Any, config: str, tmp_path: Path, engine: list[str]) -> None:
+    """Or a checkpoint saved beside training would hold some tensors of its own step and some of the next."""
+    saved = ["train.steps=4", "checkpoint.every=2", *engine]
+    assert pool.run(2, training.run_rank, config, saved, str(tmp_path / "loop")) == [0, 0]
+    assert pool.run(2, slowly_copied_rank, config, [*saved, "checkpoint.async=true"], str(tmp_path / "beside")) == [0, 0]
+    loop, beside = (Reader(tmp_path / name / "checkpoints/step_00000002").manifest.tensors for name in ("loop", "beside"))
+    assert {name: tensor.digest for name, tensor in loop.items()} == {name: tensor.digest for name, tensor in beside.items()}
 
 
 def full_rank(config_path: str, overrides: list[str], log_dir: str, full_at: int) -> tuple[str, int]:
