@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training
 from tests.commands import run_script
+from tests.engines import zero
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +190,17 @@ def test_a_hostile_state_is_refused_in_one_line(config: str, saved_run: Path, tm
         Inputs(load(config, [f"log.dir={run}"]).config, rank=0)
 
 
-@pytest.mark.parametrize("engine", [[], ["engine.shard_optimizer=true"], ["engine.kind=fsdp"]], ids=["native", "sharded", "fsdp"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param([], id="native"),
+        pytest.param(["engine.shard_optimizer=true"], id="sharded"),
+        pytest.param(["engine.kind=fsdp"], id="fsdp"),
+        pytest.param(
+            zero("zero3"), id="zero3", marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+        ),
+    ],
+)
 def test_an_update_waits_until_what_it_changes_is_copied(pool: Any, config: str, tmp_path: Path, engine: list[str]) -> None:
     """Or a checkpoint saved beside training would hold some tensors of its own step and some of the next."""
     saved = ["train.steps=4", "checkpoint.every=2", *engine]
