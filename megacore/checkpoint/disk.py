@@ -24,7 +24,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, str]:
     """Write a new file, wait until it is on the disk, and return its size in bytes and digest.
 
-    Past the kernel's memory where the file system can, both ways: a save beside training then costs a third of the processor's time,
+    Past the kernel's memory where the file system can, both ways: a save then takes a third less of the processor's time,
     and what is read back is what the disk has.
 
     Raises:
