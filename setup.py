@@ -28,6 +28,7 @@ setup(
         "safetensors>=0.4.3",
         "sentencepiece>=0.2",
         "tensorboard>=2.16",
+        "xxhash>=3",
     ],
     extras_require={
         # GPU builds of torch bring the Triton they were made for; alone it serves the kernels' tests on a CPU.

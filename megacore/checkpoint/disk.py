@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.checkpoint.digest import file_hash
+from megacore.checkpoint.digest import FILE_HASH, HASHES
 
 BLOCK_BYTES = 2 << 20  # hashed and written, or read, at a time; more is no faster, and takes the cache from training
 DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
@@ -30,7 +30,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
     Raises:
         OSError: it could not be written, or what is read back is not what was written. What there is of it is left.
     """
-    digest, size = file_hash(), 0
+    digest, size = HASHES[FILE_HASH](), 0
     descriptor = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         for block in _gathered(parts):
@@ -49,24 +49,24 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-    if _digest(_open_direct(path, os.O_RDONLY)) != digest.hexdigest():
+    if _digest(_open_direct(path, os.O_RDONLY), FILE_HASH) != digest.hexdigest():
         raise OSError(errno.EIO, "what is read back is not what was written", str(path))
     return size, digest.hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """The digest of a file's bytes, in memory for one block. Whoever reads the file next finds it in the kernel's memory.
+def file_digest(path: Path, name: str = FILE_HASH) -> str:
+    """The digest of a file by the hash of that name, in memory for one block. Whoever reads the file next finds it in the kernel's.
 
     Raises:
         OSError: it cannot be read.
     """
-    return _digest(os.open(path, os.O_RDONLY))
+    return _digest(os.open(path, os.O_RDONLY), name)
 
 
-def _digest(descriptor: int) -> str:
+def _digest(descriptor: int, name: str) -> str:
     """The digest of what is read to the end; closes the descriptor."""
     try:
-        digest, buffer, count = file_hash(), _buffer(), 1
+        digest, buffer, count = HASHES[name](), _buffer(), 1
         while count:
             try:
                 count = os.readv(descriptor, [buffer])

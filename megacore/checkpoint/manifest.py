@@ -4,21 +4,23 @@ The manifest carries a digest of itself, so that no flipped bit in it goes unnot
 it, because a digest does not say who did.
 """
 
+import hashlib
 import json
 import re
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from megacore.checkpoint.digest import add_digests, file_hash
+from megacore.checkpoint.digest import add_digests
 from megacore.checkpoint.disk import plain_size
 from megacore.checkpoint.tiling import overlapping, tiles
 from megacore.errors import CheckpointError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READABLE = (2, FORMAT_VERSION)
 MANIFEST = "manifest.json"
 # `.old` is a step that was being saved anew: it counts only where the crash came before the new one took its place.
 STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
@@ -44,7 +46,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}\.safetensors$")]
 Size = Annotated[int, Field(ge=0, le=LARGEST)]
 Sizes = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
 ContentDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
 
 
 class Entry(BaseModel):
@@ -100,7 +102,8 @@ class File(Entry):
     """A file of the checkpoint, as it was written."""
 
     bytes: Size
-    sha256: FileDigest
+    hash: Literal["xxh3_128", "sha256"] = "sha256"  # which of `digest.HASHES`; version 2 did not say
+    digest: FileDigest = Field(validation_alias=AliasChoices("digest", "sha256"))
 
 
 class Index(Entry):
@@ -145,7 +148,7 @@ HEAD = re.compile(rb'\{"manifest_sha256": "([0-9a-f]{64})", ')
 def sealed(content: dict[str, Any]) -> bytes:
     """The text of manifest.json for `content`: one JSON object, with its digest in front."""
     body = json.dumps(content, allow_nan=False).encode()
-    return b'{"manifest_sha256": "' + file_hash(body).hexdigest().encode() + b'", ' + body[1:]
+    return b'{"manifest_sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
 
 
 def unsealed(text: bytes) -> bytes:
@@ -157,10 +160,10 @@ def unsealed(text: bytes) -> bytes:
     """
     head = HEAD.match(text)
     body = text if head is None else b"{" + text[head.end() :]
-    if head is not None and file_hash(body).hexdigest().encode() != head[1]:
+    if head is not None and hashlib.sha256(body).hexdigest().encode() != head[1]:
         raise ValueError("its digest is of another content")
     version = _json(body).get("format_version")
-    if version != FORMAT_VERSION and isinstance(version, int):
+    if version not in READABLE and isinstance(version, int):
         raise UnknownVersion(version)
     if head is None:
         raise ValueError("it does not begin with its digest")
@@ -204,7 +207,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"it has {size} bytes")
         manifest = Manifest.model_validate_json(unsealed((path / MANIFEST).read_bytes()))
     except UnknownVersion as error:
-        right = f"this megacore reads format version {FORMAT_VERSION}; read it with the megacore that wrote it"
+        right = f"this megacore reads format versions {' and '.join(map(str, READABLE))}; read it with the megacore that wrote it"
         raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

@@ -120,14 +120,16 @@ class Reader:
             CheckpointError: naming the file, and where one is to blame the tensor.
         """
         for name in sorted(self.manifest.files)[share::shares]:
+            file = self.manifest.files[name]
             try:
-                found = file_digest(self.path / name)
+                found = file_digest(self.path / name, file.hash)
             except OSError as error:
                 raise CheckpointError(str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER) from error
+            self._open(name)
             for tensor, piece in self._slices[name]:  # which also says whether the manifest has taken one slice for another
                 note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
-            if found != self.manifest.files[name].sha256:
+            if found != file.digest:
                 raise CheckpointError(str(self.path), f"{name} has changed since it was written, outside of its tensors", EARLIER)
 
     def verify_headers(self) -> None:
@@ -136,8 +138,9 @@ class Reader:
         Raises:
             CheckpointError: as `verify`.
         """
-        for name, tensor in self.manifest.tensors.items():
-            for piece in tensor.slices:
+        for file, slices in self._slices.items():
+            self._open(file)
+            for name, piece in slices:
                 self._stored(name, piece)
 
     def _verify_slice(self, name: str, piece: Slice, stored: Any) -> None:
@@ -153,14 +156,23 @@ class Reader:
             raise CheckpointError(str(self.path), wrong, EARLIER)
         self._verified.add((piece.file, piece.key))
 
+    def _open(self, name: str) -> safe_open:
+        """A file, once it is known to hold what the manifest says, and nothing that the manifest has lost."""
+        if name not in self._files:
+            try:
+                file = safe_open(self.path / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(str(self.path), f"{name} is damaged: {error}", EARLIER) from error
+            found, expected = set(file.keys()), {piece.key for _, piece in self._slices[name]}
+            if differ := found ^ expected:
+                wrong = f"{name} {'holds' if differ & found else 'lacks'} tensor {min(differ & found or differ)}"
+                raise CheckpointError(str(self.path), wrong, f"its manifest says otherwise; {EARLIER}")
+            self._files[name] = file
+        return self._files[name]
+
     def _stored(self, name: str, piece: Slice) -> Any:
         """A slice on disk, its header checked: a lazy safetensors slice that reads what it is indexed with."""
-        try:
-            if piece.file not in self._files:
-                self._files[piece.file] = safe_open(self.path / piece.file, framework="pt")
-            stored = self._files[piece.file].get_slice(piece.key)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(str(self.path), f"{piece.file} is damaged: {error}", EARLIER) from error
+        stored = self._open(piece.file).get_slice(piece.key)
         dtype = DTYPE_CODES[DTYPES[self.manifest.tensors[name].dtype]]
         if tuple(stored.get_shape()) != piece.shape or stored.get_dtype() != dtype:
             wrong = f"tensor {name} is {stored.get_dtype()} {tuple(stored.get_shape())} in {piece.file}"

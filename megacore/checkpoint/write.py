@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.digest import content_digest, digest_text
+from megacore.checkpoint.digest import FILE_HASH, content_digest, digest_text
 from megacore.checkpoint.disk import replace_file, write_file
 from megacore.checkpoint.manifest import DTYPE_CODES, File, Index, Logical, Slice
 from megacore.tensor_parallel.shard import Box, Shard, logical_name
@@ -97,7 +97,7 @@ def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], not
             del tensor
 
     size, digest = write_file(file, parts())
-    return File(bytes=size, sha256=digest)
+    return File(bytes=size, hash=FILE_HASH, digest=digest)
 
 
 def pack(layout: Layout, file_bytes: int) -> list[list[str]]:

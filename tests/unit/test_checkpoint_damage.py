@@ -224,13 +224,18 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a tensor's digest": set_tensor(digest="0" * 16),
     "a key too many": set_tensor(code="__import__('os')"),
     "a negative size": lambda m: m["files"][FILES[0]].update(bytes=-1),
-    "a file's digest": lambda m: m["files"][FILES[0]].update(sha256="0" * 64),
-    "a file's digest missing": lambda m: m["files"][FILES[0]].pop("sha256"),
+    "a file's digest": lambda m: m["files"][FILES[0]].update(digest="0" * 32),
+    "a file's digest missing": lambda m: m["files"][FILES[0]].pop("digest"),
+    "another hash": lambda m: m["files"][FILES[0]].update(hash="sha256"),
+    "a hash of no name": lambda m: m["files"][FILES[0]].update(hash="none"),
+    "two digests": lambda m: m["files"][FILES[0]].update(sha256="0" * 64),
     "a step that is none": lambda m: m.update(step=-1),
     "a step of text": lambda m: m.update(step="20"),
     "state that is no section": lambda m: m.update(state=[1]),
     "no tensors": lambda m: m.pop("tensors"),
-    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=2)),
+    "tensors that are left out": lambda m: m["tensors"].clear(),
+    "a tensor that is left out": lambda m: m["tensors"].pop("model/v"),
+    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=3)),
 }
 
 
@@ -242,13 +247,32 @@ def test_a_hostile_manifest_is_refused(lie: str, tmp_path: Path) -> None:
     assert find_latest(tmp_path) == older
 
 
+def test_what_format_2_wrote_is_read_and_proved(tmp_path: Path) -> None:
+    """Its files have SHA-256; a run that was begun before the format changed goes on."""
+    older, newest = save_both(tmp_path)
+
+    def age(manifest: dict[str, Any]) -> None:
+        manifest["format_version"] = 2
+        for name, file in manifest["files"].items():
+            manifest["files"][name] = {"bytes": file["bytes"], "sha256": hashlib.sha256((newest / name).read_bytes()).hexdigest()}
+
+    changed(newest, age)
+    assert find_latest(tmp_path) == newest
+    file = newest / FILES[0]
+    content = file.read_bytes()
+    assert content.count(b'"pt"') == 1
+    file.write_bytes(content.replace(b'"pt"', b'"np"'))  # in no tensor: only the file's own digest can tell
+    assert "rank_00000.safetensors has changed since it was written" in str(refusal(newest))
+    assert find_latest(tmp_path) == older
+
+
 TEXTS = {
-    "not a number": (b'{"format_version": 2, "step": NaN}', "holds NaN"),
-    "a key twice": (b'{"format_version": 2, "step": 1, "step": 2}', "a key twice"),
-    "deep nesting": (b'{"format_version": 2, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
-    "a number of 10000 digits": (b'{"format_version": 2, "step": ' + b"1" * 10**4 + b"}", "damaged"),
+    "not a number": (b'{"format_version": 3, "step": NaN}', "holds NaN"),
+    "a key twice": (b'{"format_version": 3, "step": 1, "step": 2}', "a key twice"),
+    "deep nesting": (b'{"format_version": 3, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
+    "a number of 10000 digits": (b'{"format_version": 3, "step": ' + b"1" * 10**4 + b"}", "damaged"),
     "no text": (b"\xff\xfe" * 50, "damaged"),
-    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format version 2"),
+    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format versions 2 and 3"),
     "nothing": (b"", "damaged"),
 }
 

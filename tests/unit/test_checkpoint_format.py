@@ -137,7 +137,7 @@ FAULTS = {
     "half a manifest": (lambda path: (path / "manifest.json").write_text('{"format_version": 1,'), r"manifest\.json is damaged"),
     "not a manifest": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest\.json is damaged"),
     "manifest key": (lambda path: edit_manifest(path, lambda m: m.pop("files")), r"manifest\.json is damaged.*files"),
-    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format version 2"),
+    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format versions 2 and 3"),
     "hole": (lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[4, 3])), r"tensor w has slices for 9 of its 12"),
     "overlap": (overlap, r"tensor w has overlapping slices, at \(0, 0\).* and at \(2, 1\)"),
     "outside": (
