@@ -4,7 +4,8 @@ Blocks of training steps take turns: without a save, with one behind the first s
 state. What a save costs is by how much its block is longer than the block without: how long the loop stands still, and by how much the
 steps beside a save are slower (memory, caches, the interpreter's lock). A block is long enough for a save beside it. Where Linux tells,
 the time for which the loop was ready and had to wait for a core is left out: on a machine that is shared it is other programs', and a save
-beside the loop needs a core that training leaves free. Medians over rounds, all in the same clock.
+beside the loop needs a core that training leaves free. Differences are taken within each round; their median
+counts, and half of them lie in the span beside it.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import machine
@@ -106,11 +108,13 @@ def measure(block: Block, rounds: int) -> dict[str, Any]:
             seconds, still, _ = block.run(way)
             took[way].append(seconds)
             stood[way].append(still)
-    costs = {way: median(took[way]) - median(took["none"]) for way in WAYS[1:]}
+    longer = {way: [with_save - without for with_save, without in zip(took[way], took["none"], strict=True)] for way in WAYS[1:]}
+    costs = {way: median(longer[way]) for way in WAYS[1:]}
     return {
         "steps a block": block.steps,
         "block_seconds": took,
         "cost_seconds": costs,
+        "cost_quartiles": {way: np.quantile(longer[way], [0.25, 0.75]).tolist() for way in WAYS[1:]},
         "stood_still_seconds": {way: median(stood[way]) for way in WAYS[1:]},
         "cost_ratio": costs["beside it"] / costs["in the loop"],
         "stood_still_ratio": median(stood["beside it"]) / costs["in the loop"],
@@ -153,7 +157,8 @@ def show(result: dict[str, Any]) -> None:
     console = Console(stderr=True, highlight=False, markup=False)
     table = Table("a save", "longer block", "loop stands still")
     for way in WAYS[1:]:
-        table.add_row(way, f"{result['cost_seconds'][way]:.4f} s", f"{result['stood_still_seconds'][way]:.4f} s")
+        low, high = result["cost_quartiles"][way]
+        table.add_row(way, f"{result['cost_seconds'][way]:.3f} s ({low:.3f} to {high:.3f})", f"{result['stood_still_seconds'][way]:.4f} s")
     table.add_row("beside / in the loop", f"{result['cost_ratio']:.1%}", f"{result['stood_still_ratio']:.1%}")
     console.print(f"{result['state']} of state, blocks of {result['steps a block']} steps; target: below {TARGET:.0%}")
     console.print(table)
