@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.cli import Parser, exit_status, rank_exit_status
-from megacore.config.load import smallest_world
+from megacore.config.load import load, smallest_world
 from megacore.place import Place
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from megacore.survive.faults import Fault
 
 EXAMPLE = "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault nan:rank=0,step=5 parallel.tensor=2"
-MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt; each strikes one rank at the beginning
-of one step. Every run has 12 steps and a checkpoint every 4 unless overridden. Or, with --soak, random ranks are killed for so long.
+MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest of two checkpoints);
+each strikes one rank at the beginning of one step. Every run has 12 steps and a checkpoint every 4 unless overridden.
+Or, with --soak, random ranks are killed for so long.
 Exit status: 0 if all went as it should, 1 if not."""
 SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard=false"]
 
@@ -45,11 +46,15 @@ def run(argv: list[str]) -> int:
     """The drills one after the other, beside one calm run; returns the exit status."""
     args = parse(argv)
     from megacore.survive.drills import TORCHRUN, Drill, as_json
+    from megacore.survive.faults import check
     from megacore.survive.faults import parse as parse_fault
 
     faults = [parse_fault(text) for text in args.fault]
     overrides = [*SHORT, f"parallel.hang_seconds={args.watch}", *args.overrides]
     ranks = args.ranks or max(4, smallest_world(args.config, overrides))
+    config = load(args.config, overrides, ranks).config
+    for fault in faults:
+        check(fault, config, ranks)
     drill = Drill(args.config, overrides, ranks, args.output, args.launcher or TORCHRUN, args.verbose)
     if args.soak:
         found = drill.soak(args.soak, args.seed)

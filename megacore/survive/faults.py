@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from megacore import checkpoint
-from megacore.config.schema import resolved
+from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
 from megacore.train.trainer import Trainer
 
@@ -48,6 +48,22 @@ def parse(text: str) -> Fault:
     if kind not in KINDS:
         raise ConfigError("--fault", f"{kind} is no kind of fault", " ".join(KINDS))
     return fault
+
+
+def check(fault: Fault, config: Config, ranks: int) -> None:
+    """Refuse a fault that could not strike, or after which no run could go on. Raises `ConfigError`."""
+    if not 0 <= fault.rank < ranks:
+        raise ConfigError("--fault", f"{fault.name}: there are {ranks} ranks", f"rank=0 to rank={ranks - 1}")
+    # What strikes a checkpoint needs an older one to fall back to, or a next one to strike.
+    every, last = config.checkpoint.every, config.train.steps - 1
+    first = 2 * every + 1 if fault.kind == "corrupt" else 0
+    if fault.kind in ("corrupt", "disk_full") and not every:
+        raise ConfigError("--fault", f"{fault.name}: checkpoint.every=0 saves none", "checkpoint.every=4")
+    if first and config.checkpoint.keep < 2:
+        raise ConfigError("--fault", f"{fault.name}: checkpoint.keep=1 keeps none to fall back to", "checkpoint.keep=2")
+    if not first <= fault.step <= last:
+        why = f"the run has {last + 1} steps" + (f", its second checkpoint is of step {2 * every}" if first else "")
+        raise ConfigError("--fault", f"{fault.name}: {why}", f"step={first} to step={last}" if first <= last else "more train.steps")
 
 
 def kill(trainer: Trainer, fault: Fault) -> None:
@@ -126,7 +142,9 @@ def disk_full(trainer: Trainer, fault: Fault) -> None:
 
 def corrupt(trainer: Trainer, fault: Fault) -> None:
     """A bit of the newest checkpoint is flipped, and then the rank killed, so that somebody has to read it."""
-    newest = checkpoint.checkpoints_in(folder_of(trainer))[0]
+    while len(found := checkpoint.checkpoints_in(folder_of(trainer))) < 2:  # the other may be under way, beside training
+        time.sleep(0.05)
+    newest = found[0]
     file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     with file.open("r+b") as out:
         out.seek(file.stat().st_size * 3 // 4)

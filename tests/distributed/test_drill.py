@@ -1,12 +1,15 @@
 """A drill from end to end: real ranks under torchrun and the supervisor, one of them killed."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch.drill import run
+from megacore.errors import ConfigError
 from megacore.survive.drills import EXPECTED
 from megacore.survive.faults import KINDS, parse
 from tests import training
@@ -34,3 +37,20 @@ def test_every_fault_says_what_must_come_of_it() -> None:
     assert parse("kill:rank=3,step=7").name == "kill:rank=3,step=7"
     with pytest.raises(Exception, match="--fault: earthquake is no kind of fault"):
         parse("earthquake:rank=0")
+
+
+@pytest.mark.parametrize(
+    "spec, overrides, wrong",
+    [
+        ("kill:rank=4,step=7", [], "there are 4 ranks (rank=0 to rank=3)"),
+        ("kill:rank=0,step=12", [], "the run has 12 steps (step=0 to step=11)"),
+        ("corrupt:rank=0,step=7", [], "the run has 12 steps, its second checkpoint is of step 8 (step=9 to step=11)"),
+        ("corrupt:rank=0,step=7", ["checkpoint.every=6"], "the run has 12 steps, its second checkpoint is of step 12 (more train.steps)"),
+        ("corrupt:rank=0,step=9", ["checkpoint.keep=1"], "checkpoint.keep=1 keeps none to fall back to (checkpoint.keep=2)"),
+        ("disk_full:rank=0,step=7", ["checkpoint.every=0"], "checkpoint.every=0 saves none (checkpoint.every=4)"),
+    ],
+)
+def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(spec: str, overrides: list[str], wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--fault: {spec}: {wrong}")):
+        run(["--config", "configs/gpt_tiny.json", "--output", str(tmp_path / "drill"), "--fault", spec, *overrides])
+    assert not list(tmp_path.iterdir())
