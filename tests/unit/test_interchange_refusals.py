@@ -135,7 +135,10 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 EXPORTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "tensor left out": (lambda m: m["tensors"].pop("model/norm.bias"), "none of its 1 checkpoints is whole"),
-    "tensor missing": (lambda m: m["state"]["config"]["model"].update(num_layers=9), "has no tensor model/blocks."),
+    "tensor missing": (
+        lambda m: [model.update(num_layers=9) for model in (m["state"]["model"], m["state"]["config"]["model"])],
+        "has no tensor model/blocks.",
+    ),
     "tensor too many": (lambda m: m["tensors"].update({"model/extra": m["tensors"]["model/norm.bias"]}), "holds the tensor model/extra"),
     "another shape": (lambda m: m["state"]["config"]["model"].update(hidden_size=32, head_size=8), "hidden_size"),
     "no config": (lambda m: m["state"].pop("config"), "does not hold the run's config"),
