@@ -34,7 +34,7 @@ setup(
         # GPU builds of torch bring the Triton they were made for; alone it serves the kernels' tests on a CPU.
         "triton": ["triton>=3.4; platform_system == 'Linux'"],
         "test": [
-            *("mypy>=1.15", "pytest>=8", "ruff>=0.11", "tokenizers>=0.21", "transformers>=4.56"),
+            *("mypy>=1.15", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.11", "tokenizers>=0.21", "transformers>=4.56"),
             "triton>=3.4; platform_system == 'Linux'",
         ],
         # Models from and to Hugging Face's format are compared with it.

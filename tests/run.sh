@@ -12,4 +12,5 @@ export OMP_NUM_THREADS=1 # many ranks share the cores: more threads each would o
 
 ruff check .
 mypy megacore kernels launch
-python -m pytest "$@"
+# Two files at a time, each with workers of its own: ranks wait for one another, and cores for ranks.
+python -m pytest --numprocesses 2 --dist loadfile "$@"

@@ -20,6 +20,7 @@ NOT_IMPORTED = {
     "deepspeed": "its launcher starts the ranks",
     "tensorboard": "torch.utils.tensorboard writes through it",
     "mypy": "a command", "ruff": "a command",
+    "pytest-xdist": "tests/run.sh runs two files at a time",
 }  # fmt: skip
 
 
