@@ -129,10 +129,14 @@ class Manifest(Index):
     def fault(self) -> str | None:
         """The first thing that does not agree with the rest, or None."""
         room = {name: file.bytes for name, file in self.files.items()}
+        taken = set()
         for name, tensor in self.tensors.items():
             if fault := tensor.fault():
                 return f"tensor {name} {fault}"
             for piece in tensor.slices:
+                if (piece.file, piece.key) in taken:
+                    return f"tensor {name} has a slice in {piece.file} that another one has: {piece.key[:200]}"
+                taken.add((piece.file, piece.key))
                 if piece.file not in room:
                     return f"tensor {name} is in {piece.file}, of no recorded size"
                 room[piece.file] -= prod(piece.shape) * DTYPES[tensor.dtype].itemsize

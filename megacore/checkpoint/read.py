@@ -165,7 +165,7 @@ class Reader:
                 raise CheckpointError(str(self.path), f"{name} is damaged: {error}", EARLIER) from error
             found, expected = set(file.keys()), {piece.key for _, piece in self._slices[name]}
             if differ := found ^ expected:
-                wrong = f"{name} {'holds' if differ & found else 'lacks'} tensor {min(differ & found or differ)}"
+                wrong = f"{name} {'holds' if differ & found else 'lacks'} tensor {min(differ & found or differ)[:200]}"
                 raise CheckpointError(str(self.path), wrong, f"its manifest says otherwise; {EARLIER}")
             self._files[name] = file
         return self._files[name]

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from megacore import checkpoint
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
 from megacore.train.trainer import Trainer
@@ -43,27 +42,36 @@ def parse(text: str) -> Fault:
     try:
         options = {key: float(value) for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
         fault = Fault(kind, int(options.pop("rank", 0)), int(options.pop("step", 2)), options)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError("--fault", f"{text} is none", SPEC) from None
     if kind not in KINDS:
         raise ConfigError("--fault", f"{kind} is no kind of fault", " ".join(KINDS))
+    if unknown := set(options) - {"seconds"}:
+        raise ConfigError("--fault", f"{text}: {min(unknown)} is unknown", "rank, step, seconds")
     return fault
 
 
 def check(fault: Fault, config: Config, ranks: int) -> None:
     """Refuse a fault that could not strike, or after which no run could go on. Raises `ConfigError`."""
+
+    def refuse(wrong: str, right: str) -> NoReturn:
+        raise ConfigError("--fault", f"{fault.name}: {wrong}", right)
+
+    saves, first, last = config.checkpoint, 1, config.train.steps
     if not 0 <= fault.rank < ranks:
-        raise ConfigError("--fault", f"{fault.name}: there are {ranks} ranks", f"rank=0 to rank={ranks - 1}")
-    # What strikes a checkpoint needs an older one to fall back to, or a next one to strike.
-    every, last = config.checkpoint.every, config.train.steps - 1
-    first = 2 * every + 1 if fault.kind == "corrupt" else 0
-    if fault.kind in ("corrupt", "disk_full") and not every:
-        raise ConfigError("--fault", f"{fault.name}: checkpoint.every=0 saves none", "checkpoint.every=4")
-    if first and config.checkpoint.keep < 2:
-        raise ConfigError("--fault", f"{fault.name}: checkpoint.keep=1 keeps none to fall back to", "checkpoint.keep=2")
+        refuse(f"there are {ranks} ranks", f"rank=0 to rank={ranks - 1}, or more --ranks")
+    if fault.kind in ("corrupt", "disk_full") and not saves.every:
+        refuse("checkpoint.every=0 saves none", "checkpoint.every=4")
+    if fault.kind == "disk_full" and saves.on_failure == "continue":
+        refuse("nothing has to restart with checkpoint.on_failure=continue", "checkpoint.on_failure=stop")
+    if fault.kind == "corrupt":  # the newest is struck: one before it must be there
+        first = 2 * saves.every + 1
+        older = (fault.step - 1) // saves.every * saves.every - saves.every
+        if saves.keep < 2 and not (saves.keep_every and older % saves.keep_every == 0):
+            refuse("checkpoint.keep=1 keeps none to fall back to", "checkpoint.keep=2")
     if not first <= fault.step <= last:
-        why = f"the run has {last + 1} steps" + (f", its second checkpoint is of step {2 * every}" if first else "")
-        raise ConfigError("--fault", f"{fault.name}: {why}", f"step={first} to step={last}" if first <= last else "more train.steps")
+        why = f"the run has {last} steps" + (f", its second checkpoint is of step {first - 1}" if first > 1 else "")
+        refuse(why, f"step={first} to step={last}" if first <= last else "more train.steps")
 
 
 def kill(trainer: Trainer, fault: Fault) -> None:
@@ -142,9 +150,10 @@ def disk_full(trainer: Trainer, fault: Fault) -> None:
 
 def corrupt(trainer: Trainer, fault: Fault) -> None:
     """A bit of the newest checkpoint is flipped, and then the rank killed, so that somebody has to read it."""
-    while len(found := checkpoint.checkpoints_in(folder_of(trainer))) < 2:  # the other may be under way, beside training
+    every = trainer.config.checkpoint.every
+    newest = folder_of(trainer) / "checkpoints" / f"step_{(trainer.step - 1) // every * every:08d}"
+    while not newest.exists():  # it may be under way, beside training
         time.sleep(0.05)
-    newest = found[0]
     file = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     with file.open("r+b") as out:
         out.seek(file.stat().st_size * 3 // 4)

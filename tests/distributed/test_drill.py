@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.drill import run
+from launch.drill import SHORT, run
+from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.survive.drills import EXPECTED
-from megacore.survive.faults import KINDS, parse
+from megacore.survive.faults import KINDS, check, parse
 from tests import training
 from tests.distributed.test_launch import ENVIRONMENT
 from tests.pool import ROOT
@@ -35,18 +36,22 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Pa
 def test_every_fault_says_what_must_come_of_it() -> None:
     assert set(EXPECTED) == set(KINDS)
     assert parse("kill:rank=3,step=7").name == "kill:rank=3,step=7"
-    with pytest.raises(Exception, match="--fault: earthquake is no kind of fault"):
-        parse("earthquake:rank=0")
 
 
 @pytest.mark.parametrize(
     "spec, overrides, wrong",
     [
-        ("kill:rank=4,step=7", [], "there are 4 ranks (rank=0 to rank=3)"),
-        ("kill:rank=0,step=12", [], "the run has 12 steps (step=0 to step=11)"),
-        ("corrupt:rank=0,step=7", [], "the run has 12 steps, its second checkpoint is of step 8 (step=9 to step=11)"),
+        ("kill:rank=4,step=7", [], "there are 4 ranks (rank=0 to rank=3, or more --ranks)"),
+        ("kill:rank=0,step=0", [], "the run has 12 steps (step=1 to step=12)"),
+        ("kill:rank=0,step=13", [], "the run has 12 steps (step=1 to step=12)"),
+        ("corrupt:rank=0,step=7", [], "the run has 12 steps, its second checkpoint is of step 8 (step=9 to step=12)"),
         ("corrupt:rank=0,step=7", ["checkpoint.every=6"], "the run has 12 steps, its second checkpoint is of step 12 (more train.steps)"),
         ("corrupt:rank=0,step=9", ["checkpoint.keep=1"], "checkpoint.keep=1 keeps none to fall back to (checkpoint.keep=2)"),
+        (
+            "disk_full:rank=0,step=7",
+            ["checkpoint.on_failure=continue"],
+            "nothing has to restart with checkpoint.on_failure=continue (checkp",
+        ),
         ("disk_full:rank=0,step=7", ["checkpoint.every=0"], "checkpoint.every=0 saves none (checkpoint.every=4)"),
     ],
 )
@@ -54,3 +59,20 @@ def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(spec: str
     with pytest.raises(ConfigError, match=re.escape(f"--fault: {spec}: {wrong}")):
         run(["--config", "configs/gpt_tiny.json", "--output", str(tmp_path / "drill"), "--fault", spec, *overrides])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("spec, overrides", [
+    ("kill:rank=3,step=1", []), ("sigterm:rank=0,step=12", []), ("corrupt:rank=0,step=9", []), ("corrupt:rank=0,step=12", []),
+    ("corrupt:rank=0,step=9", ["checkpoint.keep=1", "checkpoint.keep_every=4"]),
+])  # fmt: skip
+def test_a_fault_that_can_strike_is_not(spec: str, overrides: list[str]) -> None:
+    check(parse(spec), load("configs/gpt_tiny.json", [*SHORT, *overrides], 4).config, 4)
+
+
+@pytest.mark.parametrize("spec, wrong", [
+    ("earthquake:rank=0", "earthquake is no kind of fault"), ("kill:rank=inf", "kill:rank=inf is none"),
+    ("kill:rank=one", "kill:rank=one is none"), ("kill:rnak=0,step=3", "kill:rnak=0,step=3: rnak is unknown"),
+])  # fmt: skip
+def test_what_is_no_fault_is_refused(spec: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=f"config error: --fault: {wrong}"):
+        parse(spec)

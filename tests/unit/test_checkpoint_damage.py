@@ -234,6 +234,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "state that is no section": lambda m: m.update(state=[1]),
     "no tensors": lambda m: m.pop("tensors"),
     "tensors that are left out": lambda m: m["tensors"].clear(),
+    "a tensor under two names": lambda m: m["tensors"].update({"model/z": m["tensors"]["model/v"]}),
     "a tensor that is left out": lambda m: m["tensors"].pop("model/v"),
     "a list for a manifest": lambda m: (m.clear(), m.update(format_version=3)),
 }
