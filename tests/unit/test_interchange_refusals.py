@@ -133,13 +133,15 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     manifest.write_bytes(sealed(content))
 
 
+EMPTY = {"shape": [0], "dtype": "float32", "digest": "0" * 16, "slices": []}
 EXPORTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "tensor left out": (lambda m: m["tensors"].pop("model/norm.bias"), "none of its 1 checkpoints is whole"),
     "tensor missing": (
         lambda m: [model.update(num_layers=9) for model in (m["state"]["model"], m["state"]["config"]["model"])],
         "has no tensor model/blocks.",
     ),
-    "tensor too many": (lambda m: m["tensors"].update({"model/extra": m["tensors"]["model/norm.bias"]}), "holds the tensor model/extra"),
+    "tensor too many": (lambda m: m["tensors"].update({"model/extra": EMPTY}), "holds the tensor model/extra"),
+    "tensor of two names": (lambda m: m["tensors"].update({"model/extra": m["tensors"]["model/norm.bias"]}), "checkpoints is whole"),
     "another shape": (lambda m: m["state"]["config"]["model"].update(hidden_size=32, head_size=8), "hidden_size"),
     "no config": (lambda m: m["state"].pop("config"), "does not hold the run's config"),
 }
