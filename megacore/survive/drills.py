@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megacore.errors import ConfigError
 from megacore.processes import descendants
 from megacore.survive.faults import Fault
 from megacore.survive.supervisor import STOPPED, Supervisor, send
@@ -79,12 +80,14 @@ class Drill:
         return [*launcher, str(ROOT / script), *strike, "--config", self.config, *self.overrides, f"log.dir={self.folder / name}"]
 
     def calm(self) -> Path:
-        """The run without a fault; returns its folder."""
+        """The run without a fault; returns its folder. Raises `ConfigError` where it does not finish."""
         folder = self._fresh("calm")
         with self._kept(folder) as keep:
             status = Supervisor(self.command("calm"), folder, restarts=0, listener=keep).run()
         if status:
-            raise RuntimeError(f"the run without a fault ended with status {status}; what it said is in {said_by(folder)}")
+            said = re.search(r"^\w+ error: .*", said_by(folder).read_text(encoding="utf-8"), re.MULTILINE)
+            wrong = f"the run without a fault ended with status {status}" + (f", {said[0]}" if said else "")
+            raise ConfigError("--config", wrong, f"all that it said is in {said_by(folder)}")
         return folder
 
     def strike(self, fault: Fault, calm: Path) -> Outcome:

@@ -11,7 +11,7 @@ import pytest
 from launch.drill import SHORT, run
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.survive.drills import EXPECTED
+from megacore.survive.drills import EXPECTED, Drill
 from megacore.survive.faults import KINDS, check, parse
 from tests import training
 from tests.distributed.test_launch import ENVIRONMENT
@@ -31,6 +31,12 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(tmp_path: Pa
     assert "resumed after step 2 of 5" in said
     assert "rank 1 (host " in outcome["cause"] and "is dead" in outcome["cause"]
     assert (outcome["restarts"], outcome["steps_lost"], outcome["final_step"], outcome["same_weights"]) == (1, 1, 5, True)
+
+
+def test_a_run_that_fails_without_a_fault_is_one_line_with_its_reason(tmp_path: Path) -> None:
+    launcher = "sh -c \"echo 'data error: d.bin: missing (make it)' >&2; exit 2\""
+    with pytest.raises(ConfigError, match=r"ended with status 2, data error: d.bin: missing \(make it\) \(all .*calm.txt\)"):
+        Drill("configs/gpt_tiny.json", [], 4, tmp_path, launcher).calm()
 
 
 def test_every_fault_says_what_must_come_of_it() -> None:
