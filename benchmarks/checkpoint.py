@@ -139,7 +139,7 @@ def speeds(folder: Path) -> dict[str, float]:
         yield raw
 
     result = {
-        "content digest": rate(lambda: content_digest(values, (0, 0, 0)), process_time),
+        "content digest": rate(lambda: content_digest(values, (0, 0, 0), 0), process_time),
         "file digest": rate(lambda: HASHES[FILE_HASH](raw), process_time),
         "copy to staging": rate(lambda: torch.empty_like(values).copy_(values), process_time),
         "write, fsync, read back": rate(lambda: write_file(file, parts()), perf_counter),

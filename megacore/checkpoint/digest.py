@@ -2,10 +2,12 @@
 
 A *content digest* is a sum over elements, modulo 2⁶⁴, of a hash of where the element stands in the logical tensor and of its bits.
 A sum does not mind the order, so pieces add up to the same number whichever ranks held them: equal digests before and behind a
-change of layout say that every element is the same and in its place.
+change of layout say that every element is the same and in its place. What the tensor is goes into every hash too, so that two tensors
+of one shape cannot change names.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Literal
@@ -23,11 +25,17 @@ ROWS, COLUMNS = 16, 4096  # elements hashed at once: their 64-bit words stay in 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what an element of so many bytes is looked at as
 
 
-def content_digest(piece: Tensor, offset: Sequence[int]) -> int:
+def identity_word(name: str, dtype: str, shape: Sequence[int]) -> int:
+    """What a logical tensor is, as the word that `content_digest` adds: its name, its dtype (`float32`) and its global shape."""
+    return xxhash.xxh3_64_intdigest(json.dumps([name, dtype, list(shape)]).encode())
+
+
+def content_digest(piece: Tensor, offset: Sequence[int], identity: int) -> int:
     """The part of a logical tensor's content digest that `piece` contributes, whose first element stands at `offset`.
 
-    With b the bits of the element at (i, …, j, k) as an integer, and K, U, …, V tables of pseudo-random 64-bit words, those
-    but K odd, it adds ``z · ⌊z / 2³²⌋`` where ``z = K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is multiplied by an odd number, so
+    With b the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`; 0 before format version 4),
+    and K, U, …, V tables of pseudo-random 64-bit words, those but K odd, it adds ``z · ⌊z / 2³²⌋`` where
+    ``z = N + K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is multiplied by an odd number, so
     no flipped bit is lost, the highest neither; the place decides by what, and the product is not linear in z: elements that change
     places, move or turn to zero change the sum by as good as random amounts, which cancel with a probability of about 2⁻⁶⁰. It
     is no defence against somebody who constructs a collision.
@@ -43,7 +51,7 @@ def content_digest(piece: Tensor, offset: Sequence[int]) -> int:
     z, high = np.empty((2, ROWS * COLUMNS), dtype=np.uint64)
     total = 0
     for left in range(0, bits.shape[1], COLUMNS):
-        keys = _words(0, first + left, min(COLUMNS, bits.shape[1] - left))
+        keys = _words(0, first + left, min(COLUMNS, bits.shape[1] - left)) + np.uint64(identity)
         rows = ROWS * COLUMNS // len(keys)  # narrow tensors in more rows at once
         for top in range(0, bits.shape[0], rows):
             block = bits[top : top + rows, left : left + len(keys)]

@@ -14,13 +14,14 @@ from typing import Annotated, Any, Literal, NoReturn
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from megacore.checkpoint.digest import add_digests
+from megacore.checkpoint.digest import add_digests, identity_word
 from megacore.checkpoint.disk import plain_size
 from megacore.checkpoint.tiling import overlapping, tiles
 from megacore.errors import CheckpointError
 
-FORMAT_VERSION = 3
-READABLE = (2, FORMAT_VERSION)
+FORMAT_VERSION = 4
+READABLE = (2, 3, FORMAT_VERSION)
+NAMELESS = (2, 3)  # versions whose content digests say nothing of a tensor's name, dtype and shape
 MANIFEST = "manifest.json"
 # `.old` is a step that was being saved anew: it counts only where the crash came before the new one took its place.
 STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
@@ -126,6 +127,11 @@ class Manifest(Index):
         """Bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
+    def identity(self, name: str) -> int:
+        """What the content digest of tensor `name` says of it beside its elements (see `digest.content_digest`)."""
+        tensor = self.tensors[name]
+        return 0 if self.format_version in NAMELESS else identity_word(name, tensor.dtype, tensor.shape)
+
     def fault(self) -> str | None:
         """The first thing that does not agree with the rest, or None."""
         room = {name: file.bytes for name, file in self.files.items()}
@@ -211,7 +217,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"it has {size} bytes")
         manifest = Manifest.model_validate_json(unsealed((path / MANIFEST).read_bytes()))
     except UnknownVersion as error:
-        right = f"this megacore reads format versions {' and '.join(map(str, READABLE))}; read it with the megacore that wrote it"
+        right = f"this megacore reads format versions {READABLE[0]} to {READABLE[-1]}; read it with the megacore that wrote it"
         raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

@@ -132,6 +132,15 @@ class Reader:
             if found != file.digest:
                 raise CheckpointError(str(self.path), f"{name} has changed since it was written, outside of its tensors", EARLIER)
 
+    def verify_tensor(self, name: str) -> None:
+        """Read one tensor and compare it with its digest, if that has not been done.
+
+        Raises:
+            CheckpointError: as `verify`.
+        """
+        for piece in self.manifest.tensors[name].slices:
+            self._verify_slice(name, piece, self._stored(name, piece))
+
     def verify_headers(self) -> None:
         """Open every file and compare its header with the manifest; reads no tensor.
 
@@ -144,13 +153,13 @@ class Reader:
                 self._stored(name, piece)
 
     def _verify_slice(self, name: str, piece: Slice, stored: Any) -> None:
-        """Refuse a slice whose content is not that of its digest; once."""
+        """Refuse a slice whose content, or whose name, is not that of its digest; once."""
         if (piece.file, piece.key) in self._verified:
             return
-        total = 0
+        total, identity = 0, self.manifest.identity(name)
         whole = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
         for block in blocks(whole, BLOCK_ELEMENTS):
-            total += content_digest(stored[relative(block, piece.offset)], tuple(s.start for s in block))
+            total += content_digest(stored[relative(block, piece.offset)], tuple(s.start for s in block), identity)
         if digest_text(total % MODULUS) != piece.digest:
             wrong = f"tensor {name} has changed in {piece.file} since it was written (its slice at {piece.offset})"
             raise CheckpointError(str(self.path), wrong, EARLIER)

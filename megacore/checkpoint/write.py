@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.digest import FILE_HASH, content_digest, digest_text
+from megacore.checkpoint.digest import FILE_HASH, content_digest, digest_text, identity_word
 from megacore.checkpoint.disk import replace_file, write_file
 from megacore.checkpoint.manifest import DTYPE_CODES, File, Index, Logical, Slice
 from megacore.tensor_parallel.shard import Box, Shard, logical_name
@@ -48,10 +48,11 @@ def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor
     def note(tensor: Tensor) -> None:
         key, (dtype, box) = next(boxes)
         if tensor.numel() > 0:  # a rank beyond the end of a size that does not divide holds nothing
-            digest = digest_text(content_digest(tensor, box.offset))
+            name, dtype_name = logical_name(key), str(dtype).removeprefix("torch.")
+            digest = digest_text(content_digest(tensor, box.offset, identity_word(name, dtype_name, box.global_shape)))
             piece = Slice(file=file.name, key=key, offset=box.offset, shape=box.local_shape, digest=digest)
-            entry = Logical(shape=box.global_shape, dtype=str(dtype).removeprefix("torch."), digest=digest, slices=[])
-            entries.setdefault(logical_name(key), entry).slices.append(piece)
+            entry = Logical(shape=box.global_shape, dtype=dtype_name, digest=digest, slices=[])
+            entries.setdefault(name, entry).slices.append(piece)
 
     files = {}
     if bytes_of(places) > 0:

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from launch.checkpoint import run
 from megacore.checkpoint import Reader, find_latest, locate, save
-from megacore.checkpoint.manifest import sealed
+from megacore.checkpoint.compare import compare
+from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
 from megacore.tensor_parallel.shard import Shard
+from tests.manifests import aged, edit_manifest
 from tests.thread_ranks import ThreadRanks, run_threads
 
-MANIFEST = "manifest.json"
 FILES = ("rank_00000.safetensors", "rank_00001.safetensors", MANIFEST)
 STATE = {"engine": {"updates": 3.0}, "model": {"hidden_size": 6}, "samples": 80}
 
@@ -167,14 +169,6 @@ def test_reading_compares_with_digests_without_being_asked_to(tmp_path: Path) ->
         reader.read("model/w", Shard((8, 6), 0, 1, 2))
 
 
-def changed(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """A manifest by somebody who knows to renew its digest."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    del manifest["manifest_sha256"]
-    edit(manifest)
-    (path / MANIFEST).write_bytes(sealed(manifest))
-
-
 def set_slice(**values: Any) -> Callable[[dict[str, Any]], object]:
     return lambda m: m["tensors"]["model/v"]["slices"][0].update(values)
 
@@ -233,44 +227,72 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "tensors that are left out": lambda m: m["tensors"].clear(),
     "a tensor under two names": lambda m: m["tensors"].update({"model/z": m["tensors"]["model/v"]}),
     "a tensor that is left out": lambda m: m["tensors"].pop("model/v"),
-    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=3)),
+    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=4)),
 }
 
 
 @pytest.mark.parametrize("lie", HOSTILE)
 def test_a_hostile_manifest_is_refused(lie: str, tmp_path: Path) -> None:
     older, newest = save_both(tmp_path)
-    changed(newest, HOSTILE[lie])
+    edit_manifest(newest, HOSTILE[lie])
     refusal(newest)
     assert find_latest(tmp_path) == older
 
 
-def test_what_format_2_wrote_is_read_and_proved(tmp_path: Path) -> None:
-    """Its files have SHA-256; a run that was begun before the format changed goes on."""
+@pytest.mark.parametrize("version", [2, 3])
+def test_what_an_earlier_format_wrote_is_read_and_proved(version: int, tmp_path: Path) -> None:
+    """A run that was begun before the format changed goes on."""
     older, newest = save_both(tmp_path)
-
-    def age(manifest: dict[str, Any]) -> None:
-        manifest["format_version"] = 2
-        for name, file in manifest["files"].items():
-            manifest["files"][name] = {"bytes": file["bytes"], "sha256": hashlib.sha256((newest / name).read_bytes()).hexdigest()}
-
-    changed(newest, age)
+    copy = Path(shutil.copytree(newest, tmp_path / "copy" / newest.name))
+    aged(newest, version)
     assert find_latest(tmp_path) == newest
+    assert not list(compare(Reader(newest), Reader(copy))), "equal tensors, whose digests are of two formats"
     file = newest / FILES[0]
     content = file.read_bytes()
     assert content.count(b'"pt"') == 1
     file.write_bytes(content.replace(b'"pt"', b'"np"'))  # in no tensor: only the file's own digest can tell
     assert "rank_00000.safetensors has changed since it was written" in str(refusal(newest))
     assert find_latest(tmp_path) == older
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "tensor model/w has changed in rank_00000" in str(refusal(newest))
+
+
+def exchange_names(manifest: dict[str, Any]) -> None:
+    tensors = manifest["tensors"]
+    tensors["model/v"], tensors["model/w"] = tensors["model/w"], tensors["model/v"]
+
+
+@pytest.mark.parametrize("change", ["slices", "bytes", "names"])
+def test_a_diff_believes_no_digest_that_it_has_not_compared(change: str, tmp_path: Path) -> None:
+    """Two tensors that have changed places, two bytes that have changed, and two that have changed names with all that the
+    manifest says of them: each is found by `diff`, without a `verify` before it."""
+    _, first = save_both(tmp_path / "first")
+    _, second = save_both(tmp_path / "second")
+    assert run(["diff", str(first), str(second)]) == 0
+    if change == "slices":
+        swap_tensors(second, first)
+    elif change == "bytes":
+        content = bytearray((second / FILES[1]).read_bytes())
+        content[-90], content[-9] = content[-90] ^ 1, content[-9] ^ 128
+        (second / FILES[1]).write_bytes(content)
+    else:
+        edit_manifest(second, exchange_names)
+        assert "tensor model/" in str(refusal(second)), "verify finds it too"
+    for paths in ((first, second), (second, first)):
+        with pytest.raises(CheckpointError, match=r"tensor model/[vw] has changed in rank_0000[01]") as caught:
+            run(["diff", *map(str, paths)])
+        assert caught.value.where == str(second)
+    # What is found by reading alone is not found by digests alone, which the last line says.
+    assert run(["diff", "--trust", str(first), str(second)]) == int(change == "names")
 
 
 TEXTS = {
-    "not a number": (b'{"format_version": 3, "step": NaN}', "holds NaN"),
-    "a key twice": (b'{"format_version": 3, "step": 1, "step": 2}', "a key twice"),
-    "deep nesting": (b'{"format_version": 3, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
-    "a number of 10000 digits": (b'{"format_version": 3, "step": ' + b"1" * 10**4 + b"}", "damaged"),
+    "not a number": (b'{"format_version": 4, "step": NaN}', "holds NaN"),
+    "a key twice": (b'{"format_version": 4, "step": 1, "step": 2}', "a key twice"),
+    "deep nesting": (b'{"format_version": 4, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
+    "a number of 10000 digits": (b'{"format_version": 4, "step": ' + b"1" * 10**4 + b"}", "damaged"),
     "no text": (b"\xff\xfe" * 50, "damaged"),
-    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format versions 2 and 3"),
+    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format versions 2 to 4"),
     "nothing": (b"", "damaged"),
 }
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from megacore.checkpoint.digest import add_digests, content_digest, digest_text
+from megacore.checkpoint.digest import add_digests, content_digest, digest_text, identity_word
 from megacore.checkpoint.tiling import tiles
 
 
@@ -27,9 +27,9 @@ def test_content_digests_add_up_however_a_tensor_is_cut() -> None:
                 for part, at in parts
                 for start, stop in ((0, size // 3), (size // 3, size - 1), (size - 1, size))
             ]
-        digests = [digest_text(content_digest(part, at)) for part, at in parts]
+        digests = [digest_text(content_digest(part, at, 7)) for part, at in parts]
         assert len(digests) == 3 ** len(shape)
-        assert add_digests(digests) == digest_text(content_digest(tensor, (0,) * len(shape)))
+        assert add_digests(digests) == digest_text(content_digest(tensor, (0,) * len(shape), 7))
 
 
 def test_content_digests_tell_apart_what_a_plain_sum_does_not() -> None:
@@ -38,7 +38,7 @@ def test_content_digests_tell_apart_what_a_plain_sum_does_not() -> None:
     base[1, 1] = 0.0
     others = [base[[1, 0, 2]], base[:, [0, 2, 1, 3]], base.flip(0), base.flip(1), base.roll(1, 0), base.roll(1, 1), base.t().reshape(3, 4)]
     others += [base.neg(), base.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(-0.0)), torch.zeros(3, 4), base + 0]
-    digests = {content_digest(tensor, (0, 0)) for tensor in [base, *others]}
+    digests = {content_digest(tensor, (0, 0), 7) for tensor in [base, *others]}
     assert len(digests) == len(others), "all differ but the last, which is the same"
 
 
@@ -48,7 +48,7 @@ def test_content_digests_notice_any_two_signs_of_wide_numbers() -> None:
     digests = set()
     for changed in itertools.chain([()], itertools.combinations(range(12), 1), itertools.combinations(range(12), 2)):
         digests.add(
-            content_digest(words ^ torch.zeros_like(words).index_fill_(0, torch.tensor(changed, dtype=torch.int64), -(2**63)), (0,))
+            content_digest(words ^ torch.zeros_like(words).index_fill_(0, torch.tensor(changed, dtype=torch.int64), -(2**63)), (0,), 7)
         )
     assert len(digests) == 1 + 12 + 66
 
@@ -62,12 +62,24 @@ def test_a_content_digest_is_the_documented_sum() -> None:
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
         return x ^ x >> 31
 
-    tensor, total = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), 0
-    for i, j, k in itertools.product(range(2), range(3), range(4)):
-        bits = int(tensor[i, j, k].view(torch.int32)) % 2**32
-        z = (word(0, 7 + k) + bits * 0x9E3779B97F4A7C15 * (word(1, 5 + i) | 1) * (word(2, 6 + j) | 1)) % 2**64
-        total += z * (z >> 32)
-    assert content_digest(tensor, (5, 6, 7)) == total % 2**64
+    tensor = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    for identity in (0, 2**64 - 5):  # 0: as formats 2 and 3 have it
+        total = 0
+        for i, j, k in itertools.product(range(2), range(3), range(4)):
+            bits = int(tensor[i, j, k].view(torch.int32)) % 2**32
+            z = (identity + word(0, 7 + k) + bits * 0x9E3779B97F4A7C15 * (word(1, 5 + i) | 1) * (word(2, 6 + j) | 1)) % 2**64
+            total += z * (z >> 32)
+        assert content_digest(tensor, (5, 6, 7), identity) == total % 2**64
+
+
+def test_a_content_digest_says_what_the_tensor_is() -> None:
+    """Zeros too: a tensor that took another's name, or is read as of another dtype or shape, has another digest."""
+    words = {
+        identity_word(*kind)
+        for kind in (("a", "float32", (2, 3)), ("b", "float32", (2, 3)), ("a", "int32", (2, 3)), ("a", "float32", (4, 3)))
+    }
+    digests = {content_digest(torch.zeros(2, 3), (0, 0), word) for word in words}
+    assert len(digests) == 4
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -19,10 +18,10 @@ from torch import Tensor
 from launch.checkpoint import run
 from megacore.checkpoint import Alone, Reader, Saver, disk, find_latest, locate, read, save
 from megacore.checkpoint.commit import set_aside
-from megacore.checkpoint.manifest import sealed
 from megacore.errors import CheckpointError
 from megacore.tensor_parallel.shard import Box, Shard
 from tests import crashes
+from tests.manifests import edit_manifest
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -46,14 +45,6 @@ def assert_holds(path: Path, values: dict[str, Tensor]) -> None:
     for name, tensor in values.items():
         read = reader.read(name, Shard(tuple(tensor.shape)))
         assert read.dtype == tensor.dtype and torch.equal(read, tensor), name
-
-
-def edit_manifest(path: Path, edit) -> None:
-    """A change by somebody who knows to renew the digest."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["manifest_sha256"]
-    edit(manifest)
-    (path / "manifest.json").write_bytes(sealed(manifest))
 
 
 def test_round_trip_of_every_dtype_and_state(tmp_path):
@@ -137,7 +128,7 @@ FAULTS = {
     "half a manifest": (lambda path: (path / "manifest.json").write_text('{"format_version": 1,'), r"manifest\.json is damaged"),
     "not a manifest": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest\.json is damaged"),
     "manifest key": (lambda path: edit_manifest(path, lambda m: m.pop("files")), r"manifest\.json is damaged.*files"),
-    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format versions 2 and 3"),
+    "version": (lambda path: edit_manifest(path, lambda m: m.update(format_version=7)), r"format version 7 .*format versions 2 to 4"),
     "hole": (lambda path: edit_manifest(path, lambda m: m["tensors"]["w"].update(shape=[4, 3])), r"tensor w has slices for 9 of its 12"),
     "overlap": (overlap, r"tensor w has overlapping slices, at \(0, 0\).* and at \(2, 1\)"),
     "outside": (
@@ -349,3 +340,15 @@ def test_script_tells_how_two_checkpoints_differ(tmp_path, capsys, monkeypatch):
     ):
         assert part in out
     assert run(["diff", str(second), str(second)]) == 0 and "4 of 4 tensors are equal in every bit" in capsys.readouterr().out
+    assert run(["diff", "--trust", str(second), str(second)]) == 0 and "equal by their digests (--trust: " in capsys.readouterr().out
+
+
+def test_equal_bits_of_another_dtype_are_a_difference(tmp_path, capsys, monkeypatch):
+    """An optimizer's step count that was saved as an integer would be read as a number near zero."""
+    monkeypatch.setenv("COLUMNS", "200")
+    bits = torch.arange(8, dtype=torch.int32)
+    first, second = (save_alone(tmp_path / str(i), 10, {"w": tensor}) for i, tensor in enumerate((bits, bits.view(torch.float32))))
+    for flags in ([], ["--trust"]):
+        assert run(["diff", *flags, str(first), str(second)]) == 1
+        out = " ".join(capsys.readouterr().out.split())
+        assert "int32 (8,), then float32 (8,)" in out and "0 of 1 tensors" in out
