@@ -38,7 +38,7 @@ def run(argv: list[str], place: Place) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        fixed = [f"log.dir={folder}", "checkpoint.every=0", "log.tensorboard=false"]
+        fixed = [f"log.dir={folder}", "checkpoint.every=0", "checkpoint.last=false", "log.tensorboard=false"]
         config = load(args.config, [*args.overrides, *fixed], place.world_size).config
         device, inputs = pick_device(config, place), Inputs(config, place.rank)
         with joined(config, place, device) as mesh:

@@ -129,7 +129,9 @@ class Train(Section):
         False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"
     )
     eval_every: NonNegativeInt = Field(0, description="steps between validations; 0: only after the last step")
-    eval_batches: NonNegativeInt = Field(20, description="global batches a validation reads; 0: the whole validation set")
+    eval_batches: NonNegativeInt = Field(
+        20, description="global batches a validation reads, the same each time, spread evenly over the validation set; 0: all of it"
+    )
 
 
 class Optim(Section):
@@ -163,7 +165,8 @@ class Data(Section):
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = Field(0, description="steps between checkpoints, and one after the last; 0: none, unless the run is stopped")
+    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one")
+    last: bool = Field(True, description="a checkpoint after the last step, whatever `every` is")
     keep: PositiveInt = Field(2, description="newest whole checkpoints kept")
     keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that are multiples of it are kept for good; 0: none")
     async_: bool = Field(

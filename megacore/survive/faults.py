@@ -61,7 +61,9 @@ def check(fault: Fault, config: Config, ranks: int) -> None:
     if not 0 <= fault.rank < ranks:
         refuse(f"there are {ranks} ranks", f"rank=0 to rank={ranks - 1}, or more --ranks")
     if fault.kind in ("corrupt", "disk_full") and not saves.every:
-        refuse("checkpoint.every=0 saves none", "checkpoint.every=4")
+        refuse("checkpoint.every=0 saves none on the way", "checkpoint.every=4")
+    if fault.kind == "disk_full" and not saves.last and fault.step > last // saves.every * saves.every:
+        refuse("nothing is saved from that step on", "checkpoint.last=true")
     if fault.kind == "disk_full" and saves.on_failure == "continue":
         refuse("nothing has to restart with checkpoint.on_failure=continue", "checkpoint.on_failure=stop")
     if fault.kind == "corrupt":  # the newest is struck: one before it must be there

@@ -123,7 +123,7 @@ class Trainer:
             if any(figures.stops for figures in due) and not done:
                 raise StopAgreed
             evaluating = train.eval_every and self.step % train.eval_every == 0 and not done
-            saving = config.checkpoint.every and (self.step % config.checkpoint.every == 0 or done)
+            saving = (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (config.checkpoint.last and done)
             if evaluating or saving:
                 aside, waited = timer.now(self.mesh.device), ledger.waited
                 if evaluating:

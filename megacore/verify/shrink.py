@@ -87,7 +87,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "grad_clip": 0.1 if user.optim.grad_clip else 0.0,
         },
         "data": {"train": None, "valid": None, "tokenizer": None},
-        "checkpoint": {"every": 0, "resume": "never", "weights": None},
+        "checkpoint": {"every": 0, "last": False, "resume": "never", "weights": None},
         "engine": {"bucket_mib": 0.01},  # several buckets, so that their order matters
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "prometheus_port": None},

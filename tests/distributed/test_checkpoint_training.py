@@ -115,6 +115,25 @@ def test_a_chain_of_layouts_carries_the_same_tensors(pool: Any, config: str, tmp
         assert figures(moved)[step] == pytest.approx(values, rel=1e-5), f"step {step}"
 
 
+SAVES: dict[str, list[int]] = {  # overrides, and the steps whose checkpoints a run of 3 steps leaves
+    "": [3],
+    "checkpoint.last=false": [],
+    "checkpoint.every=2": [2, 3],
+    "checkpoint.every=2 checkpoint.last=false": [2],
+    "checkpoint.every=3 checkpoint.async=true": [3],
+}
+
+
+def test_a_finished_run_leaves_its_model(pool: Any, config: str, tmp_path: Path) -> None:
+    """Hours of training must not end with nothing because a key was not set. Who wants nothing says so."""
+    for number, (overrides, steps) in enumerate(SAVES.items()):
+        folder = tmp_path / str(number)
+        assert pool.run(1, training.run_rank, config, ["train.steps=3", *overrides.split()], str(folder)) == [0]
+        assert sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*")) == steps, overrides
+    assert pool.run(1, training.run_rank, config, ["train.steps=3"], str(tmp_path / "0")) == [0]
+    assert sorted(figures(tmp_path / "0")) == [1, 2, 3], "the same command finds that all is done"
+
+
 def flip_last_bit(step_folder: Path) -> None:
     file = step_folder / "rank_00000.safetensors"
     content = bytearray(file.read_bytes())

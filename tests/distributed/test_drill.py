@@ -58,7 +58,12 @@ def test_every_fault_says_what_must_come_of_it() -> None:
             ["checkpoint.on_failure=continue"],
             "nothing has to restart with checkpoint.on_failure=continue (checkp",
         ),
-        ("disk_full:rank=0,step=7", ["checkpoint.every=0"], "checkpoint.every=0 saves none (checkpoint.every=4)"),
+        (
+            "disk_full:rank=0,step=11",
+            ["checkpoint.every=5", "checkpoint.last=false"],
+            "nothing is saved from that step on (checkpoint.last=true)",
+        ),
+        ("disk_full:rank=0,step=7", ["checkpoint.every=0"], "checkpoint.every=0 saves none on the way (checkpoint.every=4)"),
     ],
 )
 def test_a_fault_that_could_not_strike_is_refused_before_anything_runs(spec: str, overrides: list[str], wrong: str, tmp_path: Path) -> None:
