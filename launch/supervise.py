@@ -15,7 +15,8 @@ from megacore.survive.supervisor import Supervisor
 EXAMPLE = "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
 MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in it.
 With a hostfile, machines that do not answer are left out, and where it changes the run goes on with the others: the same
-global batch, laid out anew. SIGTERM, SIGINT and SIGUSR1 let the run save and stop; a second one ends it at once.
+global batch, laid out anew. SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) let the run save and stop; a second one,
+but of SIGHUP, ends it at once.
 Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else that of the last start."""
 
 

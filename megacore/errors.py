@@ -32,6 +32,12 @@ class DataError(UserError):
     kind = "data"
 
 
+class LogError(UserError):
+    """A run's records cannot be written; `where` is their path."""
+
+    kind = "log"
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, damaged or of another model; `where` is its path."""
 

@@ -21,7 +21,7 @@ def run_script(script: str, *arguments: str, timeout: float = 120, **variables: 
     environment = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"} | variables
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / "out", Path(folder) / "err"]
-        process = CONTEXT.Process(target=_play, args=([str(ROOT / script), *arguments], environment, files))
+        process = CONTEXT.Process(target=play, args=([str(ROOT / script), *arguments], environment, files))
         process.start()
         process.join(timeout)
         late = process.is_alive()
@@ -39,8 +39,11 @@ def run_script(script: str, *arguments: str, timeout: float = 120, **variables: 
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _play(argv: list[str], environment: dict[str, str], files: list[Path]) -> None:
+def play(argv: list[str], environment: dict[str, str], files: list[Path], terminal: str = "") -> None:
+    """Becomes the script `argv`, in a session of its own, whose terminal is the one given; `files`: for stdout and stderr."""
     os.setsid()
+    if terminal:
+        os.open(terminal, os.O_RDWR)  # open for writing alone it would not become the session's
     for descriptor, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()

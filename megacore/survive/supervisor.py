@@ -21,7 +21,7 @@ from typing import IO
 from megacore.errors import ConfigError
 from megacore.processes import ENDED, descendants, process_state
 from megacore.survive.hosts import Fleet
-from megacore.train.stopping import REQUESTS, STOP
+from megacore.train.stopping import STOP, requests
 
 STOPPED = 75
 LOOK_SECONDS = 0.2
@@ -62,7 +62,7 @@ class Supervisor:
         """Until the run has finished (0), stopped on request (75), was refused (2), or fails without progress: the child's status."""
         initial = best = self.progress()
         fruitless = 0
-        previous = {number: signal.signal(number, self._note) for number in REQUESTS} if is_main_thread() else {}
+        previous = {number: signal.signal(number, self._note) for number in requests()} if is_main_thread() else {}
         try:
             while True:
                 try:
@@ -123,6 +123,8 @@ class Supervisor:
         return any(path.stat().st_mtime > self.started for path in (self.folder / "checkpoints").glob("step_????????"))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.requests:
+            return  # the kernel and a shell both say that the terminal was closed
         self.requests += 1
         if self.requests == 1:
             say(f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more ends it at once")
@@ -219,6 +221,7 @@ def is_main_thread() -> bool:
 
 
 def say(line: str) -> None:
-    """A line on stderr, in one write."""
-    sys.stderr.write(f"supervise: {line}\n")
-    sys.stderr.flush()
+    """A line on stderr, in one write, if anybody can read it: a terminal may have been closed."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"supervise: {line}\n")
+        sys.stderr.flush()

@@ -1,18 +1,26 @@
-"""A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, and the console."""
+"""A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, and the console.
+
+A run does without the console and TensorBoard, but not without its records: where they cannot be written, `broken` says why, and the
+trainer saves and ends.
+"""
 
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacore.config import Config
+from megacore.train.board import Board
 from megacore.train.mailbox import Figures
+from megacore.train.output import Output
 
 CONSOLE_SECONDS = 5.0  # between lines where there is no terminal to redraw
 
@@ -22,19 +30,16 @@ class Logs:
 
     def __init__(self, config: Config, is_writer: bool, first_step: int) -> None:
         self.writing = is_writer
+        self.broken = ""  # why the run's records cannot be written any more
         if not is_writer:
             return
         assert config.log.dir is not None
-        self.directory = Path(config.log.dir)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.json").write_text(config.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
-        self.metrics = open_metrics(self.directory / "metrics.jsonl", first_step)
-        self.board = None
-        if config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is wanted
-
-            self.board = SummaryWriter(str(self.directory / "tensorboard"), purge_step=first_step)
-        self.console = Console(file=sys.stdout, highlight=False)
+        self.config, self.directory = config, Path(config.log.dir)
+        self.file = self.directory / "metrics.jsonl"
+        self.console = Console(file=cast(IO[str], Output(sys.stdout)), highlight=False)
+        self.board: Board | None = None
+        self.was_deleted = False  # the folder, or the file of metrics, since the run began
+        self._open(first_step)
         # mpirun gives rank 0 a terminal of its own, whatever its output goes to.
         self.live = self.console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
         self.progress = Progress(
@@ -88,32 +93,70 @@ class Logs:
             return
         self.say(f"step {figures.step} skipped: loss {figures.loss:g}, gradient norm {figures.grad_norm:g}, samples {first}–{last}")
         record = {"step": figures.step, "first_sample": first, "last_sample": last, "loss": figures.loss, "grad_norm": figures.grad_norm}
-        with (self.directory / "skipped.jsonl").open("a", encoding="utf-8") as out:
+        with self._recording(figures.step), (self.directory / "skipped.jsonl").open("a", encoding="utf-8") as out:
             out.write(as_json(record) + "\n")
 
     def reopen(self, first_step: int) -> None:
         """The run went back, to do `first_step` next: what was measured from there on is forgotten."""
         if self.writing:
-            self.metrics.close()
-            self.metrics = open_metrics(self.directory / "metrics.jsonl", first_step)
+            with self._recording(first_step):
+                self.metrics.close()
+                self.metrics = open_metrics(self.file, first_step)
             self.progress.update(self.task, completed=first_step - 1)
 
+    def _open(self, first_step: int) -> None:
+        """The run's folder and the files in it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.json").write_text(self.config.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+        self.metrics = open_metrics(self.file, first_step)
+        if self.config.log.tensorboard:
+            self.board = Board(self.directory / "tensorboard", first_step, self.say)
+
     def _record(self, figures: dict[str, Any]) -> None:
-        self.metrics.write(as_json(figures) + "\n")
-        self.metrics.flush()
+        with self._recording(figures["step"]):
+            self.metrics.write(as_json(figures) + "\n")
+            self.metrics.flush()
         if self.board is not None:
-            for name, value in figures.items():
-                if isinstance(value, int | float) and name != "step":
-                    self.board.add_scalar(name, value, figures["step"])
+            self.board.add(figures)
+
+    @contextmanager
+    def _recording(self, step: int) -> Iterator[None]:
+        """Around writing a record of `step`: in a folder that was deleted meanwhile records begin anew, and an error makes `broken`."""
+        try:
+            if not is_there(self.file, self.metrics):
+                self._open_again(step)
+            yield
+        except OSError as error:
+            if not self.broken:
+                self.broken = error.strerror or str(error)
+                self.say(f"ERROR: the run's records cannot be written any more ({self.broken}): it saves a checkpoint and ends")
+
+    def _open_again(self, step: int) -> None:
+        if not self.was_deleted:
+            self.say(f"WARNING: {self.file} was deleted while the run wrote it; it begins anew with step {step}")
+        self.was_deleted = True
+        self.metrics.close()
+        if self.board is not None:
+            self.board.close(quietly=True)
+        self._open(step)
 
     def close(self) -> None:
         """Ends the live line and closes the files; may be called again."""
         if not self.writing:
             return
         self.progress.stop()
-        self.metrics.close()
+        with suppress(OSError):  # every record was flushed; where that failed, it has been said
+            self.metrics.close()
         if self.board is not None:
             self.board.close()
+
+
+def is_there(path: Path, file: Any) -> bool:
+    """Whether the open `file` still is what `path` names."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def as_json(figures: dict[str, Any]) -> str:

@@ -5,9 +5,15 @@ import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal was closed
 STOP = "STOP"  # a file of this name in log.dir asks for the same, for as long as it is there
 LOOK_SECONDS = 1.0  # between looks at a file system that may be far away
+
+
+def requests() -> list[signal.Signals]:
+    """The signals that ask this process to stop: under nohup a closed terminal does not."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in REQUESTS if number != signal.SIGHUP or not ignored]
 
 
 class StopAgreed(Exception):
@@ -15,7 +21,8 @@ class StopAgreed(Exception):
 
 
 class StopRequest:
-    """While entered, SIGINT (Ctrl-C), SIGTERM and SIGUSR1 set `requested` instead of ending the process; so does a file `STOP` in `folder`.
+    """While entered, SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) set `requested` instead of ending the process; so
+    does a file `STOP` in `folder`.
 
     A request may reach some ranks only, so ranks agree on it at the boundary of a step. Entered before torch is imported, it
     also notes what comes during start-up.
@@ -37,7 +44,7 @@ class StopRequest:
         return self.signalled or self.found
 
     def __enter__(self) -> "StopRequest":
-        self.previous = {number: signal.signal(number, self._note) for number in REQUESTS}
+        self.previous = {number: signal.signal(number, self._note) for number in requests()}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

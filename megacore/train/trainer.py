@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megacore.checkpoint import Reader
+from megacore.checkpoint import MeshRanks, Reader
 from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.comm import all_gather, all_reduce
@@ -14,6 +14,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.engine.choose import build_engine, build_stage
 from megacore.engine.optimizer import learning_rate
+from megacore.errors import LogError
 from megacore.mesh import Mesh
 from megacore.pipeline import schedule
 from megacore.pipeline.partition import stage_layers
@@ -80,19 +81,34 @@ class Trainer:
     def train(self) -> int:
         """All steps, or those up to a request to stop."""
         self.greet()
+        status = FINISHED
         try:
             self.obey()  # what was asked during start-up
             self.loop()
             self.saving.finish(last=True)
             self.conclude()
-            return FINISHED
         except StopAgreed:
-            self.saving.finish()
-            if self.step != self.saved_step:
-                self.save()
-            self.saving.finish(last=True)
+            self.save_at_end()
+            status = STOPPED
+        self.check_records()
+        if status == STOPPED:
             self.logs.say(f"stopped on request after step {self.step}; the same command goes on from there")
-            return STOPPED
+        return status
+
+    def save_at_end(self) -> None:
+        """Lets a checkpoint of the step just done be on disk."""
+        self.saving.finish()
+        if self.step != self.saved_step:
+            self.save()
+        self.saving.finish(last=True)
+
+    def check_records(self) -> None:
+        """Raises `LogError` on all ranks if the run's records could not be written, once a checkpoint is saved."""
+        reason = MeshRanks(self.mesh).first(self.logs.broken)
+        if reason:
+            self.save_at_end()
+            right = f"make room, or see to its folder; the same command goes on from step {self.step}"
+            raise LogError(f"{self.config.log.dir}/metrics.jsonl", f"cannot be written: {reason}", right)
 
     def loop(self) -> None:
         """The loop."""
@@ -102,7 +118,7 @@ class Trainer:
             self.step = ledger.step = self.step + 1
             lr = learning_rate(config.optim, self.step, train.steps)
             share = self.forward_backward()
-            flags = (torch.full_like(share, float(flag)) for flag in (self.stop.requested, self.saving.failed))
+            flags = (torch.full_like(share, float(flag)) for flag in (self.must_end, self.saving.failed))
             loss, *sums = all_reduce(torch.stack([share, *flags]), self.mesh.world)
             ledger.mark("optimizer step")
             self.saving.hold_update()
@@ -136,10 +152,15 @@ class Trainer:
                     self.obey()
 
     def obey(self) -> None:
-        """Raises `StopAgreed` if any rank was asked to stop, on all of them; waits for the device."""
-        vote = torch.tensor(float(self.stop.requested), dtype=torch.float64, device=self.mesh.device)
+        """Raises `StopAgreed` if any rank must end, on all of them; waits for the device."""
+        vote = torch.tensor(float(self.must_end), dtype=torch.float64, device=self.mesh.device)
         if all_reduce(vote, self.mesh.world).item():
             raise StopAgreed
+
+    @property
+    def must_end(self) -> bool:
+        """Whether this rank was asked to stop, or can no longer record what the run does."""
+        return self.stop.requested or bool(self.logs.broken)
 
     def went_around(self, due: list[Figures]) -> bool:
         """Says which samples skipped steps did without. After too many in a row the run goes back to its last checkpoint, and on

@@ -88,11 +88,15 @@ def test_a_request_made_while_the_supervisor_asks_stays(tmp_path: Path) -> None:
     assert (tmp_path / STOP).exists()
 
 
-def test_a_signal_becomes_a_file_that_is_taken_away_again(tmp_path: Path) -> None:
-    """A launcher that got it would give its ranks no time."""
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
+def test_a_signal_becomes_a_file_that_is_taken_away_again(tmp_path: Path, numbers: list[int]) -> None:
+    """A launcher that got it would give its ranks no time. Of a closed terminal both the kernel and the shell tell."""
     supervisor = supervised(tmp_path, {"pace": 0.1})
-    threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started from
+    for delay, number in enumerate(numbers, 7):
+        threading.Timer(delay / 10, os.kill, (os.getpid(), number)).start()
     assert supervisor.run() == 75
+    signal.signal(signal.SIGHUP, before)
     assert supervisor.attempts == 1 and not (tmp_path / STOP).exists() and 0 < supervisor.progress()[1] < 20
     assert supervised(tmp_path, {}).run() == 0
 

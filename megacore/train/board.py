@@ -1,0 +1,55 @@
+"""TensorBoard's event files. A convenience: where they cannot be written, that is said once and training goes on."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Board:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """`first_step`: what was written of it and of later steps is forgotten. `say` gets the one line about a failure."""
+        self.say, self.writer = say, None
+        self.hook = threading.excepthook
+        threading.excepthook = self._hear
+        self._try(lambda: self._open(folder, first_step))
+
+    def add(self, figures: dict[str, Any]) -> None:
+        """The numbers among a step's figures."""
+        if self.writer is not None:
+            self._try(lambda: self._add(figures))
+
+    def close(self, *, quietly: bool = False) -> None:
+        """Writes what is under way and ends; `quietly`, whatever comes of it."""
+        writer, self.writer = self.writer, None
+        if quietly:
+            self.say = lambda line: None
+        if writer is not None:
+            self._try(writer.close)
+        if threading.excepthook == self._hear:
+            threading.excepthook = self.hook
+
+    def _open(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # seconds to import: only where it is wanted
+
+        self.writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def _add(self, figures: dict[str, Any]) -> None:
+        assert self.writer is not None
+        for name, value in figures.items():
+            if isinstance(value, int | float) and name != "step":
+                self.writer.add_scalar(name, value, figures["step"])
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # of any library below it
+            self.writer = None
+            self.say(f"WARNING: TensorBoard's files cannot be written ({type(error).__name__}: {error}); training goes on without them")
+
+    def _hear(self, failure: threading.ExceptHookArgs) -> None:
+        """Of TensorBoard's own thread no traceback: what ended it is raised again in the next `add_scalar`."""
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            self.hook(failure)

@@ -1,0 +1,44 @@
+"""Standard output that may go away: a pipe whose reader has left, a closed terminal, a full disk."""
+
+import contextlib
+import os
+import sys
+from typing import IO, Any
+
+
+class Output:
+    """A text stream like `stream`, which is written to for as long as it can be: then stderr says so once, and nothing more is."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        """`stream`: None if the process was started without one."""
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """As a file's."""
+        self._try("write", text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._try("flush")
+
+    def isatty(self) -> bool:
+        """As a file's."""
+        return self.stream is not None and self.stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, method: str, *arguments: str) -> None:
+        if self.stream is None:
+            return
+        try:
+            getattr(self.stream, method)(*arguments)
+        except OSError as error:
+            with contextlib.suppress(OSError, ValueError):  # what it still holds would fail again when the process ends
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self.stream.fileno())
+                os.close(null)
+            self.stream = None
+            with contextlib.suppress(OSError):  # it may be the same pipe
+                print(f"standard output cannot be written any more ({error.strerror}): training goes on without it", file=sys.stderr)
