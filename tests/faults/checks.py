@@ -15,11 +15,11 @@ from megacore.verify.report import explain
 from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.worker import planted
 from megacore.verify.workers import Workers
-from tests import training
-from tests.faults import FAULTS, Fault, data, pipeline, tensor
+from tests import plain, training
+from tests.faults import FAULTS, Fault, data, pipeline, tensor, trainer
 from tests.pool import Pool
 
-__all__ = ["FAULTS", "Checks", "data", "document", "pipeline", "tensor"]  # the modules enter their faults as they are imported
+__all__ = ["FAULTS", "Checks", "data", "document", "pipeline", "tensor", "trainer"]  # the modules enter their faults as they are imported
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
 
@@ -44,6 +44,9 @@ class Checks:
         if fault.check == "resume":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, resumed, folder, plant)[0]
+        if fault.check == "trained":
+            with tempfile.TemporaryDirectory() as folder:
+                return self.pool.run(1, trained, folder, plant)[0]
         options = Options(CONFIG, [*OVERRIDES, *fault.overrides], [parse(fault.layout)], plant=plant)
         proof = prove(options, workers=self.workers)
         if proof.holds:
@@ -82,6 +85,12 @@ def resumed(folder: str, plant: str | None) -> str:
     return ""
 
 
+def trained(folder: str, plant: str | None) -> str:
+    """What launch/pretrain.py saves and logs, in two legs and with a step that is skipped: how it differs from plain code, in words."""
+    with contextlib.redirect_stdout(io.StringIO()), planted(plant):
+        return plain.in_two_legs(folder)
+
+
 def document() -> str:
     """docs/faults.md: the catalogue with what each check says first."""
     counts = Counter(fault.check for fault in FAULTS)
@@ -93,7 +102,8 @@ HEAD = """# Planted faults
 
 What a proof is worth is what it catches. These are {total} mistakes that people make in parallel training; each is planted,
 alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
-bit by bit with one that is not, {samples} by the proof of `launch/samples.py`. The same checks are silent on the code as it is.
+bit by bit with one that is not, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
+{samples} by the proof of `launch/samples.py`. The same checks are silent on the code as it is.
 
 ```bash
 python -m tests.faults                 # plants all of them, prints what caught each (two minutes on two cores)

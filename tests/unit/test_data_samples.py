@@ -2,13 +2,18 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megacore.config import load
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend
 from megacore.errors import DataError
+from megacore.train.loader import validation_batches
 
 
 def write(path: Path, values: np.ndarray) -> str:
@@ -139,3 +144,48 @@ def test_nothing_to_evaluate(tmp_path: Path) -> None:
     """A single token has nothing before it to be predicted from."""
     with pytest.raises(DataError, match="no token to predict"):
         EvalSamples(write(tmp_path / "c", np.array([1], dtype=np.uint8)), 4, vocab_size=8)
+
+
+class Numbered:
+    """Validation samples, each its own number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return indices[:, None], indices[:, None]
+
+
+def validated(count: int, eval_batches: int, data_size: int) -> list[list[int]]:
+    """Which samples each global batch of a validation holds, over all data ranks."""
+    settings = ["train.global_batch_size=8", "train.micro_batch_size=1", f"train.eval_batches={eval_batches}", f"parallel.data={data_size}"]
+    config: Any = load(str(Path(__file__).parents[2] / "configs/gpt_tiny.json"), settings, data_size).config
+    found: list[list[int]] = []
+    for rank in range(data_size):
+        mesh: Any = SimpleNamespace(dp=SimpleNamespace(size=data_size, rank=rank), device=torch.device("cpu"))
+        for number, batch in enumerate(validation_batches(config, mesh, Numbered(count))):  # type: ignore[arg-type]
+            found += [[]] * (number == len(found))
+            found[number] = sorted(found[number] + [int(i) for microbatch in batch for i in microbatch.inputs])
+    return found
+
+
+@pytest.mark.parametrize("count", [25, 47, 1000])
+def test_some_batches_of_a_validation_are_spread_evenly_over_all_of_it(count: int) -> None:
+    """The beginning alone may be one kind of text: its loss would be that kind's. The same samples each time, in every layout."""
+    batches = validated(count, 3, 1)
+    samples = [sample for batch in batches for sample in batch]
+    assert [len(batch) for batch in batches] == [8, 8, 8] and len(set(samples)) == 24
+    steps = np.diff([*samples, samples[0] + count])  # around the end too
+    assert set(steps.tolist()) <= {count // 24, -(-count // 24)}, "no stretch of the corpus is left out"
+    assert batches == validated(count, 3, 1) == validated(count, 3, 2) == validated(count, 3, 4)
+
+
+@pytest.mark.parametrize(("count", "eval_batches"), [(20, 0), (24, 3), (20, 9), (1, 2)])
+def test_more_batches_than_there_are_read_every_sample_once(count: int, eval_batches: int) -> None:
+    for data_size in (1, 2):
+        samples = [sample for batch in validated(count, eval_batches, data_size) for sample in batch]
+        assert [sample for sample in samples if sample < count] == list(range(count)), "what fills up the last batch lies behind the end"
+        assert len(samples) == -(-count // 8) * 8

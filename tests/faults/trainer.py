@@ -1,0 +1,63 @@
+"""Mistakes of the training loop around the step, which a proof of the step alone does not see."""
+
+from typing import Any
+from unittest import mock
+
+from megacore.engine.native import NativeEngine
+from megacore.engine.optimizer import learning_rate
+from megacore.train import evaluation, trainer
+from tests.faults import both, fault
+
+patch = mock.patch.object
+
+
+@fault(
+    "the learning rate of the step before is used, and the right one is logged",
+    "one",
+    "other weights are saved after step 3",
+    check="trained",
+)
+def rate_of_the_step_before() -> Any:
+    report = trainer.Trainer.report
+
+    def right(self: Any, figures: Any, lr: float, timer: Any) -> None:
+        report(self, figures, learning_rate(self.config.optim, self.step, self.config.train.steps), timer)
+
+    late = patch(trainer, "learning_rate", lambda optim, step, steps: learning_rate(optim, max(1, step - 1), steps))
+    return both(late, patch(trainer.Trainer, "report", right))
+
+
+@fault("… begins its warmup again where a run goes on", "one", "step 4 logs another lr", check="trained")
+def warmup_begins_again() -> Any:
+    loop = trainer.Trainer.loop
+
+    def from_the_start(self: Any) -> None:
+        with patch(trainer, "learning_rate", lambda optim, step, steps: learning_rate(optim, step - self.started, steps)):
+            loop(self)
+
+    return patch(trainer.Trainer, "loop", from_the_start)
+
+
+@fault("a run that goes on counts steps that were skipped as updates", "one", "other weights are saved after step 4", check="trained")
+def skipped_steps_counted_as_updates() -> Any:
+    load = NativeEngine.load_state
+
+    def counted(self: Any, state: dict[str, Any], tensors: Any) -> None:
+        load(self, state | {"updates": state["updates"] + state["skipped"]}, tensors)
+
+    return patch(NativeEngine, "load_state", counted)
+
+
+@fault(
+    "a validation of some batches reads the beginning of the corpus alone", "one", "step 2 logs another validation loss", check="trained"
+)
+def validation_of_the_beginning() -> Any:
+    batches = evaluation.validation_batches
+
+    def first(config: Any, mesh: Any, samples: Any) -> Any:
+        length = min(len(samples), config.train.eval_batches * config.train.global_batch_size)
+        beginning = mock.MagicMock(samples=samples.samples)
+        beginning.__len__.return_value = length
+        return batches(config, mesh, beginning)
+
+    return patch(evaluation, "validation_batches", first)
