@@ -6,6 +6,7 @@ a straggler of a job that was killed cannot write into the folder of the job tha
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import megacore
 from megacore.checkpoint.digest import add_digests
-from megacore.checkpoint.disk import remove, sync_folder, write_file
+from megacore.checkpoint.disk import remove, size_text, sync_folder, write_file
 from megacore.checkpoint.find import checkpoints_in, fault_of
 from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, File, Index, Logical, Manifest, read_manifest, sealed
 from megacore.checkpoint.write import Layout, index_file, pack, write_rank
@@ -141,12 +142,21 @@ def _delete(path: Path) -> None:
 
 def set_aside(directory: Path, above: int) -> None:
     """Rename the checkpoints of steps beyond `above`, which a run that starts from there will reach again: they are of another course,
-    and would be taken for its newest. Their folders stay, and can be named."""
+    and would be taken for its newest. They can be named, and stay until somebody deletes them."""
+    moved = []
     for path in checkpoints_in(directory):
         if int(path.stem.removeprefix("step_")) > above:
             aside = next(name for i in count(1) if not (name := path.with_name(f"{path.name}.aside{i}")).exists())
             path.rename(aside)
-            logger.warning("%s is of a run before this one: it is %s from now on", path, aside.name)
+            moved.append(aside)
+    if moved:
+        of_size = size_text(sum(file.stat().st_size for path in moved for file in path.glob("*")))
+        logger.warning(
+            "checkpoints of a run before this one were set aside, %s: %s. They stay until you delete them: rm -r %s",
+            of_size,
+            ", ".join(path.name for path in reversed(moved)),
+            " ".join(shlex.quote(str(path)) for path in reversed(moved)),
+        )
 
 
 def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Tensor], state: dict[str, Any], file_bytes: int) -> Path:

@@ -225,15 +225,24 @@ def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000005"]
 
 
-def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path):
-    """They would be taken for its newest, and use up the room of its own."""
+def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path, caplog):
+    """They would be taken for its newest, and use up the room of its own. They cost a disk's space until somebody deletes them, so
+    one line says where they are, how large, and how."""
     saved = {step: save_alone(tmp_path, step, tensors(step)) for step in (100, 200, 300)}
     set_aside(tmp_path, above=100)
     assert find_latest(tmp_path) == saved[100]
     assert_holds(tmp_path / "step_00000300.aside1", tensors(300))
+    (line,) = caplog.messages
+    size = disk.size_text(sum(file.stat().st_size for file in tmp_path.glob("*.aside1/*")))
+    assert f"were set aside, {size}: step_00000200.aside1, step_00000300.aside1. They stay until you delete them: rm -r" in line
     save_alone(tmp_path, 300, tensors(1))
     set_aside(tmp_path, above=0)
     assert find_latest(tmp_path) is None and (tmp_path / "step_00000300.aside2").exists()
+    for message in caplog.messages:
+        subprocess.run(message.partition("delete them: ")[2], shell=True, check=True)
+    assert not list(tmp_path.iterdir()), "the command that is named deletes them, and works as it stands"
+    set_aside(tmp_path, above=0)
+    assert len(caplog.messages) == 2
 
 
 def test_every_kth_is_kept_for_good(tmp_path):
