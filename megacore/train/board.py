@@ -11,7 +11,8 @@ class Board:
 
     def __init__(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """`first_step`: what was written of it and of later steps is forgotten. `say` gets the one line about a failure."""
-        self.say, self.writer = say, None
+        self.say = say
+        self.writer: Any = None
         self.hook = threading.excepthook
         threading.excepthook = self._hear
         self._try(lambda: self._open(folder, first_step))
@@ -37,7 +38,6 @@ class Board:
         self.writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def _add(self, figures: dict[str, Any]) -> None:
-        assert self.writer is not None
         for name, value in figures.items():
             if isinstance(value, int | float) and name != "step":
                 self.writer.add_scalar(name, value, figures["step"])

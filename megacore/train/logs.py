@@ -38,6 +38,7 @@ class Logs:
         self.file = self.directory / "metrics.jsonl"
         self.console = Console(file=cast(IO[str], Output(sys.stdout)), highlight=False)
         self.board: Board | None = None
+        self.metrics: IO[str]
         self.was_deleted = False  # the folder, or the file of metrics, since the run began
         self._open(first_step)
         # mpirun gives rank 0 a terminal of its own, whatever its output goes to.
@@ -151,7 +152,7 @@ class Logs:
             self.board.close()
 
 
-def is_there(path: Path, file: Any) -> bool:
+def is_there(path: Path, file: IO[str]) -> bool:
     """Whether the open `file` still is what `path` names."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
@@ -164,7 +165,7 @@ def as_json(figures: dict[str, Any]) -> str:
     return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})
 
 
-def open_metrics(path: Path, first_step: int) -> Any:
+def open_metrics(path: Path, first_step: int) -> IO[str]:
     """metrics.jsonl, opened to append; lines of steps that will be run again are dropped first."""
     if path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if is_before(line, first_step)]
