@@ -13,8 +13,9 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
 
-PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 {host} true"
+PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
 PROBE_SECONDS = 15.0
+HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
 OPTION = re.compile(r"(--hostfile|-H)(=(.*))?")  # of the deepspeed launcher
 KEPT = 0.75  # of the ranks: a layout that employs as many is not changed for one that employs more
 
@@ -30,6 +31,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
         found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if found is None:
             raise ConfigError("--hostfile", f"{path} has a line `{line}`", "lines such as `node1 slots=8`")
+        if not HOST.fullmatch(found[1]):
+            right = "a name or an address of letters, digits and . _ : -, which does not begin with -"
+            raise ConfigError("--hostfile", f"{path} names the host `{found[1]}`", right)
         hosts[found[1]] = int(found[2])
     return hosts
 

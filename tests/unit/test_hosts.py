@@ -8,8 +8,9 @@ import pytest
 
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.survive.hosts import Fleet, hostfile_option, plan, read_hostfile
+from megacore.survive.hosts import PROBE, Fleet, hostfile_option, plan, read_hostfile
 from megacore.train.lock import FolderLock
+from tests.commands import run_script
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}
 TRAIN = {"seq_len": 16, "micro_batch_size": 4, "global_batch_size": 32}
@@ -79,6 +80,23 @@ def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path) -
     hostfile.write_text("localhost\n")
     with pytest.raises(ConfigError, match="slots"):
         read_hostfile(hostfile)
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch${IFS}pwned", "-v", "node1;touch", "$(touch)", "user@node1", "node\u0661"])
+def test_a_host_that_is_no_name_reaches_no_command(config: str, tmp_path: Path, host: str) -> None:
+    """ssh takes `-oProxyCommand=…` for an option and runs it: whoever could write a hostfile could run anything."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"{host.replace('pwned', str(tmp_path / 'pwned'))} slots=2\n", encoding="utf-8")
+    done = run_script("launch/supervise.py", "--backoff", "0", "deepspeed", "--hostfile", str(hostfile), "x.py", "--config", config)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"config error: --hostfile: {hostfile} names the host `")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_host_stands_behind_the_options_of_ssh() -> None:
+    """Should a name ever slip through, ssh must take it for a name."""
+    words = PROBE.split()
+    assert words[0] == "ssh" and words[words.index("{host}") - 1] == "--"
 
 
 def test_one_run_a_folder(tmp_path: Path) -> None:
