@@ -20,9 +20,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, python-stdlib (Python's source)")
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="NAME", help="bytes, sentencepiece:VOCAB_SIZE (trained here), or a sentencepiece FILE.model"
-    )
+    tokenizer = "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, or a tokenizer.json"
+    parser.add_argument("--tokenizer", required=True, metavar="NAME", help=tokenizer)
     parser.add_argument(
         "--valid-fraction",
         type=float,

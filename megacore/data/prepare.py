@@ -96,9 +96,15 @@ def prepare(
         DataError, ConfigError: what the user got wrong; then no output has appeared or changed.
     """
     vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
+    if Path(prefix).name in ("", "..") or prefix.endswith(("/", "/.")):
+        raise ConfigError("--output", f"`{prefix}` names no file", "a prefix such as data/mine, of the files data/mine.bin and .idx")
     if vocab_to_train is None:
         load_tokenizer(tokenizer)  # so that a wrong one is refused before any text is read
     texts = Texts(inputs, valid_fraction)
+    prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
+    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", ".idx", ".json")]
+    outputs += [f"{prefix}.model"] if vocab_to_train is not None else []
+    refuse_overwriting([prefix, *outputs], [*inputs, *(source.path for source in texts.sources), tokenizer])
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -109,7 +115,6 @@ def prepare(
                 Path(name).write_bytes(train_sentencepiece(sample_lines(texts, text_key), vocab_to_train))
             vocab_size = load_tokenizer(name).vocab_size
             dtype = np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32)
-            prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
             splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype)), vocab_size) for p in prefixes]
             on_start(texts.num_bytes)
             encode = functools.partial(encode_task, name, dtype, text_key)
@@ -199,6 +204,24 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
+    """Raises `ConfigError` if what is to be written is something that is read, under whatever name."""
+    found: dict[object, str] = {identity: path for path in outputs if (identity := identity_of(path)) is not None}
+    for path in inputs if found else ():
+        if (output := found.get(identity_of(path))) is not None:
+            what = "is" if output == outputs[0] else f"would overwrite {output}, which is"
+            raise ConfigError("--output", f"{outputs[0]} {what} an input", "a prefix apart from the inputs and the tokenizer")
+
+
+def identity_of(path: str) -> tuple[int, int] | None:
+    """Of the file or folder that a path leads to, if there is one."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def refuse_empty(splits: list[Split]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.prepare import parse
 from megacore.data import prepare as prepare_module
 from megacore.data import sources
 from megacore.data.indexed import IndexedTokens, Sidecar
@@ -216,6 +217,54 @@ def test_bad_arguments(text: Path, prefix: str, inputs: list[str], tokenizer: st
     assert not os.path.isdir(os.path.dirname(prefix)) or not os.listdir(os.path.dirname(prefix))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "output", "tokenizer", "message"),
+    [
+        (["own/x.json"], "own/x", "bytes", "own/x would overwrite own/x.json, which is an input"),
+        (["own"], "own/x", "bytes", "own/x.bin, which is an input"),
+        (["own/*.json"], "./own/../own/x", "bytes", "own/x.json, which is an input"),
+        (["link.json"], "own/x", "bytes", "own/x.json, which is an input"),
+        (["own/x.json"], "link", "bytes", "link.json, which is an input"),
+        (["own/x.bin"], "own/x", "bytes", "own/x.bin, which is an input"),
+        (["own/x.idx"], "own/x", "bytes", "own/x.idx, which is an input"),
+        (["own/x.model"], "own/x", "sentencepiece:300", "own/x.model, which is an input"),
+        (["own/x_valid.json"], "own/x", "bytes", "own/x_valid.json, which is an input"),
+        (["text"], "own/x", "own/x.json", "own/x.json, which is an input"),  # a tokenizer's file
+        (["text"], "text", "bytes", "text is an input"),
+        (["own"], "own", "bytes", "own is an input"),
+        (["text"], "", "bytes", "`` names no file"),
+        (["text"], "own/", "bytes", "`own/` names no file"),
+        (["text"], "new/.", "bytes", "`new/.` names no file"),
+        (["text"], "..", "bytes", "`..` names no file"),
+    ],
+)
+def test_an_output_that_is_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], output: str, tokenizer: str, message: str
+) -> None:
+    """Whatever is read is not written over, under whatever name; and an output without a name would be `.bin`, a hidden file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    for name in ("text", "own/x.json", "own/x.bin", "own/x.idx", "own/x.model", "own/x_valid.json"):
+        (tmp_path / name).write_text("of the user\n" * 99)
+    if tokenizer == "own/x.json":
+        tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+        tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(tokenizer)
+    (tmp_path / "link.json").symlink_to("own/x.json")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as error:
+        prepare(inputs, output, tokenizer, valid_fraction=0.1)
+    assert str(error.value).startswith("config error: --output: ") and message in str(error.value)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_tokenizer_given_again(text: Path, prefix: str) -> None:
+    """The model that an earlier preparation has trained beside its output is read and not written: no reason to refuse."""
+    prepare([str(text)], prefix, "sentencepiece:280")
+    trained = Path(f"{prefix}.model").read_bytes()
+    prepare([str(text)], prefix, f"{prefix}.model")
+    assert Path(f"{prefix}.model").read_bytes() == trained
+
+
 def test_failure_keeps_what_was_there(text: Path, prefix: str) -> None:
     """A second preparation that fails half-way leaves the first one's files as they were."""
     prepare([str(text)], prefix, "bytes", valid_fraction=0.1)
@@ -240,6 +289,14 @@ def test_unwritable_output(text: Path) -> None:
     """A prefix below a file, for one."""
     with pytest.raises(DataError, match="cannot be written: (Not a directory|File exists)"):
         prepare([str(text)], f"{text}/corpus", "bytes")
+
+
+def test_help_names_every_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--tokenizer` takes is what `data.tokenizer` takes, and one to be trained."""
+    with pytest.raises(SystemExit):
+        parse(["-h"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in ("bytes", "sentencepiece:VOCAB_SIZE", "FILE.model", "tokenizer.json"))
 
 
 def command_line(*arguments: str) -> subprocess.CompletedProcess[str]:
