@@ -77,6 +77,13 @@ def test_versions_agree(declared):
     assert declared["version"] == megacore.__version__
 
 
+def test_what_the_readme_writes_is_ignored():
+    """Models and corpora that its commands write would be committed with `git add .`, gigabytes of them."""
+    ignored = (ROOT / ".gitignore").read_text().split()
+    written = set(re.findall(r"--output (\w+)/", (ROOT / "README.md").read_text()))
+    assert {"data", "models", "runs"} <= written and {f"/{folder}/" for folder in written} <= set(ignored)
+
+
 # --- megacore.kernels -------------------------------------------------------------------------------------------------
 
 PROBE = """
