@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.kernel_inputs import Inputs, Size
 from benchmarks.kernel_operations import OPERATIONS, Operation
+from megacore.caches import keep_inductor_private
 
 # Relative to the largest value: twice what rounding to the dtype costs (tests/kernel_checks.py), and as much again for sums over
 # rows, products of matrices, and the interpreter's truncation.
@@ -99,6 +100,7 @@ def contenders(operation: Operation, compiled: bool) -> dict[str, Callable[[Inpu
     if operation.plain is not None:
         found["eager"] = operation.plain
     if compiled:
+        keep_inductor_private()
         torch.compiler.reset()
         found["compile"] = torch.compile(plain, dynamic=False)
     if operation.liger is not None and find_spec("liger_kernel") is not None:

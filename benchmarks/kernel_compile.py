@@ -4,7 +4,6 @@ Each operation runs once on meta tensors, which have shapes and no data, while l
 Triton would then specialise a kernel on (dtypes, divisibility by 16, ones, block sizes, warps) is what it is compiled with.
 """
 
-import os
 import re
 import subprocess
 import tempfile
@@ -13,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from benchmarks.kernel_inputs import Size
 from benchmarks.kernel_operations import OPERATIONS
+from megacore.caches import cache_folder
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -35,7 +34,6 @@ TARGETS = {
 SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 64 * 2**10}  # bytes that a program may have
 WIDE = 128  # bits of the widest load that one thread can make everywhere
 META = torch.device("meta")
-CACHE = Path(tempfile.gettempdir()) / f"megacore_kernels_{os.getuid()}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def compiled(launch: Launch, target: GPUTarget) -> CompiledKernel:
     """Machine code for `target`; kept in a folder of its own, under a key that names source and options."""
     source, options = launch.source(target)
     with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(CACHE)
+        triton.knobs.cache.dir = str(cache_folder("kernels"))
         return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers.place import Ranks
+from megacore.caches import keep_inductor_private
 from megacore.config import Config
 from megacore.model.gpt import DTYPES
 
@@ -48,6 +49,8 @@ class PlainLoop:
         self.dtype, optim = DTYPES[config.train.precision], config.optim
         self.model = gpt2(config).to(self.ranks.device, torch.float32 if self.autocast else self.dtype)
         self.reduced = nn.parallel.DistributedDataParallel(self.model) if self.ranks.world > 1 else self.model
+        if self.compiled:
+            keep_inductor_private()
         self.forward = torch.compile(self.microbatch_loss) if self.compiled else self.microbatch_loss
         self.clip, self.batch = optim.grad_clip, self.ranks.batch()
         self.optimizer = torch.optim.AdamW(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megacore.caches import keep_inductor_private
 from megacore.comm import own_part
 from megacore.config import Config
 from megacore.mesh import SOLO, Group
@@ -57,6 +58,7 @@ class Stage(nn.Module):
                 self.head = self._vocabulary(dtype, device, owner=True)
         initialise(self, train.seed)
         if train.compile:
+            keep_inductor_private()
             for block in self.blocks.values():
                 block.compile()
 

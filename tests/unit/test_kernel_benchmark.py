@@ -44,7 +44,7 @@ def scattered_kernel(x, y, BLOCK: tl.constexpr):
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     """A stale entry must not answer."""
-    monkeypatch.setattr(bench, "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def planted(kernel: triton.JITFunction, block: int, warps: int, target: str) -> "bench.Compiled":
