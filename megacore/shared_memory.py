@@ -5,9 +5,11 @@ parts. A slot is used again once every rank has read what was in it, which is so
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -26,6 +28,8 @@ LINE = 8  # words between ranks' counts: a cache line
 PUBLISHED, READ, PROCESS = range(3)  # words of a rank: operations begun, operations read, its process
 SPINS, YIELDS = 1000, 200  # looks at a count before the core is offered to others, and before it is let go for a while
 PAUSE = 50e-6  # seconds
+NAME = "megacore"  # of the memory file, as /proc shows it
+SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # its size stays
 PATIENCE = 0.2  # seconds between questions whether the others live
 
 
@@ -154,7 +158,9 @@ def join(
     group: dist.ProcessGroup, key: str, rank: int, size: int, slot_bytes: int, store: dist.Store, *, crowded: bool, timeout: float
 ) -> SharedMemory | None:
     """Lets the ranks of a group share memory; collective. None on every rank if any of them cannot: on another machine or in another
-    container, on a processor that does not keep the order of stores, or without memory. The file that they map has no name."""
+    container, on a processor that does not keep the order of stores, or without memory. The file that they map has no name.
+
+    Whoever reaches the store could name any file: none is mapped but one made here, by a process of this user (`open_peers`)."""
     slot_bytes = -(-min(slot_bytes, LARGEST_SLOT) // mmap.PAGESIZE) * mmap.PAGESIZE
     total = mmap.PAGESIZE + SLOTS * size * slot_bytes
     able = sys.platform == "linux" and platform.machine() == "x86_64" and size * LINE * 8 <= mmap.PAGESIZE
@@ -164,15 +170,18 @@ def join(
             found = "none"
             if able:
                 with contextlib.suppress(OSError):
-                    descriptor = os.memfd_create("megacore")
+                    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                     opened.callback(os.close, descriptor)
                     os.posix_fallocate(descriptor, 0, total)
+                    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
                     found = f"{machine()} /proc/{os.getpid()}/fd/{descriptor}"
             store.set(key, found)
         found = store.get(key).decode()
         if able and found.startswith(machine() + " "):
-            with contextlib.suppress(OSError), Path(found.split(" ", 1)[1]).open("r+b") as file:
-                memory = mmap.mmap(file.fileno(), total)
+            with contextlib.suppress(OSError):
+                descriptor = open_peers(found.split(" ", 1)[1], total)
+                opened.callback(os.close, descriptor)
+                memory = mmap.mmap(descriptor, total)
         vote = torch.tensor(int(memory is not None))
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)  # all have opened it, or will not
     if memory is None or not vote:
@@ -180,6 +189,27 @@ def join(
     shared = SharedMemory(memory, rank, size, crowded=crowded, timeout=timeout)
     dist.barrier(group=group)  # everybody's process is known before anybody asks for it
     return shared
+
+
+def open_peers(path: str, size: int) -> int:
+    """A descriptor of the memory that a peer has made, `size` bytes of it.
+
+    Raises:
+        OSError: `path` is anything else than a memory file of that size and of `join`'s making, open in a process of this user.
+    """
+    found = re.fullmatch(r"/proc/([0-9]+)/fd/[0-9]+", path)
+    if found is None or os.stat(f"/proc/{found[1]}").st_uid != os.geteuid() or not os.readlink(path).startswith(f"/memfd:{NAME} "):
+        raise PermissionError(f"{path} is no memory of a peer")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        # Only a memory file can have these seals, with which nobody can take pages away that others have mapped.
+        if status.st_uid != os.geteuid() or status.st_size != size or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != SEALS:
+            raise PermissionError(f"{path} is no memory of a peer, of {size} bytes")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def machine() -> str:

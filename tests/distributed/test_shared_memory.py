@@ -1,5 +1,6 @@
 """Ranks that exchange through memory get what they would get through gloo, however far one of them lags; what cannot be is noticed."""
 
+import fcntl
 import mmap
 import os
 import random
@@ -8,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -122,6 +123,61 @@ def apart(config_path: str) -> bool:
 
 def test_ranks_of_two_machines_use_the_network(pool: Any, tmp_path: Path) -> None:
     assert pool.run(2, apart, training.write_config(tmp_path, "nothing")) == [True, True]
+
+
+def misled(config_path: str, folder: str) -> dict[str, bool]:
+    """By what the store names in place of a peer's memory: whether anything is shared then, or whatever it names was touched."""
+    mesh = opened(config_path)
+    assert mesh.store is not None and mesh.tp.process_group is not None
+    slot, rank = mmap.PAGESIZE, mesh.tp.rank
+    total = mmap.PAGESIZE + shared_memory.SLOTS * mesh.tp.size * slot
+    content = b"\1" * total
+    victim = Path(folder) / f"victim{rank}"
+    victim.write_bytes(content)
+    (Path(folder) / f"memfd:megacore {rank}").write_bytes(content)
+    memory = {name: os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("megacore", "other")}
+    for descriptor in memory.values():
+        os.write(descriptor, content)
+    larger = os.memfd_create("megacore", os.MFD_ALLOW_SEALING)
+    os.truncate(larger, 2 * total)
+    fcntl.fcntl(larger, fcntl.F_ADD_SEALS, shared_memory.SEALS)
+    disguised = os.open(Path(folder) / f"memfd:megacore {rank}", os.O_RDWR)
+    named = {
+        "a file": str(victim),
+        "a file that is open": f"/proc/self/fd/{os.open(victim, os.O_RDWR)}",
+        "a file of that name": f"/proc/{os.getpid()}/fd/{disguised}",
+        "memory that can shrink": f"/proc/{os.getpid()}/fd/{memory['megacore']}",
+        "other memory": f"/proc/{os.getpid()}/fd/{memory['other']}",
+        "memory of another size": f"/proc/{os.getpid()}/fd/{larger}",
+        "a way out": f"/proc/{os.getpid()}/fd/../../..{victim}",
+        "nothing": "",
+    }
+    found = {}
+    for what, path in named.items():
+        store = Mock(get=lambda key, path=path: f"{shared_memory.machine()} {path}".encode())
+        shared = shared_memory.join(mesh.tp.process_group, "key", rank, mesh.tp.size, slot, store, crowded=True, timeout=60)
+        files = [victim, *(f"/proc/self/fd/{each}" for each in (disguised, *memory.values()))]
+        found[what] = shared is not None or any(Path(file).read_bytes() != content for file in files)
+    mesh.close()
+    return found
+
+
+def test_memory_of_a_peer_and_nothing_else_is_mapped(pool: Any, tmp_path: Path) -> None:
+    """Whoever reaches the store of a run may name what they like: a file of this user's would be written over."""
+    for found in pool.run(2, misled, training.write_config(tmp_path, "nothing"), str(tmp_path)):
+        assert len(found) == 8 and not any(found.values()), found
+
+
+def test_only_a_process_of_the_same_user_is_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.memfd_create(shared_memory.NAME, os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, mmap.PAGESIZE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, shared_memory.SEALS)
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    os.close(shared_memory.open_peers(path, mmap.PAGESIZE))
+    with monkeypatch.context() as patched, pytest.raises(PermissionError):
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        shared_memory.open_peers(path, mmap.PAGESIZE)
+    os.close(descriptor)
 
 
 def alone_with(process: int, timeout: float = 60.0) -> SharedMemory:
