@@ -113,8 +113,13 @@ class JsonTokenizer:
         """The id of the token that `settings`, the file beside ours, says ends a text."""
         if not settings.is_file():
             return None
-        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token")
-        return self._tokenizer.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
+        try:
+            found = json.loads(settings.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it") from None
+        eos = found.get("eos_token") if isinstance(found, dict) else None
+        text = eos.get("content") if isinstance(eos, dict) else eos
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of the text: int32 ``[tokens]``."""

@@ -1,4 +1,7 @@
-"""Model folders as Hugging Face lays them out: config.json, and safetensors in one file or in several with an index."""
+"""Model folders as Hugging Face lays them out: config.json, and safetensors in one file or in several with an index.
+
+A folder that somebody else has made may hold links to any file of the user's: only what is its own is read, or copied along.
+"""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +28,8 @@ class Folder:
     """An open model folder. Its files are mapped, and a tensor is read when it is asked for.
 
     Raises:
-        CheckpointError: naming the file or the tensor that is missing, damaged, or of a dtype that is no float's.
+        CheckpointError: naming the file or the tensor that is missing, damaged, or of a dtype that is no float's; or a link out of the
+            folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,6 +38,7 @@ class Folder:
             raise CheckpointError(
                 str(path), "there is no such folder", "a local one, with config.json and safetensors: nothing is downloaded"
             )
+        refuse_foreign(path)
         self.config = read_json(path / CONFIG)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, safe_open] = {}  # by the tensors in them
@@ -74,6 +79,28 @@ class Folder:
                 wrong = f"tensor {name} is {header.get_dtype()}"
                 raise CheckpointError(str(file), wrong, f"{' '.join(sorted(FLOATS))}; quantized weights cannot be converted")
             self.shapes[name], self._files[name] = tuple(header.get_shape()), opened
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuses a model folder with an entry that is a link to somewhere else, or neither a file nor a folder. A folder in the cache of
+    Hugging Face's hub, ``models--…/snapshots/<revision>``, may have links to the ``models--…/blobs`` that it shares with other revisions.
+
+    Raises:
+        CheckpointError: naming the entry.
+    """
+    home = Path(os_path.realpath(folder))
+    in_cache = len(home.parents) > 1 and home.parent.name == "snapshots" and home.parents[1].name.startswith("models--")
+    blobs = home.parents[1] / "blobs" if in_cache else None
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(str(folder), f"cannot be read: {error.strerror}", "a folder that this user may read") from None
+    for entry in entries:
+        real = Path(os_path.realpath(entry))
+        if entry.is_symlink() and home not in real.parents and real.parent != blobs:
+            raise CheckpointError(str(entry), f"is a link to {real}, out of the model's folder", "the file itself, where it is wanted")
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):  # a pipe would be waited for
+            raise CheckpointError(str(entry), "is neither a file nor a folder", WHOLE)
 
 
 def read_json(file: Path) -> dict[str, Any]:

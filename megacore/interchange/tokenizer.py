@@ -1,21 +1,21 @@
 """The tokenizer that goes along with an exported model, so that transformers' AutoTokenizer gives the ids the model was trained on."""
 
 import random
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megacore.data.tokenizer import SentencePieceTokenizer
-from megacore.errors import ConfigError
-from megacore.interchange.folder import write_json
+from megacore.data.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from megacore.errors import CheckpointError, ConfigError
+from megacore.interchange.folder import WHOLE, read_json, refuse_foreign, write_json
 
 SENTENCEPIECE = "tokenizer.model"
 FAST = ("tokenizer.json", "tokenizer_config.json")
-FILES = (
-    SENTENCEPIECE, *FAST, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 PROBES = 2000  # texts that both tokenizers must encode alike
 
 
@@ -28,29 +28,93 @@ class Written:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy the tokenizer's files from one model folder to another; whether there were any."""
+    """Copy the tokenizer's files from one model folder to another; whether there were any.
+
+    Raises:
+        UserError: one of them is not what its name says, or `source` has links to files elsewhere. Nothing is copied then.
+    """
+    refuse_foreign(source)
     found = [source / name for name in FILES if (source / name).is_file()]
     for file in found:
-        shutil.copy(file, target)
+        FILES[file.name](file)
+    for file in found:
+        shutil.copyfile(file, target / file.name)
     return bool(found)
+
+
+def check_model(file: Path) -> None:
+    """Refuses what is no sentencepiece model."""
+    SentencePieceTokenizer(str(file))
+
+
+def check_fast(file: Path) -> None:
+    """Refuses what is no tokenizer.json; as far as can be told where the package tokenizers is not installed."""
+    if not isinstance(read_json(file).get("model"), dict):
+        raise CheckpointError(str(file), "holds no model of a tokenizer", "a tokenizer.json as transformers writes it")
+    if find_spec("tokenizers") is not None:
+        JsonTokenizer(str(file))
+
+
+def check_settings(file: Path) -> None:
+    """Refuses what is no JSON object."""
+    read_json(file)
+
+
+def check_ids(file: Path) -> None:
+    """Refuses what does not give tokens their ids."""
+    if not all(type(number) is int for number in read_json(file).values()):
+        raise CheckpointError(str(file), "holds something else than the ids of tokens", "an object of tokens and whole numbers")
+
+
+def check_merges(file: Path) -> None:
+    """Refuses what is no list of pairs, one a line (its heading is `#version:` and a number)."""
+    pairs = [line.split(" ") for line in read_text(file).split("\n") if line.strip()]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise CheckpointError(str(file), "is no list of merges", "two pieces a line, with a space between them")
+
+
+def check_template(file: Path) -> None:
+    """Refuses what does not write out `messages`."""
+    if not re.search(r"\{[{%][^}]*\bmessages\b", read_text(file)):
+        raise CheckpointError(str(file), "is no template of a chat", "one that goes through `messages`")
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises `CheckpointError` where it is no text."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(str(file), f"is no text: {error}", WHOLE) from error
+
+
+FILES: dict[str, Callable[[Path], None]] = {  # of a tokenizer, each with what refuses a file that is something else
+    SENTENCEPIECE: check_model,
+    "tokenizer_config.json": check_settings,  # before tokenizer.json, which is read together with it
+    "tokenizer.json": check_fast,
+    "special_tokens_map.json": check_settings,
+    "added_tokens.json": check_ids,
+    "vocab.json": check_ids,
+    "merges.txt": check_merges,
+    "chat_template.jinja": check_template,
+}
 
 
 def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformers: ModuleType) -> Written:
     """Write tokenizer files to a model folder that has its config.json already.
 
     Args:
-        name: `bytes`; a sentencepiece ``.model``; a folder with the tokenizer files of a model, or the tokenizer.model among them: then
-            all of them are copied; None: not known.
+        name: `bytes`; a sentencepiece ``.model``; a folder with the tokenizer files of a model, or the tokenizer.json or tokenizer.model
+            among them: then all of them are copied; None: not known.
 
     Raises:
-        ConfigError: there is no such tokenizer, or it has more tokens than the model's `vocab_size`.
+        UserError: there is no such tokenizer, it is damaged, or it has more tokens than the model's `vocab_size`.
     """
     if name is None:
         return Written("tokenizer: the run names none, so none was written (--tokenizer names one)")
     if name == "bytes":
         return Written("tokenizer: bytes are their own ids, so there is no file to write")
     path = Path(name)
-    if path.name == SENTENCEPIECE and (path.parent / FAST[1]).is_file():
+    if path.name == FAST[0] or (path.name == SENTENCEPIECE and (path.parent / FAST[1]).is_file()):
         path = path.parent
     if path.is_dir():
         if not copy_tokenizer(path, folder):
@@ -65,7 +129,11 @@ def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformer
             what = f"tokenizer: {path} copied as {SENTENCEPIECE} alone, for sentencepiece itself"
             return Written(f"{what}: transformers would give other ids for some texts")
         finding = f"tokenizer: {path}, and as {FAST[0]} for AutoTokenizer, which gives the same ids for {PROBES} random texts"
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # its classes raise whatever their files lead to
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("--tokenizer", f"transformers cannot open it: {reason}", "all files of the tokenizer, or another") from error
     if len(theirs) > vocab_size:
         raise ConfigError("--tokenizer", f"{name} has {len(theirs)} tokens, and the model {vocab_size}", "the tokenizer of this model")
     ids = {f"{kind}_token_id": getattr(theirs, f"{kind}_token_id") for kind in ("bos", "eos")}

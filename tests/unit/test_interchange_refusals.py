@@ -1,6 +1,7 @@
 """What cannot be converted is named in one line, with status 2, and nothing is written."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -88,6 +89,32 @@ def pickled(folder: Path) -> None:
 
 
 K = f"{LAYER}self_attn.k_proj.weight"
+
+
+def linked(name: str, *over: str, elsewhere: bool = True) -> Callable[[Path], None]:
+    """A file of the model, or another, is a link to one beside the model's folder, perhaps `over` a link within it."""
+
+    def damage(folder: Path) -> None:
+        there = folder.parent / "elsewhere"
+        there.mkdir()
+        if (folder / name).exists():
+            (folder / name).rename(there / name)
+        elif name == "more":
+            (there / name).mkdir()
+        elif elsewhere:
+            (there / name).write_text("{}")
+        for link in over:
+            (folder / link).symlink_to(there / name)
+        (folder / name).symlink_to(folder / over[-1] if over else Path("../elsewhere") / name)
+
+    return damage
+
+
+def text(name: str, content: str = "root:$6$x$y:19000:0:99999:7:::\n") -> Callable[[Path], None]:
+    """A file that is not what its name says: by default a line of /etc/shadow."""
+    return lambda folder: (folder / name).write_text(content) and None
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensor missing": (weights(lambda w: w.pop(K)), rf"model: has no tensor {K} of shape \(4, 8\)"),
     "tensor of another shape": (weights(lambda w: w.update({K: torch.ones(8, 8)})), rf"tensor {K} has shape \(8, 8\), not \(4, 8\)"),
@@ -110,6 +137,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no architecture": (config(architectures=None), r"model/config\.json: is of the architecture None"),
     "unknown setting": (config(hidden_act="relu"), r"model/config\.json: hidden_act is 'relu'"),
     "setting of another type": (config(num_hidden_layers="1"), r"model/config\.json: num_hidden_layers is '1'"),
+    "a link for config": (linked("config.json"), r"model/config\.json: is a link to .*/elsewhere/config\.json, out of the model's folder"),
+    "a link for weights": (linked("model.safetensors"), r"model/model\.safetensors: is a link to .*/elsewhere/"),
+    "a link for a tokenizer": (linked("tokenizer.json"), r"model/tokenizer\.json: is a link to .*/elsewhere/"),
+    "a link for what transformers reads": (linked("generation_config.json"), r"model/generation_config\.json: is a link to .*/elsewhere/"),
+    "a link over a link": (linked("vocab.json", "own.json"), r"model/own\.json: is a link to .*/elsewhere/"),
+    "a link to nothing": (linked("merges.txt", elsewhere=False), r"model/merges\.txt: is a link to .*/elsewhere/"),
+    "a link to a folder": (linked("more"), r"model/more: is a link to .*/elsewhere/more"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "special_tokens_map.json"), r"special_tokens_map\.json: is neither a file nor a folder"),
+    "no sentencepiece": (text("tokenizer.model"), r"model/tokenizer\.model: is no sentencepiece model"),
+    "no tokenizer.json": (text("tokenizer.json"), r"model/tokenizer\.json: is no JSON"),
+    "another tokenizer.json": (text("tokenizer.json", '{"root": 0}'), r"model/tokenizer\.json: holds no model of a tokenizer"),
+    "a wrong tokenizer.json": (text("tokenizer.json", '{"model": {"type": "none"}}'), r"model/tokenizer\.json: is no tokenizer"),
+    "no tokenizer_config": (text("tokenizer_config.json", "[1]"), r"model/tokenizer_config\.json: holds no JSON object"),
+    "no special tokens": (text("special_tokens_map.json"), r"model/special_tokens_map\.json: is no JSON"),
+    "no added tokens": (text("added_tokens.json", '{"a": "b"}'), r"model/added_tokens\.json: holds something else than the ids"),
+    "no vocabulary": (text("vocab.json", '{"a": 0.5}'), r"model/vocab\.json: holds something else than the ids"),
+    "no merges": (text("merges.txt"), r"model/merges\.txt: is no list of merges"),
+    "merges that are no text": (lambda folder: (folder / "merges.txt").write_bytes(b"\xff"), r"model/merges\.txt: is no text"),
+    "no template": (text("chat_template.jinja"), r"model/chat_template\.jinja: is no template of a chat"),
     "another size": (config(intermediate_size=16), rf"tensor {LAYER}mlp\.gate_proj\.weight has shape \(12, 8\), not \(16, 8\)"),
     "heads that do not divide": (config(num_attention_heads=3, head_dim=2, num_key_value_heads=2), "num_"),
 }
@@ -123,6 +169,69 @@ def test_import_names_what_is_wrong(damage, tmp_path):
     line = refused("import", folder, "--format", "hf", "--output", tmp_path / "run")
     assert re.search(message, line), line
     assert_nothing_written(tmp_path / "run")
+
+
+GOOD = {
+    "tokenizer_config.json": '{"eos_token": {"content": "b"}}', "special_tokens_map.json": "{}", "added_tokens.json": '{"c": 2}',
+    "vocab.json": '{"a": 0, "b": 1}', "merges.txt": "#version: 0.2\na b\n",
+    "chat_template.jinja": "{% for m in messages %}{{ m }}{% endfor %}",
+    "tokenizer.json": '{"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}',
+}  # fmt: skip
+
+
+def test_a_folder_of_the_hubs_cache_is_taken(tmp_path):
+    """Its files are links to blobs, which revisions share: the very layout that a download leaves. A tokenizer's good files come along."""
+    cache = tmp_path / "hub" / "models--somebody--model"
+    (cache / "snapshots").mkdir(parents=True)
+    folder = write_model(cache / "snapshots" / "0123abcd")
+    (cache / "blobs").mkdir()
+    for name, content in GOOD.items():
+        (folder / name).write_text(content)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(cache / "blobs" / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    (tmp_path / "model").symlink_to(folder)
+    for source in (folder, tmp_path / "model"):
+        output = tmp_path / f"run_{source.name}"
+        run(["import", str(source), "--format", "hf", "--output", str(output)])
+        copied = {file.name: file.read_text() for file in (output / "tokenizer").iterdir() if not file.is_symlink()}
+        assert copied == GOOD
+
+
+@pytest.mark.parametrize("lie", ["another name", "no snapshot", "blobs elsewhere", "a blob elsewhere", "below the blobs"])
+def test_what_only_looks_like_the_hubs_cache(lie, tmp_path):
+    cache = tmp_path / ("model" if lie == "another name" else "models--somebody--model")
+    group = "revisions" if lie == "no snapshot" else "snapshots"
+    (cache / group).mkdir(parents=True)
+    folder = write_model(cache / group / "0123abcd")
+    secret = tmp_path / "blobs" / "secret"
+    secret.parent.mkdir()
+    secret.write_text("{}")
+    if lie == "blobs elsewhere":
+        (cache / "blobs").symlink_to(secret.parent)
+    else:
+        (cache / "blobs" / "below").mkdir(parents=True)
+        (cache / "blobs" / "below" / "secret").write_text("{}")
+        (cache / "blobs" / "secret").symlink_to(secret) if lie == "a blob elsewhere" else (cache / "blobs" / "secret").write_text("{}")
+    (folder / "added_tokens.json").symlink_to(f"../../blobs/{'below/' if lie == 'below the blobs' else ''}secret")
+    line = refused("import", folder, "--format", "hf", "--output", tmp_path / "run")
+    assert re.search(r"added_tokens\.json: is a link to .*secret, out of the model's folder", line), line
+    assert_nothing_written(tmp_path / "run")
+
+
+def test_an_export_takes_no_links_either(tmp_path):
+    random_run(tmp_path / "run")
+    secret, tokenizer = tmp_path / "secret", tmp_path / "tokenizer"
+    secret.write_text("{}")
+    tokenizer.mkdir()
+    (tokenizer / "vocab.json").symlink_to(secret)
+    line = refused("export", tmp_path / "run", "--format", "hf", "--output", tmp_path / "out", "--tokenizer", tokenizer)
+    assert "vocab.json: is a link to" in line
+    (tokenizer / "vocab.json").unlink()
+    (tokenizer / "vocab.json").write_text("{}")  # which is no whole tokenizer
+    line = refused("export", tmp_path / "run", "--format", "hf", "--output", tmp_path / "out", "--tokenizer", tokenizer)
+    assert "transformers cannot open it" in line
+    assert_nothing_written(tmp_path / "out")
 
 
 def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
