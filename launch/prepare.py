@@ -73,12 +73,14 @@ def run(argv: list[str]) -> None:
         print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
     if prepared.skipped:
         print(f"left out {prepared.skipped} binary file{'s' if prepared.skipped > 1 else ''}")
-    train, model = shlex.quote(f"data.train={args.output}"), shlex.quote(f"data.tokenizer={prepared.tokenizer}")
-    valid = f" {shlex.quote(f'data.valid={args.output}_valid')}" if args.valid_fraction else ""
-    print(
-        f"\nnext:\n  python launch/pretrain.py --config configs/gpt_tiny.json {train}{valid} {model} "
-        f"model.vocab_size={prepared.splits[args.output].vocab_size} {shlex.quote(f'log.dir=runs/{Path(args.output).name}')}"
-    )
+    words = [f"data.train={args.output}", *([f"data.valid={args.output}_valid"] if args.valid_fraction else [])]
+    imported = Path(prepared.tokenizer).parents[1:2]  # an import has its tokenizer in a folder beside its config
+    config = next((str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None)
+    if config is None:
+        config = "configs/gpt_tiny.json"
+        words += [f"data.tokenizer={prepared.tokenizer}", f"model.vocab_size={prepared.splits[args.output].vocab_size}"]
+        words += [f"log.dir=runs/{Path(args.output).name}"]
+    print(f"\nnext:\n  {shlex.join(['python', 'launch/pretrain.py', '--config', config, *words])}")
 
 
 def main() -> int:

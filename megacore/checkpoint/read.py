@@ -1,5 +1,7 @@
 """Reading a checkpoint: any slice of any tensor in it, and proof that what is read is what was written."""
 
+import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from megacore.errors import CheckpointError
 from megacore.tensor_parallel.shard import Box, Shard
 
 # Model keys that may change between a checkpoint and the run that resumes it: they do not touch what is computed. (max_positions
-# is the shape of a learned position table, which is compared as every tensor's is.)
-FREE_MODEL_KEYS = {"dropout", "attention", "init_std", "max_positions"}
+# does so as the shape of a learned position table.)
+FREE_MODEL_KEYS = {"dropout", "attention", "init_std", "kernels", "chunked_loss", "max_positions"}
 
 BLOCK_ELEMENTS = 1 << 22  # of a tensor that are in memory at once while it is read
 
@@ -85,7 +87,7 @@ class Reader:
                 out[relative(block, shard.offset)].copy_(stored[relative(block, piece.offset)])
 
     def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint") -> None:
-        """Refuse a model section that is not the one the checkpoint was written with, naming the first key that differs.
+        """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
 
         Keys that only one of them has are passed over, as are those that change no shape and no function (dropout). `otherwise`
         is what to do for a user who wants the section as it is.
@@ -93,11 +95,15 @@ class Reader:
         recorded = self.state.get("model", {})
         if not isinstance(recorded, dict):
             raise CheckpointError(str(self.path), "the model section in its state is no section", EARLIER)
-        for key in model:  # in the schema's order: what others are derived from comes first
-            if key in recorded and key not in FREE_MODEL_KEYS and recorded[key] != model[key]:
-                wrong = f"was written with model.{key}={recorded[key]}, and the config says {model[key]}"
-                right = f"set model.{key}={recorded[key]}, or {otherwise}"
-                raise CheckpointError(str(self.path), wrong, right)
+        free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
+        # In the schema's order: what others are derived from comes first.
+        if differ := [key for key in model if key in recorded and key not in free and recorded[key] != model[key]]:
+            was, now = (
+                {key: value if isinstance(value := of[key], str) else json.dumps(value) for key in differ} for of in (recorded, model)
+            )
+            said = ", ".join(f"model.{key}={was[key]} (the config says {now[key]})" for key in differ)
+            words = " ".join(shlex.quote(f"model.{key}={was[key]}") for key in differ)
+            raise CheckpointError(str(self.path), f"was written with {said}", f"set {words}, or {otherwise}")
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a logical tensor that is not there, or not of this shape.

@@ -27,8 +27,8 @@ def check_weights(reader: Reader, config: Config) -> None:
     """Refuses a checkpoint whose weights are not those of the config's model, whatever layout reads them.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing, of another shape, or too many; or the first key of the
-            model section that differs.
+        CheckpointError: naming the first tensor that is missing, of another shape, or too many; or all keys of the model
+            section that differ.
     """
     reader.check_model(config.model.model_dump())
     expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in whole_model(config, "meta").named_parameters()}

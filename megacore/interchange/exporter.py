@@ -66,7 +66,7 @@ def export_hf(
         for tensor in mapped:
             read_back = tensor.join({peer: written.read(peer) for peer in tensor.peers})
             require_same(partial, tensor.name, _read(reader, tensor).to(dtype), read_back)
-        say(f"read back: all {len(mapped)} tensors are those of the checkpoint, in every bit")
+        say(f"read back: all {len(layout)} tensors are those of the checkpoint, in every bit")
         say(compare_logits(transformers, config, reader, dtype, partial, compare_layers))
     say(f"wrote {output}")
 

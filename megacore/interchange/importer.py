@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from megacore.checkpoint import Layout, Reader, save_stream
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
-from megacore.config.load import resolve
+from megacore.config.load import parse_override, place, resolve
 from megacore.errors import CheckpointError
 from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.interchange.families import family_for_hf, tensors
@@ -24,6 +25,7 @@ from megacore.tensor_parallel.shard import Shard
 
 FILE_BYTES = 4 << 30
 LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
+GENTLE = {"lr": 3e-5, "min_lr": 3e-6, "warmup_steps": 20, "weight_decay": 0.01}  # a tenth of what trains from nothing: the model is to stay
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}
 
 
 def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers: int | None, say: Callable[[str], None]) -> None:
-    """Write `peer` as the new run `output`: its config.json, and a checkpoint of step 0 that holds weights alone.
+    """Write `peer` as the new run `output`: a checkpoint of step 0 that holds weights alone, and a config.json to fine-tune them with,
+    in a folder of its own. What follows from other values (the last step of the decay, the data ranks) is left open in it.
 
     Only one logical tensor is in memory at a time, until the comparison with transformers, which holds one whole model
     (cut to `compare_layers`).
@@ -99,19 +102,23 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
     sections: dict[str, Any] = {
         "model": peer.model,
         "train": {"seq_len": min(peer.model["max_positions"], LONGEST), "precision": "fp32"},
-        "log": {"dir": str(output)},
+        "optim": dict(GENTLE),
+        "checkpoint": {"every": 100, "weights": str(output)},
+        "log": {"dir": f"{output}_finetuned"},
     }
     for name in (SENTENCEPIECE, FAST[0]):
         if "data" not in sections and (peer.path / name).is_file():
             sections["data"] = {"tokenizer": str(output / "tokenizer" / name)}
-    config = resolve(sections, overrides, output.name, 1).config
+    for override in overrides:
+        place(sections, *parse_override(override))
+    config = resolve(deepcopy(sections), [], output.name, 1).config
     check_layers(compare_layers, config)
     mapped = peer.mapped(config)
     names = peer.names(mapped)
     dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
     with aside(output) as partial:
         settings = config.model_dump(mode="json", by_alias=True)
-        write_json(partial / CONFIG, settings)
+        write_json(partial / CONFIG, sections | {"model": settings["model"]})
         (partial / "tokenizer").mkdir()
         if not copy_tokenizer(peer.path, partial / "tokenizer"):
             (partial / "tokenizer").rmdir()
@@ -130,7 +137,7 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
             say("logits were not compared: transformers is not installed")
         else:
             say(compare_logits(transformers, config, reader, dtype, peer.path, compare_layers))
-    say(f"wrote {output}")
+    say(f"wrote {output}, whose {CONFIG} fine-tunes it")
 
 
 def _joined(peer: Peer, mapped: list[Mapped], names: dict[str, str], dtype: torch.dtype) -> Iterator[Tensor]:

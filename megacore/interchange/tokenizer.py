@@ -33,6 +33,8 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     Raises:
         UserError: one of them is not what its name says, or `source` has links to files elsewhere. Nothing is copied then.
     """
+    if not source.is_dir():
+        return False
     refuse_foreign(source)
     found = [source / name for name in FILES if (source / name).is_file()]
     for file in found:

@@ -19,6 +19,8 @@ class Inputs:
 
     def __init__(self, config: Config, rank: int) -> None:
         train, vocab_size = config.train, config.model.vocab_size
+        if rank == 0:
+            check_tokenizer(config.data.tokenizer)
         self.stream = training_stream(config)
         self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
         self.config = config
@@ -122,6 +124,12 @@ class Inputs:
         if len(known) < len(sidecars):
             return None
         return sum(s.unigram_entropy * s.tokens for s in known) / sum(s.tokens for s in known)
+
+
+def check_tokenizer(name: str | None) -> None:
+    """Raises `ConfigError` where the run's tokenizer is not there. Training can do without: text, which comes later, cannot."""
+    if name not in (None, "bytes") and not Path(name).is_file():
+        raise ConfigError("data.tokenizer", f"there is no file {name}", "bytes, a sentencepiece .model, a tokenizer.json, or null")
 
 
 def check_writable(directory: Path) -> None:

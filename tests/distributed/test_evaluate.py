@@ -231,12 +231,21 @@ def test_other_weights_are_refused_by_name(text: Path, tmp_path: Path, change: s
     assert str(raised.value).startswith(f"checkpoint error: {path}: {line}") and not (tmp_path / "run").exists()
 
 
+def test_a_tokenizer_that_is_not_there_is_refused_at_the_start(text: Path, tmp_path: Path) -> None:
+    """It was missed when the run had ended, by whoever wanted to see text."""
+    for name in (f"{tmp_path}/none.model", str(tmp_path)):
+        with pytest.raises(ConfigError, match=f"data.tokenizer: there is no file {name}"):
+            Inputs(config_of(text, tmp_path / "run", f"data.tokenizer={name}"), rank=0)
+    assert not (tmp_path / "run").exists()
+    Inputs(config_of(text, tmp_path / "run", "data.tokenizer=bytes"), rank=0)
+
+
 def test_resume_and_weights_are_told_apart(text: Path, base: Path, tmp_path: Path) -> None:
     """Weights alone cannot be resumed; another model's cannot be a start."""
     weights = training.write_weights(tmp_path / "import", config_of(text, tmp_path))
     with pytest.raises(CheckpointError, match="holds weights alone.*checkpoint.weights="):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.resume={weights}"), rank=0)
-    with pytest.raises(CheckpointError, match="model.num_heads=4, and the config says 2"):
+    with pytest.raises(CheckpointError, match=r"model\.num_heads=4 \(the config says 2\).* model\.head_size=8"):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={base}", "model.num_heads=2"), rank=0)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         Inputs(config_of(text, tmp_path / "run", f"checkpoint.weights={tmp_path}/nowhere"), rank=0)

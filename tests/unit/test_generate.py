@@ -230,7 +230,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--top-p", "0"], "config error: --top-p: 0.0 is not usable"),
         (["parallel.tensor=2"], "config error: parallel: tensor 2"),
         (["model.hidden_size=64"], "checkpoint error: CHECKPOINT: was written with model.hidden_size=32"),
-        (["model.max_positions=24"], "checkpoint error: CHECKPOINT: tensor model/position has shape (12, 32)"),
+        (["model.max_positions=24"], "checkpoint error: CHECKPOINT: was written with model.max_positions=12 (the config says 24)"),
         (["--tokenizer", "SENTENCEPIECE"], "config error: --tokenizer: SENTENCEPIECE is of another kind than the run's bytes"),
         (["--tokenizer", "SENTENCEPIECE", "data.tokenizer=null"], "config error: --tokenizer: SENTENCEPIECE has 400 tokens, and the"),
         (["data.tokenizer=null"], "config error: --tokenizer: the run names no tokenizer"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megacore.checkpoint import Reader, locate
+from megacore.config import load
 from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange import exporter, importer
 from megacore.interchange.folder import Folder
@@ -87,6 +89,7 @@ def test_ours_out(name, dtype, tmp_path, capsys):
     with torch.no_grad():
         assert relative(logits(model, rows), opened_by_transformers(folder)(rows).logits) < TOLERANCE
     said = capsys.readouterr().out
+    assert re.findall(r"(\d+) tensors", said) == [str(len(stored(folder)))] * 2, "what is counted is what was written, twice alike"
     assert "read back: all" in said and "fp64, differ from" in said and "(at most 1e-05)" in said
 
 
@@ -105,13 +108,15 @@ def test_files_of_bounded_size(tmp_path, monkeypatch):
 
 
 def test_an_import_is_a_run_to_start_from(theirs, tmp_path):
-    """Its config is the run's, with the overrides; its checkpoint holds weights alone, and says whose."""
+    """Its config fine-tunes it, with the overrides; its checkpoint holds weights alone, and says whose."""
     run = take_in(theirs("gpt2")[0], tmp_path / "run", "train.seq_len=8", "train.precision=bf16")
     config = json.loads((run / "config.json").read_text())
-    assert (config["train"]["seq_len"], config["train"]["precision"], config["log"]["dir"]) == (8, "bf16", str(run))
+    assert (config["train"]["seq_len"], config["train"]["precision"], config["log"]["dir"]) == (8, "bf16", f"{run}_finetuned")
+    on_four = load(str(run / "config.json"), ["data.train=x", "train.steps=70"], 4).config
+    assert (on_four.parallel.data, on_four.optim.decay_steps) == (4, 70), "what follows from other values must follow them"
     reader = Reader(locate(run))
     assert (reader.step, reader.state["weights_of"]["architecture"]) == (0, "GPT2LMHeadModel") and "engine" not in reader.state
-    assert all(name.startswith("model/") for name in reader.names) and reader.state["config"] == config
+    assert all(name.startswith("model/") for name in reader.names) and on_four.checkpoint.weights == str(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

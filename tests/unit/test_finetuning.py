@@ -1,0 +1,82 @@
+"""Fine-tuning goes as docs/finetuning.md says, command by command; what does not fit is named all at once."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacore.checkpoint import Reader, locate, save
+from megacore.config.load import parse_override
+from megacore.errors import CheckpointError
+from megacore.tensor_parallel.shard import Shard
+from tests.commands import ROOT, run_script
+from tests.conversion import random_run
+
+
+def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
+    """One after the other, a user would start as many runs as there are keys. What is to be set can be typed as it stands."""
+    was = {"num_layers": 2, "bias": True, "norm": "layernorm", "rope_scaling": {"type": "linear"}, "dropout": 0.0, "kernels": "auto"}
+    now = {"num_layers": 3, "bias": False, "norm": "rmsnorm", "rope_scaling": None, "dropout": 0.1, "kernels": "eager"}
+    saved = save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": was | {"max_positions": 8}}, keep=1)
+    reader = Reader(saved)
+    with pytest.raises(CheckpointError) as caught:
+        reader.check_model(now | {"max_positions": 16, "position": "rope"})
+    assert caught.value.wrong == (
+        "was written with model.num_layers=2 (the config says 3), model.bias=true (the config says false), model.norm=layernorm "
+        '(the config says rmsnorm), model.rope_scaling={"type": "linear"} (the config says null)'
+    )
+    words = shlex.split(caught.value.right.removeprefix("set ").removesuffix(", or take another checkpoint"))
+    assert dict(map(parse_override, words)) == {f"model.{key}": was[key] for key in ("num_layers", "bias", "norm", "rope_scaling")}
+    with pytest.raises(CheckpointError, match=r"model\.max_positions=8 \(the config says 16\)"):
+        reader.check_model({"max_positions": 16, "position": "learned"})
+
+
+DOCUMENT = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+COMMANDS = [shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.strip().split("\n")]
+FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows
+
+
+def play(command: list[str], folder: Path, *more: str) -> str:
+    """A command of the document, with its files in `folder`; returns what it says."""
+    words = [re.sub(r"(?<![\w.])(runs/|data/|models/|my\.txt)", lambda found: f"{folder}/{found[1]}", word) for word in command]
+    assert words[0] == "python"
+    done = run_script(words[1], *words[2:], *more)
+    assert done.returncode == 0, (words, done.stderr)
+    return done.stdout
+
+
+def test_the_document_can_be_typed(tmp_path: Path) -> None:
+    """From an exported run of a byte-level tokenizer to a fine-tuned model that is exported again."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    steps = [command[1].removeprefix("launch/") + f" {command[2]}" * ("checkpoint" in command[1]) for command in COMMANDS]
+    last = ["generate.py", "evaluate.py", "checkpoint.py export"]
+    assert steps == ["checkpoint.py export", "checkpoint.py import", "prepare.py", "pretrain.py", *last]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(["<|end|>", *alphabet])}, []))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|end|>")
+    own.save_pretrained(tmp_path / "own")
+    random_run(tmp_path / "runs/quickstart", {"tokenizer": str(tmp_path / "own/tokenizer.json")}, vocab_size=257, max_positions=32)
+    (tmp_path / "my.txt").write_text("Once upon a time there was a model. " * 300, encoding="utf-8")
+
+    play(COMMANDS[0], tmp_path)
+    play(COMMANDS[1], tmp_path)
+    said = play(COMMANDS[2], tmp_path)
+    prefix = f"{tmp_path}/"
+    assert [word.replace(prefix, "") for word in shlex.split(said.splitlines()[-1])] == COMMANDS[3][:-1], "what to type next"
+    play(COMMANDS[3], tmp_path, *FEW)
+    tuned = tmp_path / "runs/gpt2_finetuned"
+    lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 40 and losses[-1] < 0.5 * losses[0]
+    assert Reader(locate(tuned)).step == 40 and Reader(locate(tmp_path / "runs/gpt2")).step == 0
+    assert play(COMMANDS[4], tmp_path, "--temperature", "0").startswith("Once upon a time")
+    assert "perplexity" in play(COMMANDS[5], tmp_path)
+    play(COMMANDS[6], tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "models/gpt2_finetuned" / file).read_bytes() == (tmp_path / "own" / file).read_bytes()
