@@ -23,39 +23,35 @@ DIFF = "python launch/checkpoint.py diff runs/gpt_tiny runs/gpt_tiny_tp2"
 EXPORT = "python launch/checkpoint.py export runs/gpt_tiny --format hf --output models/gpt_tiny"
 IMPORT = "python launch/checkpoint.py import models/gpt_tiny --format hf --output runs/imported"
 NANOGPT = "python launch/checkpoint.py import out/ckpt.pt --format nanogpt --output runs/imported"
+FEW = 10  # tensors that `diff` lists without being asked
+LISTED = " (--tensors lists them)"
 MORE = "python launch/checkpoint.py export -h, and import -h"
 
 
 def info(args: argparse.Namespace) -> None:
-    """Print what the checkpoint holds; tensors by their logical shape, whatever layout wrote them."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print what the checkpoint holds, and if asked for its tensors by their logical shape, whatever layout wrote them."""
     reader = Reader(locate(args.path))
     tensors = reader.manifest.tensors
-    table = Table("tensor", "dtype", "shape", "size", "content digest")
-    table.columns[0].overflow = "fold"  # a long name goes on in the next line, never cut off
-    for name in reader.names:
-        tensor = tensors[name]
-        table.add_row(name, tensor.dtype, " × ".join(map(str, tensor.shape)) or "scalar", size_text(tensor.nbytes), tensor.digest)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
     total = sum(tensor.nbytes for tensor in tensors.values())
-    console.print(f"{reader.path}\nstep {reader.step}, written by megacore {reader.manifest.megacore_version}")
-    console.print(f"{len(tensors)} tensors, {size_text(total)}, in {len(reader.manifest.files)} files")
+    print(f"{reader.path}\nstep {reader.step}, written by megacore {reader.manifest.megacore_version}")
+    print(f"{len(tensors)} tensors, {size_text(total)}, in {len(reader.manifest.files)} files" + ("" if args.tensors else LISTED))
     for key, value in reader.state.items():
-        console.print(f"{key}: {json.dumps(value)}")
+        print(f"{key}: {json.dumps(value)}")
+    if args.tensors:
+        rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "size", "content digest")]
+        for name in reader.names:
+            tensor = tensors[name]
+            shape = " × ".join(map(str, tensor.shape)) or "scalar"
+            rows.append((name, tensor.dtype, shape, size_text(tensor.nbytes), tensor.digest))
+        print_table(rows)
 
 
 def verify(args: argparse.Namespace) -> None:
     """Print a line for each checkpoint, then raise the error of the newest damaged one, if any."""
-    from rich.console import Console
-    from rich.table import Table
-
     candidates = checkpoints_in(args.path)
     if not candidates:
         locate(args.path)  # raises, saying what was looked for
-    table = Table("checkpoint", "tensors", "files", "size", "whole")
+    rows: list[tuple[str, ...]] = [("checkpoint", "tensors", "files", "size", "whole")]
     errors = []
     for candidate in candidates:
         try:
@@ -63,35 +59,40 @@ def verify(args: argparse.Namespace) -> None:
             reader.verify()
         except CheckpointError as error:
             errors.append(error)
-            table.add_row(candidate.name, "", "", "", f"no: {error.wrong}")
+            rows.append((candidate.name, "", "", "", f"no: {error.wrong}"))
         else:
             manifest = reader.manifest
-            table.add_row(candidate.name, str(len(reader.names)), str(len(manifest.files)), size_text(manifest.nbytes), "yes")
-    Console(highlight=False, markup=False).print(table)
+            rows.append((candidate.name, str(len(reader.names)), str(len(manifest.files)), size_text(manifest.nbytes), "yes"))
+    print_table(rows)
     if errors:
         raise errors[0]
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the tensors in which two checkpoints differ; returns 1 where they do."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Print how many tensors of two checkpoints differ, and which: the first few, or all if asked for; returns 1 where they do."""
     before, after = (Reader(locate(path), trusted=args.trust) for path in (args.path, args.other))
-    table = Table("tensor", "what differs", "elements", "largest difference", "relative to the norm")
-    table.columns[0].overflow = table.columns[1].overflow = "fold"
-    for found in compare(before, after):
-        figures = (f"{found.elements:,}", f"{found.largest:.3g}", f"{found.relative:.3g}") if found.elements else ("", "", "")
-        table.add_row(found.name, found.what, *figures)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    differ = list(compare(before, after))
     total = len({*before.names, *after.names})
-    if table.row_count:
-        console.print(table)
     for reader in (before, after):
-        console.print(f"{reader.path}, step {reader.step}")
+        print(f"{reader.path}, step {reader.step}")
     equal = "are equal by their digests (--trust: not compared with what is in the files)" if args.trust else "are equal in every bit"
-    console.print(f"{total - table.row_count} of {total} tensors {equal}")
-    return int(table.row_count > 0)
+    print(f"{total - len(differ)} of {total} tensors {equal}")
+    rows: list[tuple[str, ...]] = [("tensor", "what differs", "elements", "largest difference", "relative to the norm")]
+    for found in differ if args.tensors else differ[:FEW]:
+        figures = (f"{found.elements:,}", f"{found.largest:.3g}", f"{found.relative:.3g}") if found.elements else ("", "", "")
+        rows.append((found.name, found.what, *figures))
+    if differ:
+        print_table(rows)
+    if left := len(differ) - len(rows) + 1:
+        print(f"and {left} more{LISTED}")
+    return int(bool(differ))
+
+
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Columns as wide as what they hold: a name stays whole, for a search and for copying, however narrow the terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def export(args: argparse.Namespace) -> None:
@@ -127,13 +128,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         return added
 
     ours = "a run's log.dir, its checkpoints folder, or one step_… folder"
-    command("info", INFO, "step, state and every tensor of the newest whole checkpoint", ours)
+    showing = command("info", INFO, "step, size and state of the newest whole checkpoint", ours)
+    showing.add_argument("--tensors", action="store_true", help="also every tensor: dtype, shape, size and content digest")
     command("verify", VERIFY, "read all of every checkpoint and compare it with its digests (status 2 where one is damaged)", ours)
     what = "which tensors of two checkpoints differ, and by how much (status 1 where any does, 2 where one is damaged)"
     comparing = command("diff", DIFF, what, ours)
     comparing.add_argument("other", type=Path, metavar="PATH", help="the same, of the other")
     quick = "believe the manifests' digests and read only tensors whose digests differ: quick, and blind to damage"
     comparing.add_argument("--trust", action="store_true", help=quick)
+    comparing.add_argument("--tensors", action="store_true", help=f"all tensors that differ (default: the first {FEW})")
 
     exporting = command("export", EXPORT, "write a folder that transformers opens, and compare logits before it counts as done", ours)
     exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
