@@ -1,6 +1,8 @@
 """Coordinates, and groups that communicate among exactly the ranks along their axes."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,34 @@ def test_tensor_ranks_are_neighbours(shape: tuple[int, int, int]) -> None:
 def join(config_path: str, overrides: list[str]) -> Mesh:
     place = place_from_environment()
     return Mesh(load(config_path, overrides, place.world_size).config, place, torch.device("cpu"))
+
+
+def listening() -> set[int]:
+    """The TCP ports on which this process listens."""
+    own = {os.readlink(descriptor) for descriptor in Path("/proc/self/fd").iterdir() if os.path.lexists(descriptor)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                found.add(int(local.rpartition(":")[2], 16))
+    return found
+
+
+def opened_ports(config_path: str, overrides: list[str]) -> tuple[bool, int, int]:
+    """Whether this rank listens on the store's port, on how many others, and how many groups it has."""
+    before = listening()
+    mesh = join(config_path, overrides)
+    opened, groups = listening() - before, len(mesh.groups)
+    mesh.close()
+    return mesh.place.master_port in opened, len(opened - {mesh.place.master_port}), groups
+
+
+def test_what_listens_is_what_the_document_says(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """docs/trust.md tells who sets up a firewall: the store on rank 0, and a port of gloo's for each group of a rank."""
+    config = write_config(tmp_path, "nothing")
+    found = run_ranks(4, opened_ports, config, ["parallel.tensor=2", "parallel.pipeline=2"])
+    assert found == [(rank == 0, 3, 3) for rank in range(4)]  # all, tp and pp
 
 
 def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
