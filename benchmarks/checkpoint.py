@@ -11,7 +11,6 @@ counts, and half of them lie in the span beside it.
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +26,10 @@ from benchmarks.training import Training, join
 from megacore.checkpoint import MeshRanks, Saver
 from megacore.checkpoint.digest import FILE_HASH, HASHES, content_digest
 from megacore.checkpoint.disk import file_digest, size_text, write_file
-from megacore.cli import Parser
+from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
-from megacore.errors import UserError
 from megacore.mesh import Mesh
-from megacore.place import place_from_environment
+from megacore.place import Place
 from megacore.train.failure import fail
 
 EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
@@ -168,17 +166,11 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main() -> int:
-    """One rank's part; returns its exit status."""
-    place = place_from_environment()
-    try:
-        args = parse(sys.argv[1:])
-        config = load(args.config, args.overrides, place.world_size).config
-        mesh = join(config, place)
-    except UserError as error:
-        if place.rank == 0:
-            print(error, file=sys.stderr)
-        return 2
+def main(argv: list[str], place: Place) -> None:
+    """One rank's part."""
+    args = parse(argv)
+    config = load(args.config, args.overrides, place.world_size).config
+    mesh = join(config, place)
     try:
         training = Training(config, mesh)
         ranks = MeshRanks(mesh)
@@ -193,8 +185,7 @@ def main() -> int:
         fail(error, place, mesh)
         raise
     mesh.close()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_rank_with(main)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.charts import lines_over_sizes
 from benchmarks.training import join
-from megacore.cli import Parser, rank_exit_status
+from megacore.cli import Parser, exit_rank_with
 from megacore.comm import all_gather, all_reduce, reduce_scatter
 from megacore.config import Config, load
 from megacore.errors import ConfigError
@@ -221,4 +221,4 @@ def main(argv: list[str], place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(main))
+    exit_rank_with(main)

@@ -14,7 +14,7 @@ from importlib import import_module
 import torch
 
 from benchmarks.training import LoneStage, Training, join
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.place import place_from_environment
 from megacore.train.meters import peak_memory
@@ -77,4 +77,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    exit_with(main)

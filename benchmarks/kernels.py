@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.rounds import ROOT
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -291,4 +291,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    exit_with(main)

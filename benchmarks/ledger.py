@@ -3,13 +3,12 @@
 torchrun --nproc-per-node 4 -m benchmarks.ledger --config configs/gpt_tiny.json parallel.tensor=2 parallel.pipeline=2 train.steps=20
 """
 
-import sys
 import tempfile
 import time
 
 import torch
 
-from megacore.cli import Parser, rank_exit_status
+from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
 from megacore.ledger import Ledger
 from megacore.mesh import pick_device
@@ -54,4 +53,4 @@ def run(argv: list[str], place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(run))
+    exit_rank_with(run)

@@ -28,12 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.training import Training, join
-from megacore.cli import Parser
+from megacore.cli import Parser, exit_rank_with
 from megacore.comm import all_reduce
 from megacore.config import Config, load
-from megacore.errors import UserError
 from megacore.mesh import Mesh
-from megacore.place import place_from_environment
+from megacore.place import Place
 from megacore.plan.memory import stage_memory
 from megacore.train.failure import fail
 
@@ -161,16 +160,10 @@ def measure(config: Config, mesh: Mesh) -> dict[str, Any]:
     return {"mesh": mesh.describe(), "measured": measured, "predicted": predicted}
 
 
-def measure_here(args: argparse.Namespace) -> int:
-    """One rank's part under a launcher; returns its exit status."""
-    place = place_from_environment()
-    try:
-        config = load(args.config, args.overrides, place.world_size).config
-        mesh = join(config, place)
-    except UserError as error:
-        if place.rank == 0:
-            print(error, file=sys.stderr)
-        return 2
+def measure_here(args: argparse.Namespace, place: Place) -> None:
+    """One rank's part under a launcher."""
+    config = load(args.config, args.overrides, place.world_size).config
+    mesh = join(config, place)
     try:
         result = measure(config, mesh)
     except BaseException as error:
@@ -179,7 +172,6 @@ def measure_here(args: argparse.Namespace) -> int:
     mesh.close()
     if place.rank == 0:
         print(json.dumps(result))
-    return 0
 
 
 def start(args: argparse.Namespace, engine: str, data: int) -> dict[str, Any]:
@@ -208,22 +200,17 @@ def show(args: argparse.Namespace) -> None:
         print(" | ".join([engine, str(data), *cells]), flush=True)
 
 
-def main() -> int:
-    """The table, or one rank's part in a measurement; returns the exit status."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+def main(argv: list[str], place: Place) -> None:
+    """The table, or one rank's part in a measurement."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", default="benchmarks/memory.json", metavar="FILE", help="default: benchmarks/memory.json")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher's
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
-    try:
-        args = parser.parse_intermixed_args()
-        if "RANK" in os.environ:
-            return measure_here(args)
+    args = parser.parse_intermixed_args(argv)
+    if "RANK" in os.environ:
+        measure_here(args, place)
+    else:
         show(args)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_rank_with(main)

@@ -6,7 +6,6 @@ that whatever else the machine does meets all of them. A ratio is taken within e
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.memory import ENGINES
 from benchmarks.rounds import ROOT, Contender, Failed, Record, race
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.pipeline.schedule import build
@@ -207,4 +206,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    exit_with(main)

@@ -22,14 +22,14 @@ from benchmarks import machine
 from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, measured_step, shares
 from benchmarks.charts import stacked_bars
 from benchmarks.training import RandomStream, Training, join
-from megacore.cli import Parser, rank_exit_status
+from megacore.cli import Parser, exit_rank_with
 from megacore.comm import all_reduce
 from megacore.config import Config, load
 from megacore.data.samples import training_stream
 from megacore.errors import ConfigError
 from megacore.mesh import Mesh
 from megacore.model.gpt import DTYPES
-from megacore.place import Place, place_from_environment
+from megacore.place import Place
 from megacore.plan.traffic import sent_by_group
 from megacore.train.failure import fail
 from megacore.train.meters import Utilisation, peak_memory
@@ -178,9 +178,8 @@ def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
     return {"failed": said[0] if said else f"status {done.returncode}"}
 
 
-def measure_here(args: argparse.Namespace) -> int:
+def measure_here(args: argparse.Namespace, place: Place) -> int:
     """This process's part in the layout in which it was started."""
-    place = place_from_environment()
     config = load(args.config, args.overrides, place.world_size).config
     mesh = join(config, place)
     try:
@@ -210,7 +209,7 @@ def main(argv: list[str], place: Place) -> int:
     """Measures here, or starts what does; returns the exit status."""
     args = parse(argv)
     if args.layouts is None:
-        return measure_here(args)
+        return measure_here(args, place)
     if place.world_size > 1:
         raise ConfigError("--layouts", "starts its own ranks, and a launcher has started these", "no launcher, or no --layouts")
     names = args.layouts.split(",")
@@ -222,4 +221,4 @@ def main(argv: list[str], place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(main))
+    exit_rank_with(main)

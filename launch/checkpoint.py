@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.disk import size_text
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange.exporter import export_hf
 from megacore.interchange.importer import PEERS, import_model
@@ -169,4 +169,4 @@ def run(argv: list[str]) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(run))
+    exit_with(run)

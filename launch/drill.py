@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_status, rank_exit_status
+from megacore.cli import Parser, exit_rank_with, exit_with
 from megacore.config.load import load, smallest_world
 from megacore.place import Place
 
@@ -102,4 +102,6 @@ def strike(argv: list[str], place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(strike) if "--strike" in sys.argv else exit_status(run))
+    if "--strike" in sys.argv:
+        exit_rank_with(strike)
+    exit_with(run)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, rank_exit_status
+from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.errors import ConfigError, DataError
@@ -133,7 +133,7 @@ def run(argv: list[str], place: Place) -> int:
     from megacore.train.evaluation import evaluate
     from megacore.train.ranks import joined, own_mistakes
 
-    with own_mistakes(place):
+    with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         config = evaluation_config(recorded_sections(reader), args, place.world_size)
         check_weights(reader, config)
@@ -152,4 +152,4 @@ def run(argv: list[str], place: Place) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(run))
+    exit_rank_with(run)

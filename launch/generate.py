@@ -2,14 +2,13 @@
 
 import argparse
 import io
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import INTERRUPTED, Parser, rank_exit_status
+from megacore.cli import INTERRUPTED, Parser, StdoutLost, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.errors import ConfigError, DataError
@@ -112,7 +111,7 @@ def run(argv: list[str], place: Place) -> int:
     from megacore.pipeline.partition import stage_layers
     from megacore.train.ranks import joined, own_mistakes
 
-    with own_mistakes(place):
+    with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         config = text_config(recorded_sections(reader), args.overrides, args.device, place.world_size)
         check_weights(reader, config)
@@ -125,16 +124,15 @@ def run(argv: list[str], place: Place) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character that a model writes
-    heard = True  # until the reader, such as head, has enough
+    lost: StdoutLost | None = None  # the reader, such as head, has enough
 
     def say(text: str) -> None:
-        nonlocal heard
-        if place.rank == 0 and heard:
+        nonlocal lost
+        if place.rank == 0:
             try:
                 print(text, end="", flush=True)
-            except BrokenPipeError:
-                heard = False
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+            except StdoutLost as error:
+                lost = error
 
     if len(tokens) > config.max_positions:
         print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
@@ -149,13 +147,15 @@ def run(argv: list[str], place: Place) -> int:
         try:
             for token in Decoder(stage, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
                 say(text.push(token))
-                if not heard and place.world_size == 1:  # other ranks count on this one to the end
+                if lost is not None and place.world_size == 1:  # other ranks count on this one to the end
                     break
         except KeyboardInterrupt:
             status = INTERRUPTED
         say(text.end() + "\n")
+    if lost is not None:
+        raise lost
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(run))
+    exit_rank_with(run)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
@@ -172,4 +172,4 @@ def plot(config: Config, timeline: Timeline, path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(run))
+    exit_with(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import INTERRUPTED, Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
@@ -83,14 +83,15 @@ def run(argv: list[str]) -> None:
     print(f"\nnext:\n  {shlex.join(['python', 'launch/pretrain.py', '--config', config, *words])}")
 
 
-def main() -> int:
-    """Exit status: 0, 2 with one line on stderr, or that of the signal that stopped it."""
+def main(argv: list[str]) -> None:
+    """The same, stopped by SIGTERM as by Ctrl-C; says what that left behind."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what is unfinished
-    status = exit_status(run)
-    if status == INTERRUPTED:
+    try:
+        run(argv)
+    except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-    return status
+        raise
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, rank_exit_status
+from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import resolved
 from megacore.place import Place
@@ -49,7 +49,7 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
     from megacore.train.ranks import joined, own_mistakes
     from megacore.train.trainer import Trainer
 
-    with own_mistakes(place):
+    with own_mistakes():
         device = pick_device(config, place)
         check_engine(config, device)
         lock = FolderLock(Path(resolved(config.log.dir))) if place.rank == 0 else None
@@ -63,4 +63,4 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_exit_status(run))
+    exit_rank_with(run)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
@@ -207,4 +207,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(run))
+    exit_with(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 from megacore.survive.hosts import PROBE, Fleet, hostfile_option, load_any
 from megacore.survive.supervisor import Supervisor
@@ -55,4 +55,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(run))
+    exit_with(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
@@ -68,4 +68,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and files go with this process
-    sys.exit(exit_status(main))
+    exit_with(main)

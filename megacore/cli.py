@@ -1,14 +1,24 @@
-"""What the scripts in launch/ share: `-h` that begins with an example, and mistakes as one line with status 2."""
+"""What all scripts share: `-h` that begins with an example, mistakes as one line with status 2, and how a process ends."""
 
 import argparse
+import atexit
+import errno
+import io
+import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 from megacore.errors import ConfigError, UserError
 from megacore.place import Place, missing_hostfile, place_from_environment
+from megacore.reasons import record, say_once
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+UNHEARD = 141  # and for one whose reader, such as head, had enough
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,30 +43,133 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(*((flag, wrong) if colon and flag.startswith("--") else ("arguments", message)), "see -h")
 
 
-def exit_status(script: Callable[[list[str]], int | None]) -> int:
-    """Runs a script's body with the command line's arguments: what it returns (None: 0), `INTERRUPTED` after Ctrl-C,
-    or 2 with one line on stderr for a `UserError`.
+def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
+    """Runs a script's body with the command line's arguments, and ends the process with what it returns (None: 0), with `INTERRUPTED`
+    after Ctrl-C, or with 2 and one line on stderr for a `UserError`.
     """
+    guard_streams()
     try:
-        return script(sys.argv[1:]) or 0
+        status = script(sys.argv[1:]) or 0
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        status = 2
+    except BaseException as error:
+        status = status_after(error)
+    leave(status)
 
 
-def rank_exit_status(script: Callable[[list[str], Place], int]) -> int:
-    """`exit_status` of a script that a launcher starts once a rank: `script` returns its status, and only rank 0 prints the line."""
+def exit_rank_with(script: Callable[[list[str], Place], int | None]) -> NoReturn:
+    """`exit_with` for a script that a launcher starts once a rank: whichever ranks raise a `UserError`, its line is said once."""
+    guard_streams()
     place = Place()
     try:
         place = place_from_environment()
         if hostfile := missing_hostfile():
             raise ConfigError("--hostfile", f"{hostfile} does not exist", "a file with lines such as `localhost slots=4`, or no --hostfile")
-        return script(sys.argv[1:], place)
+        status = script(sys.argv[1:], place) or 0
     except UserError as error:
-        if place.rank == 0:
-            print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        say_once(error, place)
+        status = 2
+    except BaseException as error:
+        status = status_after(error)
+    leave(status)
+
+
+def status_after(error: BaseException) -> int:
+    """The exit status after what a script raised, said on stderr where the user does not know of it."""
+    if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if isinstance(error, StdoutLost):
+        if error.errno == errno.EPIPE:
+            return UNHEARD
+        print(ConfigError("stdout", f"cannot be written: {error.strerror}", "a terminal, a pipe or a file with room"), file=sys.stderr)
+        return 2
+    if isinstance(error, SystemExit):  # such as argparse's, after -h
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    report = "".join(traceback.format_exception(error))
+    sys.stderr.write(report)
+    record(report)
+    return 1
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with `status`, after what an ordinary end waits for, runs and flushes, but without taking the interpreter apart.
+
+    Threads that are not Python's may still drop the last reference to a tensor, as gloo's do with a finished collective. While the
+    interpreter is taken apart Python ends such a thread in the middle of a destructor, and that aborts the process with status 134.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    if sys.stdout is not None:
+        try:
+            sys.stdout.flush()
+        except StdoutLost as error:
+            status = status or status_after(error)
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    os._exit(status)
+
+
+class StdoutLost(OSError):
+    """Standard output cannot be written: nobody reads it any more (EPIPE), or its disk is full. Raised once; later output is dropped."""
+
+
+class Stream(io.FileIO):
+    """Standard output or error. What it cannot write it drops from then on; standard output first says so, as `StdoutLost`, which is
+    told from the failure of another file or pipe."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        """Writes bytes."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if self.fileno() == 1:
+                raise StdoutLost(error.errno, error.strerror) from None
+            return len(data)
+
+
+def guard_streams() -> None:
+    """Puts a `Stream` under standard output and error."""
+    sys.stdout, sys.stderr = guarded(sys.stdout, 1), guarded(sys.stderr, 2)
+
+
+def guarded(stream: Any, descriptor: int) -> Any:
+    """The same text stream over a `Stream`; as it is where it is closed or not the process's own."""
+    try:
+        if stream.fileno() != descriptor:
+            return stream
+    except (AttributeError, OSError):
+        return stream
+    stream.flush()
+    raw = Stream(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: raises `KeyboardInterrupt`, but ends the process at once while its script or torch is being imported. Nothing has begun
+    then, and what is half imported may swallow the exception.
+    """
+    inner = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__") if frame.f_code.co_name == "<module>" else None
+        if module == "torch" or (module == "__main__" and "importlib" in inner):
+            os._exit(INTERRUPTED)
+        inner, frame = frame.f_code.co_filename, frame.f_back
+    raise KeyboardInterrupt
+
+
+# When this is imported, first of all by every script: the imports that follow take seconds.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, interrupt)

@@ -12,6 +12,7 @@ class UserError(ValueError):
     """
 
     kind = "user"
+    of_this_machine = False  # whether other machines of the job may be free of it
 
     def __init__(self, where: str, wrong: str, right: str) -> None:
         line = f"{self.kind} error: {where}: {wrong} ({right})"

@@ -33,7 +33,7 @@ LAUNCHERS = {
 def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
     """Reads the launcher's variables; one plain process has none of them.
 
-    Raises `ConfigError` when they are unreadable, or when several machines are used and nothing names the first.
+    Raises `ConfigError` when they are unreadable or incomplete, or when several machines are used and nothing names the first.
     """
     for launcher, names in LAUNCHERS.items():
         if names[0] not in env or names[1] not in env or (launcher == "torchrun" and names[3] not in env):
@@ -47,12 +47,29 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
             raise ConfigError("environment", wrong, f"start the ranks with {launcher}") from None
         if not 0 <= rank < world_size:
             raise ConfigError("environment", f"rank {rank} of {world_size} ({launcher})", "ranks from 0 to the world size - 1")
+        if not 0 < port < 65536:
+            raise ConfigError("environment", f"MASTER_PORT={port} is no port", "from 1 to 65535")
         address = env.get("MASTER_ADDR") or (first_host(env) if launcher == "srun" else None)
         if address is None and launcher == "mpirun" and local_world_size < world_size:
             wrong = "mpirun started ranks on several machines, and MASTER_ADDR is not set"
             raise ConfigError("environment", wrong, "mpirun -x MASTER_ADDR=<the first host> …")
         return Place(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
+    refuse_half_a_place(env)
     return Place()
+
+
+def refuse_half_a_place(env: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for a rank without a world size, or the reverse: every rank would train alone.
+
+    A batch script under Slurm is rank 0 of no step: that is a plain process.
+    """
+    for rank, world_size, *_ in LAUNCHERS.values():
+        if rank == "SLURM_PROCID" and env.get(rank) == "0":
+            continue
+        if (rank in env) != (world_size in env):
+            there, absent = (rank, world_size) if rank in env else (world_size, rank)
+            wrong = f"{there}={env[there]} is set, and {absent} is not"
+            raise ConfigError("environment", wrong, "both, as a launcher sets them, or neither")
 
 
 def first_host(env: Mapping[str, str]) -> str | None:

@@ -6,14 +6,13 @@ python -m tests.engines --write    writes the table of what goes with what into 
 """
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.errors import ConfigError
 from tests import training
@@ -187,4 +186,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    exit_with(main)

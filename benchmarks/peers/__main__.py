@@ -10,7 +10,6 @@ Results are written behind every layout; the same command goes on with what an i
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from benchmarks import machine
 from benchmarks.charts import grouped_bars
 from benchmarks.peers.environments import REQUIREMENTS, python_of
 from benchmarks.rounds import ROOT, Contender, Race, race
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.errors import ConfigError
 from megacore.tensor_parallel.linear import EMULATED_ON_CPU
@@ -231,4 +230,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    exit_with(main)

@@ -12,9 +12,9 @@ from megacore.cli import INTERRUPTED
 from megacore.errors import UserError
 from megacore.mesh import Mesh
 from megacore.place import Place
+from megacore.reasons import GRACE_SECONDS, record, say_once
 from megacore.train.doctor import Doctor, say
 
-GRACE_SECONDS = 5.0  # a rank that only lost its peer lets the peer speak first; the launcher then ends it
 # What gloo and NCCL say when the other side is gone.
 LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket error", "remote process", "timed out")
 
@@ -34,20 +34,20 @@ def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor |
     if isinstance(error, KeyboardInterrupt):
         os._exit(INTERRUPTED)
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
-        if place.rank > 0:  # what all ranks agree on, rank 0 has said by then, and the launcher has ended the others
-            time.sleep(GRACE_SECONDS)
-        say(str(error) if place.rank == 0 else f"rank {place.rank} on {socket.gethostname()}: {error}")
+        error.of_this_machine = True
+        say_once(error, place)
         sys.stdout.flush()
         os._exit(2)
     first_line = (str(error).strip() or "no message").splitlines()[0]
     if lost_peer(error):
         if doctor is not None:
             doctor.ask(f"{type(error).__name__}: {first_line}")
-        time.sleep(GRACE_SECONDS)
+        time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
     where = "" if mesh is None else f", pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
     report = "".join(traceback.format_exception(error))
     reason = f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
     say(report + reason)
+    record(reason)
     if doctor is not None:
         doctor.last_words(reason)
     sys.stdout.flush()

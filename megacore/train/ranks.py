@@ -1,8 +1,5 @@
 """What every script does whose ranks a launcher starts: say its mistakes once, join the mesh, fail clearly."""
 
-import socket
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +14,16 @@ from megacore.place import Place
 from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
 from megacore.train.determinism import compute_deterministically
 from megacore.train.doctor import Doctor, prepare_flight_recorder
-from megacore.train.failure import GRACE_SECONDS, fail
+from megacore.train.failure import fail
 
 
 @contextmanager
-def own_mistakes(place: Place) -> Iterator[None]:
-    """Around what a rank opens by itself: a `UserError` that rank 0 does not share is said by the rank that has it."""
+def own_mistakes() -> Iterator[None]:
+    """Around what a rank opens by itself: a `UserError` may then be of this machine alone, which is named."""
     try:
         yield
     except UserError as error:
-        if place.rank > 0:  # what only this machine lacks must be said; what all lack, rank 0 has said by then
-            time.sleep(GRACE_SECONDS)
-            print(f"rank {place.rank} on {socket.gethostname()}: {error}", file=sys.stderr)
+        error.of_this_machine = True
         raise
 
 
@@ -40,7 +35,7 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[Mesh]
         multiply_with_onednn()
         keep_freed_memory()
     if config.train.deterministic:
-        with own_mistakes(place):
+        with own_mistakes():
             compute_deterministically()
     mesh = doctor = None
     try:

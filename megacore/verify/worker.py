@@ -13,12 +13,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from megacore.cli import exit_with
 from megacore.errors import ConfigError, UserError
 
 PROTOCOL = 1  # what the two sides of this pipe, maybe of different versions of the code, must agree on
 
 
-def serve() -> None:
+def serve(argv: list[str]) -> None:
     """Answers tasks until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the model prints must not be taken for an answer
@@ -77,4 +78,4 @@ def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
 
 
 if __name__ == "__main__":
-    serve()
+    exit_with(serve)

@@ -1,9 +1,7 @@
 """The command line of the catalogue."""
 
-import sys
-
 import tests.faults
-from megacore.cli import Parser, exit_status
+from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 from tests.faults.checks import FAULTS, ROOT, Checks, document
 
@@ -45,4 +43,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main))
+    exit_with(main)

@@ -38,9 +38,8 @@ def test_each_launcher() -> None:
 
 
 def test_no_launcher_is_one_process() -> None:
-    """A leftover variable (RANK alone; a Slurm batch script, which is no step) must not make a plain process wait for others."""
+    """A Slurm batch script, which is no step, must not wait for others."""
     assert place_from_environment({}) == Place(0, 1, 0, 1)
-    assert place_from_environment({"RANK": "3", "HOME": "/root"}) == Place(0, 1, 0, 1)
     assert place_from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == Place(0, 1, 0, 1)
 
 
@@ -92,6 +91,23 @@ def test_unreadable_numbers_are_named(name: str, value: str) -> None:
 @pytest.mark.parametrize("rank", ["8", "-1"])
 def test_rank_outside_the_world(rank: str) -> None:
     assert f"rank {rank} of 8" in refusal(TORCHRUN | {"RANK": rank})
+
+
+@pytest.mark.parametrize(
+    "env, named",
+    [
+        ({"RANK": "3"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"SLURM_PROCID": "one"}, "SLURM_PROCID=one"),
+        ({"SLURM_PROCID": "3"}, "SLURM_STEP_NUM_TASKS"),
+        (TORCHRUN | {"MASTER_PORT": "999999"}, "MASTER_PORT=999999"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0"),
+    ],
+)
+def test_half_a_place_is_refused(env: dict[str, str], named: str) -> None:
+    """Every rank would train alone, into the same folder; or fail with a traceback where the ranks meet."""
+    assert named in refusal(env)
 
 
 def test_mpirun_over_several_machines_needs_the_first_ones_address() -> None:
