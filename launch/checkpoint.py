@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
+import megacore.cli  # noqa: F401  (first: Ctrl-C counts from here on, and torch takes seconds to import)
 from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.disk import size_text

@@ -38,6 +38,10 @@ class Parser(argparse.ArgumentParser):
         if ranks:  # what the deepspeed launcher adds; it is in the environment too, and read there
             self.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help; argparse itself would not notice that it cannot."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         flag, colon, wrong = message.removeprefix("argument ").partition(": ")
         raise ConfigError(*((flag, wrong) if colon and flag.startswith("--") else ("arguments", message)), "see -h")

@@ -1,4 +1,4 @@
-"""Why a job ends is said once: by the first rank that finds it, on another machine only if rank 0 has found nothing, and never by nobody."""
+"""Why a job ends is said once: by the first rank that finds it, on another machine than rank 0's only if rank 0 has found nothing."""
 
 import os
 import signal
@@ -110,7 +110,9 @@ def test_what_rank_0_has_said_no_other_machine_repeats(
     assert capsys.readouterr().err == ""
 
 
-def test_rank_0s_machine_is_named_where_it_may_lack_something_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0s_machine_is_named_where_it_may_lack_something_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its user would otherwise look for the corpus on a machine that has it."""
     monkeypatch.setattr(reasons, "first_of_job", lambda speak: speak() or True)
     error = DataError("corpus", "is missing", "a corpus")

@@ -1,0 +1,142 @@
+"""How a script's process ends: with its own status after the last step, quietly after Ctrl-C, in one line where nobody can read it."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.config import load
+from tests import training
+from tests.pool import CONTEXT, ROOT
+
+SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.py"))
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text())
+TINY = ["--config", "configs/gpt_tiny.json"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+
+# A thread of gloo's is in Python code when the run ends, and wakes while the interpreter is taken apart.
+LATE = """
+import sys, threading, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megacore.cli import exit_rank_with
+
+class Late:
+    groups = {}
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+def join(rank, store):
+    late.groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+def finished(future):
+    reached.set()
+    while not sys.is_finalizing():
+        time.sleep(0.01)
+
+def run(argv, place):
+    store = dist.HashStore()
+    ranks = [threading.Thread(target=join, args=(rank, store)) for rank in range(2)]
+    for rank in ranks: rank.start()
+    for rank in ranks: rank.join()
+    late.groups[0].allreduce([torch.ones(4)]).get_future().then(finished)
+    late.groups[1].allreduce([torch.ones(4)])
+    reached.wait()
+    print("the last words", end="")
+    return 75
+
+late, reached = Late(), threading.Event()
+exit_rank_with(run)
+"""
+
+
+def test_a_finished_run_keeps_its_status() -> None:
+    """With an ordinary end: terminate called without an active exception, status 134."""
+    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "the last words", "")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint to show and to write texts with."""
+    folder = tmp_path_factory.mktemp("endings")
+    config = load(training.write_config(folder, "none", data={"tokenizer": "bytes"}, model={"vocab_size": 256}), [], 1).config
+    return str(training.write_weights(folder, config))
+
+
+OUTPUTS = {
+    **{f"{script} -h": (script, ["-h"]) for script in SCRIPTS},
+    "plan.py": ("plan.py", TINY),
+    "pretrain.py --print-config": ("pretrain.py", [*TINY, "--print-config"]),
+    "checkpoint.py info": ("checkpoint.py", ["info", "WEIGHTS"]),
+    "generate.py": ("generate.py", ["--checkpoint", "WEIGHTS", "--tokens", "3"]),
+}
+
+
+def play(argv: list[str], stdout: str | None, stderr: Path) -> None:
+    """Becomes the script `argv`, which writes to the device `stdout`; None: to a pipe that nobody reads any more."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing if stdout is None else os.open(stdout, os.O_WRONLY), 1)
+    os.dup2(os.open(stderr, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), 2)
+    os.chdir(ROOT)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_output_that_nobody_reads_or_that_has_no_room(weights: str, tmp_path: Path, output: str) -> None:
+    """`| head` is no mistake, and a full disk is one line; neither is a traceback, nor what a finished command returns."""
+    script, arguments = OUTPUTS[output]
+    argv = [str(ROOT / "launch" / script), *(weights if argument == "WEIGHTS" else argument for argument in arguments)]
+    no_room = "config error: stdout: cannot be written: No space left on device (a terminal, a pipe or a file with room)\n"
+    for stdout, expected in ((None, (141, "")), ("/dev/full", (2, no_room))):
+        process = CONTEXT.Process(target=play, args=(argv, stdout, tmp_path / "stderr"))
+        process.start()
+        process.join(120)
+        assert (process.exitcode, (tmp_path / "stderr").read_text()) == expected
+
+
+INTERRUPTED = "import os, signal, time; os.killpg(0, signal.SIGINT); time.sleep(20)"
+# As torch does while it is imported.
+SWALLOWED = """
+import os, signal
+try:
+    os.killpg(0, signal.SIGINT)
+except BaseException:
+    pass
+"""
+# Commands that import torch; launch/pretrain.py takes Ctrl-C for a request to stop by then, and saves.
+IMPORTS_TORCH = {
+    "checkpoint.py": ["info", "nothing"],
+    "evaluate.py": ["--checkpoint", "nothing"],
+    "generate.py": ["--checkpoint", "nothing"],
+    "verify.py": TINY,
+}
+IMPORTS = [
+    *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in IMPORTS_TORCH and script != "prepare.py"),
+    ("numpy", ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"]),
+    *(("torch", [f"launch/{script}", *arguments]) for script, arguments in IMPORTS_TORCH.items()),
+    *(("torch", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS),
+]
+
+
+def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
+    """In every script: seconds, in which a traceback would be of no use, and a Ctrl-C that is swallowed would be none."""
+    found = {}
+    for module, command in IMPORTS:
+        folder = tmp_path / module
+        folder.mkdir(exist_ok=True)
+        (folder / f"{module}.py").write_text(SWALLOWED if module == "torch" else INTERRUPTED)
+        environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
+        command = [word.replace("TEMP", str(tmp_path)) for word in command]
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        said = process.communicate(timeout=60)[1]
+        found[f"{module} in {' '.join(command)}"] = process.returncode, said.removeprefix("interrupted: nothing was written\n")
+    assert {command: end for command, end in found.items() if end != (130, "")} == {}
