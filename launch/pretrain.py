@@ -12,7 +12,7 @@ from megacore.config.schema import resolved
 from megacore.place import Place
 from megacore.train.stopping import StopRequest
 
-EXAMPLE = "deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
+EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
 MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
 

@@ -173,13 +173,16 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
 
 
 def write_json(path: str, found: list[dict[str, Any]]) -> None:
-    """Writes a file as a whole or not at all."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    """Writes a file as a whole or not at all; a device or a pipe, such as /dev/stdout, is written to and not replaced."""
+    in_place = Path(path).exists() and not Path(path).is_file()
+    temporary = path if in_place else f"{path}.{os.getpid()}.tmp"
     try:
         Path(temporary).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        if not in_place:
+            os.replace(temporary, path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
+        if not in_place:
+            Path(temporary).unlink(missing_ok=True)
         raise ConfigError("--json", f"cannot write {path}: {error.strerror}", "a file that can be written") from None
 
 

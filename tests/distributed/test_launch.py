@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -76,6 +77,21 @@ def test_launchers_agree(config: str, alone: list[float], tmp_path: Path, launch
     assert done.returncode == 0, done.stderr
     assert len(ours := training.metrics(tmp_path / "run")) == 4
     assert [m["loss"] for m in ours] == pytest.approx(alone, rel=1e-5)
+
+
+ONE_MACHINE = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+
+
+def test_the_readmes_launch_commands_work_as_printed() -> None:
+    """On a machine without sshd; those for several machines aside."""
+    block = (ROOT / "README.md").read_text().partition("## Starting a run")[2].partition("```bash\n")[2].partition("```")[0]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    here = [command for command in commands if command[0] != "srun" and "--hostfile" not in command]
+    assert {command[0] for command in here} == {"python", *LAUNCHERS}
+    for command in here:
+        if shutil.which(command[0], path=ENVIRONMENT["PATH"]) is not None:
+            done = start([*command, "--print-config"], **ONE_MACHINE)
+            assert done.returncode == 0 and done.stdout.count("train.steps ") == 1, f"{command}: {done.stderr}"
 
 
 def test_print_config_tells_origins(config: str) -> None:
