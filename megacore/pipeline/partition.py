@@ -4,7 +4,10 @@ The embedding stands on the first stage, the final norm, LM head and loss on the
 much as several layers, so an even split would leave every stage waiting for the last one.
 """
 
-from itertools import pairwise
+import math
+from bisect import bisect_left, bisect_right
+from functools import partial
+from itertools import accumulate, pairwise
 
 from megacore.config.schema import Config
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
@@ -20,26 +23,44 @@ def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: fl
         raise ValueError(f"{stages} stages cannot each have one of {num_layers} layers")
     if stages == 1:
         return [range(num_layers)]
-    # Layers are equal, so only the two ends differ, and the stages between them are best split evenly: trying every
-    # pair of ends is exact. Where the middle is not even, its later stages take the larger share: they hold fewer
-    # activations under 1F1B.
-    middle = stages - 2
+    # Layers are equal, so only the two ends differ. What the worst stage costs says how many layers each may hold at most; the least
+    # such cost that leaves room for all layers is searched for. Within it, the most even split fills all stages to one level.
+    middle, counts = stages - 2, range(1, num_layers + 1)
+    extras = (first_cost, last_cost, *([0.0] if middle else []))  # beside layers, of the first stage, the last, and each between them
 
-    def sizes(first: int, last: int) -> list[int]:
-        rest = num_layers - first - last
-        return [first, *(rest // middle + (i >= middle - rest % middle) for i in range(middle)), last]
+    def most(worst: float) -> list[int]:
+        return [bisect_right(counts, worst, key=partial(_cost, layer_cost, extra)) for extra in extras]
 
-    def badness(split: list[int]) -> tuple[float, int, int]:
-        costs = [n * layer_cost for n in split]
-        costs[0] += first_cost
-        costs[-1] += last_cost
-        return max(costs), sum(n * n for n in split), split[0] + split[-1]
+    def fits(worst: float) -> bool:
+        caps = most(worst)
+        return min(caps) >= 1 and caps[0] + caps[1] + middle * caps[-1] >= num_layers
 
-    ends = [(f, last) for f in range(1, num_layers) for last in range(1, num_layers - f + 1)]
-    fitting = [(f, last) for f, last in ends if (num_layers - f - last >= middle if middle else f + last == num_layers)]
-    best = min((sizes(f, last) for f, last in fitting), key=badness)
-    bounds = [sum(best[:i]) for i in range(stages + 1)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    def least(extra: float) -> float:
+        found = bisect_left(counts, True, key=lambda n: fits(_cost(layer_cost, extra, n)))
+        return _cost(layer_cost, extra, counts[found]) if found < num_layers else math.inf
+
+    caps = most(min(map(least, extras)))
+
+    def filled(level: int) -> int:
+        first, last, each = (min(cap, level) for cap in (caps[0], caps[1], caps[-1]))
+        return first + last + middle * each
+
+    level = bisect_right(counts, num_layers, key=filled)
+    first, last = min(caps[0], level), min(caps[1], level)
+    # What the level leaves over goes to the middle first, then to the last stage: the ends hold as few layers as they can.
+    left = num_layers - filled(level) - (middle if caps[-1] > level else 0)
+    if left > 0 and caps[1] > level:
+        last, left = last + 1, left - 1
+    first += max(0, left)
+    # Where the middle is not even, its later stages take the larger share: they hold fewer activations under 1F1B.
+    rest = num_layers - first - last
+    between = [rest // middle + (i >= middle - rest % middle) for i in range(middle)]
+    return [range(start, stop) for start, stop in pairwise(accumulate([first, *between, last], initial=0))]
+
+
+def _cost(layer_cost: float, extra: float, layers: int) -> float:
+    """Of a stage with so many layers."""
+    return layers * layer_cost + extra
 
 
 def stage_layers(config: Config) -> list[range]:
