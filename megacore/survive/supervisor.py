@@ -21,6 +21,7 @@ from typing import IO
 from megacore.errors import ConfigError
 from megacore.processes import ENDED, descendants, process_state
 from megacore.survive.hosts import Fleet
+from megacore.survive.watch import Watch
 from megacore.train.stopping import STOP, requests
 
 STOPPED = 75
@@ -52,6 +53,7 @@ class Supervisor:
         self.command, self.folder, self.fleet, self.listener = command, folder, fleet, listener
         self.restarts, self.backoff, self.stall, self.steps = restarts, backoff, stall, steps
         self.child: subprocess.Popen[str] | None = None
+        self.watch = Watch(folder, stall)
         self.requests = 0  # to stop
         self.resizing = False  # whether the run was asked to stop because its machines are others now
         self.stalled = False  # whether it was ended because nothing happened
@@ -60,6 +62,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Until the run has finished (0), stopped on request (75), was refused (2), or fails without progress: the child's status."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.watch:
+            return self._run()
+
+    def _run(self) -> int:
         initial = best = self.progress()
         fruitless = 0
         previous = {number: signal.signal(number, self._note) for number in requests()} if is_main_thread() else {}
@@ -91,7 +98,7 @@ class Supervisor:
                 if fruitless > self.restarts:
                     say(f"given up: {self.restarts} restarts in a row brought no progress beyond step {max(best)} (status {status})")
                     return status if status > 0 else 1  # a launcher that was killed may well say 0
-                pause = min(MOST_BACKOFF, self.backoff * 2 ** max(0, fruitless - 1))
+                pause = min(MOST_BACKOFF, self.backoff * 2 ** min(max(0, fruitless - 1), 20))
                 say(f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in {pause:.0f} s")
                 self._sleep(pause)
                 if self.asked():
@@ -163,8 +170,9 @@ class Supervisor:
                 env=os.environ | ({"PYTHONUNBUFFERED": "1"} if pipe else {}),  # a listener hears what is said when it is said
                 start_new_session=True,
             )
-        except OSError as error:
-            raise ConfigError(command[0], f"cannot be started: {error.strerror}", "a launcher's command") from None
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise ConfigError(command[0], f"cannot be started: {getattr(error, 'strerror', error)}", "a launcher's command") from None
+        self.watch.tell(self.child.pid)
         reader = threading.Thread(target=self._listen, args=(self.child.stdout,), daemon=True)
         if self.listener is not None:
             reader.start()
@@ -183,6 +191,7 @@ class Supervisor:
                 self._ask()
         if self.listener is not None:
             reader.join(END_SECONDS)
+        self.watch.tell(0)
         return self.child.returncode
 
     def _listen(self, lines: IO[str]) -> None:

@@ -6,13 +6,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megacore.processes import ENDED, descendants, process_state
 from megacore.survive.hosts import Fleet
 from megacore.survive.supervisor import Supervisor
 from megacore.train.stopping import STOP
+from tests.pool import CONTEXT
 
 # A run of 20 steps: it logs each, saves every other, goes on from the newest, obeys STOP, and fails as its plan says.
 LAUNCHER = """
@@ -131,3 +134,27 @@ def test_other_machines_take_over_while_it_runs(tmp_path: Path) -> None:
     shapes = [[word.partition("=")[2] for word in line if word.startswith(("parallel.tensor", "parallel.pipeline"))] for line in starts]
     assert shapes == [["2", "2"], ["2", "1"], ["2", "2"]]
     assert (tmp_path / "run/hostfile").read_text() == "localhost slots=4\n" and not (tmp_path / "run" / STOP).exists()
+
+
+def test_a_supervisor_that_is_killed_lets_its_run_stop(tmp_path: Path) -> None:
+    """Nobody would start it again, nor leave out a machine that is gone; a new supervisor would find the folder taken."""
+    supervisor = CONTEXT.Process(target=run_supervised, args=(tmp_path, {"pace": 0.5}))
+    supervisor.start()
+    metrics, stop = tmp_path / "metrics.jsonl", tmp_path / STOP
+    wait_for(metrics.exists)
+    launcher = next(pid for pid in descendants(supervisor.pid or 0) if b"launcher.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    supervisor.kill()
+    supervisor.join()
+    wait_for(lambda: process_state(launcher) in ENDED and not stop.exists())
+    assert len(metrics.read_text().splitlines()) < 20, "the run went on to its end"
+
+
+def run_supervised(folder: Path, plan: dict) -> None:
+    supervised(folder, plan).run()
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,78 @@
+"""Watches over a supervisor. One that is killed can do nothing for its run any more: this process then lets the run save and stop."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from megacore.processes import ENDED, process_state
+from megacore.train.stopping import STOP
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOK_SECONDS = 0.2
+END_SECONDS = 10.0
+
+
+class Watch:
+    """A supervisor's own watch, for as long as it is entered: a process that sees this one end, however it does (Linux)."""
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        """`folder`: the run's. `patience`: seconds that the run may take to stop."""
+        self.command = [sys.executable, "-m", __name__, str(folder), str(patience)]
+
+    def __enter__(self) -> "Watch":
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        # In a session of its own: what ends the supervisor's terminal or process group does not end it.
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
+        )
+        return self
+
+    def tell(self, launcher: int) -> None:
+        """The process id of the launcher that runs now; 0 when it has ended."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the watch
+            self.process.stdin.write(b"%d\n" % launcher)
+            self.process.stdin.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self.process.stdin is not None
+        self.tell(0)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def watch(launchers: Iterable[str], folder: Path, patience: float) -> None:
+    """Waits for the end of `launchers`, lines of `Watch.tell`, which comes when the supervisor ends. A launcher that is left is asked to
+    stop as the supervisor would have asked it, through the file `STOP`; one that has not ended after `patience` seconds is ended."""
+    launcher = 0
+    for line in launchers:
+        launcher = int(line)
+    if not launcher or process_state(launcher) in (*ENDED, "?"):
+        return
+    from megacore.survive.supervisor import end_tree, say
+
+    say(f"the supervisor of process {launcher} was killed: its run is asked to stop at its next step")
+    file, asked = folder / STOP, False
+    with contextlib.suppress(FileExistsError):  # somebody's own request says the same
+        file.open("x").close()
+        asked = True
+    deadline = time.monotonic() + patience
+    while process_state(launcher) not in ENDED and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS)
+    end_tree(launcher)
+    if asked:
+        file.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    watch(sys.stdin, Path(sys.argv[1]), float(sys.argv[2]))
