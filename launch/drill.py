@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, exit_rank_with, exit_with
 from megacore.config.load import load, smallest_world
+from megacore.errors import ConfigError
+from megacore.files import check_folder
 from megacore.place import Place
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, di
 each strikes one rank at the beginning of one step. Every run has 12 steps and a checkpoint every 4 unless overridden.
 Or, with --soak, random ranks are killed for so long.
 Exit status: 0 if all went as it should, 1 if not."""
+MOST_RANKS = 1024  # of one machine
 SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard=false"]
 
 
@@ -39,24 +43,39 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--verbose", action="store_true", help="also show what the runs say")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.soak is None and not args.fault:
+        raise ConfigError("--fault", "neither a fault nor --soak is given", "such as --fault kill:rank=0,step=7")
+    if args.soak is not None and args.fault:
+        raise ConfigError("--soak", "kills random ranks, and --fault a certain one", "one of the two")
+    for option, bad, right in (
+        ("soak", args.soak is not None and not 0 < args.soak < math.inf, "seconds, above 0"),
+        ("ranks", args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS, f"1 to {MOST_RANKS}"),
+        ("watch", not 0 < args.watch < math.inf, "seconds, above 0"),
+    ):
+        if bad:
+            raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", right)
+    return args
 
 
 def run(argv: list[str]) -> int:
     """The drills one after the other, beside one calm run; returns the exit status."""
     args = parse(argv)
-    from megacore.survive.drills import TORCHRUN, Drill, as_json
+    from megacore.survive.drills import TORCHRUN, Drill, as_json, check_launcher
     from megacore.survive.faults import check
     from megacore.survive.faults import parse as parse_fault
 
     faults = [parse_fault(text) for text in args.fault]
     overrides = [*SHORT, f"parallel.hang_seconds={args.watch}", *args.overrides]
-    ranks = args.ranks or max(4, smallest_world(args.config, overrides))
+    ranks = args.ranks if args.ranks is not None else max(4, smallest_world(args.config, overrides))
     config = load(args.config, overrides, ranks).config
     for fault in faults:
         check(fault, config, ranks)
-    drill = Drill(args.config, overrides, ranks, args.output, args.launcher or TORCHRUN, args.verbose)
-    if args.soak:
+    launcher = TORCHRUN if args.launcher is None else args.launcher
+    check_launcher(launcher)
+    check_folder("--output", args.output)
+    drill = Drill(args.config, overrides, ranks, args.output, launcher, args.verbose)
+    if args.soak is not None:
         found = drill.soak(args.soak, args.seed)
         print(json.dumps(found, indent=2))
         return 0 if found["as_expected"] else 1

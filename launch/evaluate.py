@@ -1,7 +1,6 @@
 """Measures a trained or imported model on a prepared corpus: nats a token, perplexity, bits a byte. In any layout."""
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.errors import ConfigError, DataError
+from megacore.files import check_output, write_json
 from megacore.place import Place
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=0, help="batches to read, spread evenly over the corpus (default: 0, all of it)")
     tokenizer = "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
     parser.add_argument("--tokenizer", help=tokenizer)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures there")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
     if args.batches < 0:
         raise ConfigError("--batches", f"{args.batches} is not usable", "0 or more")
-    if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
-        raise ConfigError("--json", f"{args.json} cannot be written", "a file in a folder that exists")
+    if args.json is not None:
+        check_output("--json", args.json)
     return args
 
 
@@ -53,13 +53,13 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     from megacore.data.tokenizer import check_kind
 
     batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
-    data = {key: sections["data"][key] for key in ("valid", "tokenizer")}
+    data = {key: sections["data"].get(key) for key in ("valid", "tokenizer")}
     if args.data is not None:
         data["valid"] = args.data
     if args.tokenizer is not None:
         check_kind(args.tokenizer, data["tokenizer"])
         data["tokenizer"] = args.tokenizer
-    train = {key: sections["train"][key] for key in batches}
+    train = {key: sections["train"].get(key) for key in batches}
     raw = {"model": sections["model"], "data": data, "train": train | {"eval_batches": args.batches}}
     config = resolve(raw, args.overrides, "evaluation", world_size).config
     if config.data.valid is None:
@@ -114,7 +114,7 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
     Console(highlight=False, markup=False, soft_wrap=True).print(table)
     if args.json is not None:
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
-        args.json.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
+        write_json("--json", args.json, finite)
 
 
 def run(argv: list[str], place: Place) -> int:

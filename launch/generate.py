@@ -12,6 +12,7 @@ from megacore.cli import INTERRUPTED, Parser, StdoutLost, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.errors import ConfigError, DataError
+from megacore.files import read_text
 from megacore.place import Place
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
@@ -19,6 +20,8 @@ MORE = """A model too large for one device is spread over several, like a run: o
   torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b --device cuda parallel.tensor=2 parallel.pipeline=2
 The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
 A text may be longer than the model's positions (model.max_positions): it then goes on from its last half of them."""
+
+MOST_PROMPT = 64 << 20  # bytes
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -55,7 +58,11 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is None:
         return args.prompt
     try:
-        data = sys.stdin.buffer.read() if args.prompt_file == "-" else Path(args.prompt_file).read_bytes()
+        if args.prompt_file != "-":
+            return read_text(args.prompt_file, MOST_PROMPT)
+        data = sys.stdin.buffer.read(MOST_PROMPT + 1)
+        if len(data) > MOST_PROMPT:
+            raise DataError("-", f"has more than {MOST_PROMPT:,} bytes", "a text that one person has written")
         return data.decode("utf-8")
     except OSError as error:
         raise DataError(args.prompt_file, f"cannot be read: {error.strerror}", "a text file, or - for standard input") from None
@@ -81,12 +88,12 @@ def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> 
 def text_config(sections: dict[str, Any], overrides: list[str], device: str, world_size: int) -> Config:
     """The checkpoint's model in the layout that the overrides name; raises `ConfigError` where it cannot write a text in it."""
     model = sections["model"]
-    positions = model.get("max_positions") or sections["train"]["seq_len"]
+    positions = model.get("max_positions") or sections["train"].get("seq_len")
     raw = {
         "model": model,
         # Batches mean nothing here; these fit any number of ranks, so that a wrong one is refused below, for what it is.
         "train": {"seq_len": positions, "precision": "fp32", "device": device, "micro_batch_size": 1, "global_batch_size": world_size},
-        "data": {"tokenizer": sections["data"]["tokenizer"]},
+        "data": {"tokenizer": sections["data"].get("tokenizer")},
     }
     config = resolve(raw, overrides, "text", world_size).config
     if config.parallel.data != 1:

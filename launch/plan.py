@@ -2,8 +2,8 @@
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
+from megacore.files import check_output, read_text
 from megacore.pipeline.partition import stage_costs, stage_layers
 from megacore.pipeline.schedule import build
 from megacore.pipeline.simulate import Timeline, simulate
@@ -22,6 +23,8 @@ from megacore.plan.traffic import Line, seconds_by_group, sent_by_group, stage_t
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+Lines = dict[tuple[str, str], Line]  # by group and operation
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
 EPILOG = """FLOPs count products, attention by what its implementation executes; memory is that of the fullest rank, without
@@ -48,7 +51,7 @@ def simulated(config: Config) -> Timeline:
     return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
 
 
-def report(config: Config, timeline: Timeline, device: str | None, links: str | None) -> None:
+def report(config: Config, timeline: Timeline, device: str | None, lines: Lines) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -75,7 +78,7 @@ def report(config: Config, timeline: Timeline, device: str | None, links: str | 
     console.print()
     console.print(stage_table(config, timeline))
     if world > 1 and config.engine.kind == "native":
-        console.print(traffic_table(config, read_lines(links) if links else {}))
+        console.print(traffic_table(config, lines))
     elif world > 1:
         console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
 
@@ -113,7 +116,7 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
     return table
 
 
-def traffic_table(config: Config, lines: Mapping[tuple[str, str], Line]) -> "Table":
+def traffic_table(config: Config, lines: Lines) -> "Table":
     """What each rank of every stage sends in a step, by group, and with fitted lines how long that takes if nothing hides it."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -132,14 +135,17 @@ def traffic_table(config: Config, lines: Mapping[tuple[str, str], Line]) -> "Tab
     return table
 
 
-def read_lines(path: str) -> dict[tuple[str, str], Line]:
+def read_lines(path: str) -> Lines:
     """The lines that benchmarks.collectives fitted; raises `ConfigError` for a file that holds none."""
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["lines"]
-        return {(row["group"], row["operation"]): Line(row["alpha_seconds"], row["beta_seconds_per_byte"]) for row in rows}
+        rows = json.loads(read_text(path))["lines"]
+        lines = {(row["group"], row["operation"]): Line(row["alpha_seconds"], row["beta_seconds_per_byte"]) for row in rows}
+        if any(not (0 <= line.alpha < math.inf and 0 <= line.beta < math.inf) for line in lines.values()):
+            raise ValueError
+        return lines
     except OSError as error:
         raise ConfigError("--links", f"cannot read {path}: {error.strerror}", "what benchmarks.collectives wrote") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError("--links", f"{path} holds no fitted lines", "what benchmarks.collectives wrote") from None
 
 
@@ -153,10 +159,23 @@ def run(argv: list[str]) -> None:
     if args.device and peak_flops(args.device, config.train.precision) is None:
         known = [name for name, peaks in DEVICE_PEAKS.items() if config.train.precision in peaks]
         raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
+    lines = {} if args.links is None else read_lines(args.links)
+    if args.plot is not None:
+        check_plot(args.plot)
     timeline = simulated(config)
-    report(config, timeline, args.device, args.links)
-    if args.plot:
+    report(config, timeline, args.device, lines)
+    if args.plot is not None:
         plot(config, timeline, args.plot)
+
+
+def check_plot(path: str) -> None:
+    """Raises `ConfigError` unless the path names an image format, in a folder that is there."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix.lower().removeprefix(".") not in known:
+        raise ConfigError("--plot", f"cannot write {path}: its ending names no image format", "a path ending in .png, .svg or .pdf")
+    check_output("--plot", path)
 
 
 def plot(config: Config, timeline: Timeline, path: str) -> None:
@@ -165,9 +184,8 @@ def plot(config: Config, timeline: Timeline, path: str) -> None:
 
     try:
         draw(timeline, config.parallel.schedule, path, unit="FLOP")
-    except (OSError, ValueError) as error:  # a ValueError lists the formats that matplotlib writes
-        reason = error.strerror if isinstance(error, OSError) else "its ending names no image format"
-        raise ConfigError("--plot", f"cannot write {path}: {reason}", "a writable path ending in .png, .svg or .pdf") from error
+    except OSError as error:
+        raise ConfigError("--plot", f"cannot write {path}: {error.strerror}", "a writable path ending in .png, .svg or .pdf") from error
     print(f"schedule drawn in {path}")
 
 

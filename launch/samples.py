@@ -1,8 +1,6 @@
 """Names the samples of a step: their documents and offsets, and who reads them. Or proves that an epoch is read exactly once."""
 
 import argparse
-import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
+from megacore.files import check_output, write_json
 
 if TYPE_CHECKING:
     from megacore.data.coverage import Finding, Leg
@@ -29,6 +28,7 @@ MORE = """Documents, offsets in tokens, samples, epochs and data ranks count fro
 The proof asks the function that the training run asks which samples each rank reads, for every rank, step and layout, and counts.
 Exit status: 0 done or proved, 1 not proved, 2 bad config, data or arguments."""
 SHOWN = 72  # characters of a sample's text
+MOST_NAMED = 10**6  # samples: a line each
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -50,8 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{option}", f"belongs to --{other}", f"--{other}, or leave it out")
     if args.epoch is not None and args.epoch < 0:
         raise ConfigError("--epoch", f"{args.epoch} is no epoch", "0 or more")
-    if args.json is not None and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
-        raise ConfigError("--json", f"{args.json} cannot be a file", "a file in a folder that exists")
+    if args.json is not None:
+        check_output("--json", args.json)
     return args
 
 
@@ -64,6 +64,8 @@ def steps_of(text: str, config: Config) -> range:
     if not 1 <= first <= last <= config.train.steps:
         wrong = f"{text} goes beyond the run's steps" if first <= last else f"{text} ends before it begins"
         raise ConfigError("--step", wrong, f"1 to train.steps {config.train.steps}")
+    if (count := (last + 1 - first) * config.train.global_batch_size) > MOST_NAMED:
+        raise ConfigError("--step", f"{text} has {count:,} samples", f"steps with {MOST_NAMED:,} at most")
     return range(first, last + 1)
 
 
@@ -172,20 +174,6 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
     return findings
 
 
-def write_json(path: str, found: list[dict[str, Any]]) -> None:
-    """Writes a file as a whole or not at all; a device or a pipe, such as /dev/stdout, is written to and not replaced."""
-    in_place = Path(path).exists() and not Path(path).is_file()
-    temporary = path if in_place else f"{path}.{os.getpid()}.tmp"
-    try:
-        Path(temporary).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if not in_place:
-            os.replace(temporary, path)
-    except OSError as error:
-        if not in_place:
-            Path(temporary).unlink(missing_ok=True)
-        raise ConfigError("--json", f"cannot write {path}: {error.strerror}", "a file that can be written") from None
-
-
 def run(argv: list[str]) -> int:
     """Everything that the script does; returns its exit status, or raises `UserError`."""
     args = parse(argv)
@@ -205,7 +193,7 @@ def run(argv: list[str]) -> int:
         found, proved = [asdict(finding) for finding in findings], all(finding.holds for finding in findings)
         print("proved: every sample is read exactly once" if proved else "NOT proved")
     if args.json is not None:
-        write_json(args.json, found)
+        write_json("--json", args.json, found)
     return 0 if proved else 1
 
 

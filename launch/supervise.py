@@ -1,6 +1,7 @@
 """Keeps a run going: starts its launcher, and again when it fails, until the run is finished or asked to stop."""
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.files import check_folder
 from megacore.survive.hosts import PROBE, Fleet, hostfile_option, load_any
 from megacore.survive.supervisor import Supervisor
 
@@ -30,6 +32,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's, with launch/pretrain.py and --config")
     args = parser.parse_args(argv)
     args.command = args.command[args.command[:1] == ["--"] :]
+    for option, bad, right in (
+        ("restarts", args.restarts < 0, "0 or more"),
+        ("backoff", not 0 <= args.backoff < math.inf, "seconds, 0 or more"),
+        ("stall", not args.stall > 0, "seconds, above 0"),
+    ):
+        if bad:
+            raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", right)
     return args
 
 
@@ -48,6 +57,7 @@ def run(argv: list[str]) -> int:
     loaded = load_any(config, overrides)
     folder = loaded.log.dir
     assert folder is not None
+    check_folder("log.dir", folder)
     option = hostfile_option(args.command)
     fleet = None if option is None else Fleet(option[1], config, overrides, args.probe)
     options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}

@@ -1,7 +1,6 @@
 """Which checkpoint a path means: looked for, never pointed to by a file that could lag behind."""
 
 import logging
-from itertools import pairwise
 from pathlib import Path
 
 from megacore.checkpoint.manifest import MANIFEST, STEP_FOLDER
@@ -15,13 +14,19 @@ def checkpoints_in(path: Path) -> list[Path]:
     """The step folders that `path` means, newest first, whole or not.
 
     `path` is a run's log.dir, its checkpoints folder, or a step folder itself; a path that is none of them has none.
+
+    Raises:
+        CheckpointError: it cannot be read.
     """
-    if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name):
-        return [path]
-    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not directory.is_dir():
-        return []
-    steps = ((match, child) for child in directory.iterdir() if (match := STEP_FOLDER.fullmatch(child.name)))
+    try:
+        if (path / MANIFEST).exists() or STEP_FOLDER.fullmatch(path.name):
+            return [path]
+        directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if not directory.is_dir():
+            return []
+        steps = [(match, child) for child in directory.iterdir() if (match := STEP_FOLDER.fullmatch(child.name))]
+    except OSError as error:  # no permission, or a name that is too long
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror}", "a folder that this user may read") from None
     return [child for _, child in sorted(steps, key=lambda step: (int(step[0][1]), step[0][2] is None), reverse=True)]
 
 
@@ -51,13 +56,23 @@ def find_latest(path: Path, *, deep: bool = True) -> Path | None:
     `deep` compares every file with its digest; else only the manifest, and the sizes and headers of the files. Call it on one
     rank and share the result: ranks that look for themselves may see different folders.
     """
-    for candidate, before in pairwise((*checkpoints_in(path), None)):
-        assert candidate is not None
+    found, damage = _newest_whole(path, deep)
+    if found is None and damage:
+        warn_of_damage(damage[0], None)
+    return found
+
+
+def _newest_whole(path: Path, deep: bool) -> tuple[Path | None, list[CheckpointError]]:
+    """`find_latest`, and what is wrong with those that were passed over. It warns of them where there is one to take instead."""
+    damage: list[CheckpointError] = []
+    for candidate in checkpoints_in(path):
         error = fault_of(candidate, deep=deep)
         if error is None:
-            return candidate
-        warn_of_damage(error, before)
-    return None
+            for each in damage:
+                warn_of_damage(each, candidate)
+            return candidate, damage
+        damage.append(error)
+    return None, damage
 
 
 def locate(path: Path) -> Path:
@@ -71,8 +86,10 @@ def locate(path: Path) -> Path:
     if candidates == [path]:
         Reader(path).verify_headers()
         return path
-    latest = find_latest(path, deep=False)
+    latest, damage = _newest_whole(path, deep=False)
     if latest is None:
-        wrong = "holds no checkpoint" if not candidates else f"none of its {len(candidates)} checkpoints is whole"
+        wrong = "holds no checkpoint"
+        if damage:
+            wrong = f"none of its {len(damage)} checkpoints is whole; in the newest, {Path(damage[0].where).name}, {damage[0].wrong}"
         raise CheckpointError(str(path), wrong, "give a run's log.dir, its checkpoints folder or one step_… folder")
     return latest

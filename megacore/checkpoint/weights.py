@@ -18,7 +18,7 @@ def recorded_sections(reader: Reader) -> dict[str, Any]:
         CheckpointError: it was written without.
     """
     sections = reader.state.get("config")
-    if not isinstance(sections, dict):
+    if not isinstance(sections, dict) or not all(isinstance(sections.get(name), dict) for name in ("model", "train", "data")):
         raise CheckpointError(str(reader.path), "does not hold the run's config", "a checkpoint of launch/pretrain.py or of an import")
     return sections
 
@@ -31,6 +31,9 @@ def check_weights(reader: Reader, config: Config) -> None:
             section that differ.
     """
     reader.check_model(config.model.model_dump())
+    if config.model.num_layers > len(reader.names):  # before so many are built
+        wrong = f"has {len(reader.names)} tensors, too few for model.num_layers={config.model.num_layers}"
+        raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")
     expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in whole_model(config, "meta").named_parameters()}
     for name, shape in expected.items():
         reader.check(name, shape)

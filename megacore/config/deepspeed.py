@@ -7,11 +7,11 @@ hangs or trains something else without a word.
 import difflib
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
+from megacore.files import read_text
 
 KEY = "engine.config"
 EXAMPLE = "configs/deepspeed/zero2.json"
@@ -99,7 +99,7 @@ def read(source: str | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(source, dict):
         return json.loads(json.dumps(source))
     try:
-        settings = json.loads(Path(source).read_text(encoding="utf-8"))
+        settings = json.loads(read_text(source))
     except OSError as error:
         raise ConfigError(KEY, f"cannot read {source}: {error.strerror}", f"an object, or a JSON file such as {EXAMPLE}") from None
     except (ValueError, RecursionError) as error:

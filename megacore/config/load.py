@@ -10,9 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megacore.config.rules import check, derive
+from megacore.config.rules import check, check_extent, derive
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
+from megacore.files import read_text
+
+LONGEST = 200  # characters of a value in a message
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
         place(raw, key, value)
         origins[key] = "override"
     config = validate(raw)
+    check_extent(config)
     derived = derive(config, name, world_size)
     for key, value in derived.items():
         place(raw, key, value)
@@ -71,7 +75,7 @@ def smallest_world(path: str, overrides: list[str]) -> int:
 def read(path: str) -> dict[str, Any]:
     """The config file's JSON object."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
     except OSError as error:
         raise ConfigError("--config", f"cannot read {path}: {error.strerror}", "a JSON file, such as configs/gpt_tiny.json") from error
     except UnicodeDecodeError as error:
@@ -114,7 +118,10 @@ def validate(raw: dict[str, Any]) -> Config:
         # Through JSON, so that strictness follows JSON's types: a list is a fine tuple, "20" is no number.
         return Config.model_validate_json(json.dumps(raw))
     except ValidationError as error:
-        first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
+        errors = error.errors()
+        same_key = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
+        # Of the kinds that a key may have, the one that fits best says most: in a list, the entry that is wrong.
+        first = next((e for e in errors if e["type"] == "extra_forbidden"), max(same_key, key=lambda e: len(e["loc"])))
     if not first["loc"]:  # text that Python takes for JSON and pydantic does not, such as half of a surrogate pair
         raise ConfigError("--config", first["msg"].lower().partition(" at line")[0], "valid JSON, in the file and the overrides") from None
     key = ".".join(str(part) for part in first["loc"][:2])
@@ -122,7 +129,10 @@ def validate(raw: dict[str, Any]) -> Config:
     if first["type"] == "extra_forbidden":
         raise ConfigError(key, " ".join(["unknown key", *inner]), describe(key) if inner else nearest(key)) from None
     why = ": ".join([*inner, first["msg"].lower()])
-    raise ConfigError(key, f"{json.dumps(first['input'])} is not valid: {why}", describe(key)) from None
+    part = ("weight ", "prefix ")[int(first["loc"][4])] if len(first["loc"]) == 5 else ""  # of an entry of the one kind of list
+    value = json.dumps(first["input"])
+    value = value if len(value) <= LONGEST else f"{value[:LONGEST]}…"
+    raise ConfigError(key, f"{part}{value} is not valid: {why}", describe(key)) from None
 
 
 def nearest(key: str) -> str:

@@ -6,8 +6,15 @@ Each refusal names one key, what is wrong with it and what would be right.
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
-from megacore.config.schema import Config, Llama3Rope
+from megacore.config.schema import Config, Llama3Rope, resolved
 from megacore.errors import ConfigError
+
+# Bounds far above any run, so that no number in a config can make a script count or allocate without end.
+LARGEST = 2**53  # of a whole number: what JSON's readers agree on
+MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
+MOST_TOKENS = 2**31  # of a microbatch
+MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
+MOST_MICROBATCHES = 2**18  # of a step, on all stages together: a schedule lists each of them, and is simulated in seconds
 
 
 def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
@@ -36,6 +43,28 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if config.log.dir is None:
         derived["log.dir"] = f"runs/{name}"
     return derived
+
+
+def check_extent(config: Config) -> None:
+    """Refuses numbers beyond any run, and paths that no file can have: what derived values and other rules would stumble over."""
+    for section, values in config.model_dump(by_alias=True).items():
+        for name, value in values.items():
+            if isinstance(value, int) and value > LARGEST:
+                raise ConfigError(f"{section}.{name}", f"{len(str(value))} digits are more than any run needs", f"at most {LARGEST}")
+            texts = [prefix for _, prefix in value] if isinstance(value, list) else [value]
+            if any(isinstance(text, str) and "\0" in text for text in texts):
+                raise ConfigError(f"{section}.{name}", "holds a NUL, which no path can have", "a path")
+
+
+def check_elements(config: Config) -> None:
+    """No tensor of the model may be larger than a checkpoint can describe."""
+    model = config.model
+    features = (config.head_size * (model.num_heads + 2 * config.kv_heads), 2 * resolved(model.ffn_size))
+    rows = {"num_heads": features[0], "ffn_size": features[1], "vocab_size": model.vocab_size, "max_positions": config.max_positions}
+    name, largest = max(rows.items(), key=lambda row: row[1])
+    if (elements := largest * model.hidden_size) > MOST_ELEMENTS:
+        wrong = f"with model.hidden_size {model.hidden_size} makes a tensor of {elements:.3g} elements"
+        raise ConfigError(f"model.{name}", wrong, f"tensors of at most {MOST_ELEMENTS:.3g}")
 
 
 def divides(key: str, size: int, by_key: str, by: int) -> None:
@@ -99,6 +128,7 @@ def check_model(config: Config) -> None:
     divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
     divides("model.ffn_size", model.ffn_size, "parallel.tensor", parallel.tensor)
     check_positions(config)
+    check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
     if (parallel.tensor - 1) * -(-model.vocab_size // parallel.tensor) >= model.vocab_size:
         wrong = f"{model.vocab_size} leaves a tensor rank of {parallel.tensor} without a row"
@@ -152,6 +182,17 @@ def check_batch(config: Config) -> None:
         down = train.global_batch_size - train.global_batch_size % per_round
         right = f"a multiple of {per_round}: {f'{down} or ' if down else ''}{down + per_round}"
         raise ConfigError("train.global_batch_size", wrong, right)
+    if (tokens := train.micro_batch_size * train.seq_len) > MOST_TOKENS:
+        wrong = f"{train.micro_batch_size} × train.seq_len {train.seq_len} is {tokens:,} tokens"
+        raise ConfigError("train.micro_batch_size", wrong, f"at most {MOST_TOKENS:,}")
+    stages = config.parallel.pipeline
+    if config.num_microbatches * stages > MOST_MICROBATCHES:
+        wrong = f"{config.num_microbatches:,} microbatches a step" + (f" on {stages} stages" if stages > 1 else "")
+        right = f"at most {MOST_MICROBATCHES // stages:,}: a larger train.micro_batch_size, or more data ranks"
+        raise ConfigError("train.global_batch_size", wrong, right)
+    if train.steps * train.global_batch_size > MOST_SAMPLES:
+        wrong = f"{train.steps} × train.global_batch_size {train.global_batch_size} samples cannot be counted in 64 bits"
+        raise ConfigError("train.steps", wrong, f"at most {MOST_SAMPLES // train.global_batch_size}")
 
 
 def check_optim(config: Config) -> None:

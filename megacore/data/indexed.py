@@ -24,6 +24,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from megacore.errors import DataError
+from megacore.files import open_plain, read_plain
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -197,7 +198,9 @@ class Sidecar:
         if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
             return None
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
+            return TypeAdapter(cls).validate_json(read_plain(path))
+        except OSError as error:
+            raise DataError(str(path), f"cannot be read: {error.strerror}", "delete it, or prepare the corpus again") from None
         except ValidationError as error:
             first = error.errors()[0]
             wrong = f"{'.'.join(map(str, first['loc'])) or 'whole file'}: {first['msg']}"
@@ -231,11 +234,11 @@ def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
 
 def _size_of(path: str) -> int:
     try:
-        with open(path, "rb") as file:  # so that a folder, or a file that may not be read, is found here
+        with open_plain(path) as file:  # so that a folder, or a file that may not be read, is found here
             return os.fstat(file.fileno()).st_size
-    except (OSError, ValueError) as error:
+    except OSError as error:
         right = "a prefix of .bin and .idx files, as launch/prepare.py writes them"
-        wrong = "missing" if isinstance(error, FileNotFoundError) else str(getattr(error, "strerror", error))
+        wrong = "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
         raise DataError(path, wrong, right) from None
 
 

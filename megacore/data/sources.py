@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megacore.errors import DataError
+from megacore.files import open_plain
 
 STDLIB = "python-stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -77,6 +78,8 @@ class Texts:
             paths, self.skipped = find_files(inputs)
             sizes = [os.stat(path).st_size for path in paths]
             self.sources = [Source(p, 0, size, p.endswith(".jsonl"), valid_fraction) for p, size in zip(paths, sizes, strict=True)]
+            for path in paths:
+                open_plain(path).close()
             if len(paths) == 1 and not self.sources[0].jsonl:
                 self.sources = _split(self.sources[0])
         except OSError as error:
@@ -121,7 +124,9 @@ def _read_lines(source: Source, start: int, raw: bytes, text_key: str) -> Iterat
             try:
                 text = json.loads(_decode(line, source.path, start))[text_key]
                 head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can spell
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
+            except UnreadableText:
+                raise
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
                 wrong = f"line {_line_number(source.path, start)} {_why(error, text_key)}"
                 raise UnreadableText(source.path, wrong, f'one object a line, such as {{"{text_key}": "…"}}') from None
             if text:
@@ -217,4 +222,8 @@ def _why(error: Exception, text_key: str) -> str:
         return f"is not JSON ({error.msg})"
     if isinstance(error, UnicodeEncodeError):
         return "holds half a surrogate pair, which is no text"
+    if isinstance(error, RecursionError):
+        return "has brackets nested too deep"
+    if isinstance(error, ValueError):
+        return "holds a number of too many digits"
     return f"has no text under the key {text_key}"

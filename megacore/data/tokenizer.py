@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from megacore.errors import ConfigError, DataError
+from megacore.files import read_plain, read_text
 
 TRAINED = "sentencepiece:"  # and a vocabulary size: a model to be trained
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
@@ -57,7 +58,7 @@ class SentencePieceTokenizer:
         from sentencepiece import SentencePieceProcessor
 
         try:
-            model = Path(path).read_bytes()
+            model = read_plain(path)
         except OSError as error:
             raise DataError(path, f"cannot be read: {error.strerror}", "bytes, or the path of a sentencepiece .model") from None
         try:
@@ -98,7 +99,7 @@ class JsonTokenizer:
         except ImportError:
             raise DataError(path, "needs the package tokenizers", "pip install 'megacore[hf]'") from None
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
             self._tokenizer = Fast.from_str(text)
         except OSError as error:
             raise DataError(path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json") from None

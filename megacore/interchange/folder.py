@@ -18,6 +18,7 @@ from torch import Tensor
 from megacore.checkpoint import Layout, pack, write_safetensors
 from megacore.checkpoint.manifest import DTYPE_CODES
 from megacore.errors import CheckpointError, ConfigError
+from megacore.files import read_text
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = {DTYPE_CODES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
@@ -106,11 +107,11 @@ def refuse_foreign(folder: Path) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `CheckpointError` where there is none."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(read_text(file))
     except FileNotFoundError as error:
         raise CheckpointError(str(file), "is missing", "a model folder has one") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(str(file), f"is no JSON: {error}", WHOLE) from error
+        raise CheckpointError(str(file), f"is no JSON: {getattr(error, 'strerror', error)}", WHOLE) from error
     if not isinstance(value, dict):
         raise CheckpointError(str(file), "holds no JSON object", WHOLE)
     return value
@@ -146,10 +147,10 @@ def aside(output: Path) -> Iterator[Path]:
         CheckpointError: the disk refused.
     """
     output = Path(os_path.abspath(output))
-    partial = output.with_name(output.name + ".partial")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError("--output", f"{output} is there already", "a folder that is not, or empty")
+    partial = output.parent / (output.name + ".partial")
     try:
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            raise ConfigError("--output", f"{output} is there already", "a folder that is not, or empty")
         partial.mkdir(parents=True)
     except FileExistsError as error:
         wrong = f"{partial} is there: of a conversion that is running, or was killed"

@@ -112,6 +112,9 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
     for override in overrides:
         place(sections, *parse_override(override))
     config = resolve(deepcopy(sections), [], output.name, 1).config
+    if config.model.num_layers > len(peer.shapes):  # before so many are looked for
+        wrong = f"has {len(peer.shapes)} tensors, too few for {config.model.num_layers} layers"
+        raise CheckpointError(str(peer.path), wrong, f"a whole {peer.architecture} of the sizes in its configuration")
     check_layers(compare_layers, config)
     mapped = peer.mapped(config)
     names = peer.names(mapped)

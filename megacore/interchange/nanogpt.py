@@ -10,6 +10,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import CheckpointError
+from megacore.files import open_plain
 from megacore.interchange.mapped import Mapped, Shape, lm_head, qkv_shape, renamed
 
 COMPILED = "_orig_mod."  # before the names of a model that was compiled
@@ -77,6 +78,7 @@ def load_plain(path: Path) -> Any:
     A pickle can name any function to be called on loading; torch's unpickler of `weights_only` calls none but those that build tensors.
     """
     try:
+        open_plain(path).close()
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read: {error.strerror or error}", "nanoGPT's ckpt.pt") from error

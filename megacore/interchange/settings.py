@@ -127,7 +127,7 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of our `model` section."""
     require(hf, "hidden_act", "silu", "silu", "swish")
     require(hf, "quantization_config", None, None)
-    if set(hf.get("layer_types") or ()) - {"full_attention"}:
+    if any(kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()):
         raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
     hidden, heads = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
     head_size = whole(hf, "head_dim", None) or head_size_of(hidden, heads, "hidden_size", "num_attention_heads")

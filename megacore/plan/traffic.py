@@ -70,11 +70,11 @@ def stage_traffic(config: Config) -> list[list[Transfer]]:
     layers = [0] * config.parallel.pipeline
     for virtual, own in enumerate(stage_layers(config)):
         layers[virtual % len(layers)] += len(own)
-    traffic = []
+    traffic, parameters = [], stage_parameters(config)
     for stage, count in enumerate(layers):
         first, last = stage == 0, stage == len(layers) - 1
         partial = count * _partial_parameters(config) + _partial_ends(config, first, last)
-        found = [*_tensor(config, count, first, last), *_pipeline(config, first, last), *_data(config, stage, partial)]
+        found = [*_tensor(config, count, first, last), *_pipeline(config, first, last), *_data(config, stage, parameters[stage], partial)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -105,11 +105,11 @@ def _pipeline(config: Config, first: bool, last: bool) -> list[Transfer]:
     return [Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)]
 
 
-def _data(config: Config, stage: int, partial: int) -> list[Transfer]:
+def _data(config: Config, stage: int, parameters: int, partial: int) -> list[Transfer]:
     """Gradients and parameters over dp, gradients that tensor ranks or the pipeline's ends have in parts, and the norm."""
     parallel, model = config.parallel, config.model
     d, t, p = int(parallel.data), parallel.tensor, parallel.pipeline
-    parameters, gradient = stage_parameters(config)[stage], GRADIENT_BYTES[config.train.precision]
+    gradient = GRADIENT_BYTES[config.train.precision]
     calls = max(1, round(parameters * gradient / (config.engine.bucket_mib * 2**20)))  # nearly: matrices and the rest have their own
     sharded = config.engine.shard_optimizer and d > 1
     if sharded:

@@ -75,7 +75,7 @@ class Drill:
 
     def command(self, name: str, *strike: str) -> list[str]:
         """The launcher's command for one run."""
-        launcher = shlex.split(self.launcher.format(ranks=self.ranks, port=free_port()))
+        launcher = launcher_words(self.launcher, self.ranks, free_port())
         script = "launch/drill.py" if strike else "launch/pretrain.py"
         return [*launcher, str(ROOT / script), *strike, "--config", self.config, *self.overrides, f"log.dir={self.folder / name}"]
 
@@ -169,6 +169,25 @@ class Drill:
                     sys.stderr.write(line)
 
             yield keep
+
+
+def launcher_words(launcher: str, ranks: int, port: int) -> list[str]:
+    """The words of a launcher's command, `{ranks}` and `{port}` filled in. Raises `ValueError` where it is none."""
+    words = shlex.split(launcher)
+    if not words:
+        raise ValueError("it is empty")
+    return [word.replace("{ranks}", str(ranks)).replace("{port}", str(port)) for word in words]
+
+
+def check_launcher(launcher: str) -> None:
+    """Raises `ConfigError` unless `launcher` is a command that this machine has."""
+    right = "a command such as `mpirun -n {ranks} python`"
+    try:
+        word = launcher_words(launcher, 1, 0)[0]
+    except ValueError as error:
+        raise ConfigError("--launcher", f"`{launcher}` is no command: {str(error).lower()}", right) from None
+    if shutil.which(word) is None:
+        raise ConfigError("--launcher", f"there is no command {word}", right)
 
 
 def said_by(folder: Path) -> Path:

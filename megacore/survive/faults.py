@@ -15,6 +15,7 @@ from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
 from megacore.train.trainer import Trainer
 
+LONGEST = 86400.0  # seconds
 SPEC = "KIND:rank=R,step=N, such as kill:rank=3,step=7"
 
 
@@ -40,14 +41,17 @@ def parse(text: str) -> Fault:
     """`SPEC` to a fault. Raises `ConfigError`."""
     kind, _, rest = text.partition(":")
     try:
-        options = {key: float(value) for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
-        fault = Fault(kind, int(options.pop("rank", 0)), int(options.pop("step", 2)), options)
-    except (ValueError, OverflowError):
+        options = {key: value for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
+        rank, step = int(options.pop("rank", 0)), int(options.pop("step", 2))
+        fault = Fault(kind, rank, step, {key: float(value) for key, value in options.items()})
+    except ValueError:
         raise ConfigError("--fault", f"{text} is none", SPEC) from None
     if kind not in KINDS:
         raise ConfigError("--fault", f"{kind} is no kind of fault", " ".join(KINDS))
     if unknown := set(options) - {"seconds"}:
         raise ConfigError("--fault", f"{text}: {min(unknown)} is unknown", "rank, step, seconds")
+    if not 0 <= fault.options.get("seconds", 0.0) <= LONGEST:
+        raise ConfigError("--fault", f"{text}: so long nobody waits", f"seconds=0 to seconds={LONGEST:g}")
     return fault
 
 

@@ -12,10 +12,12 @@ from typing import NamedTuple
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
+from megacore.files import read_text
 
 PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
 PROBE_SECONDS = 15.0
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
+LINES = "lines such as `node1 slots=8`"  # of a hostfile
 OPTION = re.compile(r"(--hostfile|-H)(=(.*))?")  # of the deepspeed launcher
 KEPT = 0.75  # of the ranks: a layout that employs as many is not changed for one that employs more
 
@@ -23,17 +25,21 @@ KEPT = 0.75  # of the ranks: a layout that employs as many is not changed for on
 def read_hostfile(path: Path) -> dict[str, int]:
     """Slots by host. Raises `ConfigError` where the file cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except OSError as error:
-        raise ConfigError("--hostfile", f"cannot read {path}: {error.strerror}", "lines such as `node1 slots=8`") from None
+        raise ConfigError("--hostfile", f"cannot read {path}: {error.strerror}", LINES) from None
+    except UnicodeDecodeError:
+        raise ConfigError("--hostfile", f"{path} is not UTF-8 text", LINES) from None
     hosts: dict[str, int] = {}
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
-        found = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,4})", line)
         if found is None:
-            raise ConfigError("--hostfile", f"{path} has a line `{line}`", "lines such as `node1 slots=8`")
+            raise ConfigError("--hostfile", f"{path} has a line `{line:.200}`", LINES)
         if not HOST.fullmatch(found[1]):
             right = "a name or an address of letters, digits and . _ : -, which does not begin with -"
-            raise ConfigError("--hostfile", f"{path} names the host `{found[1]}`", right)
+            raise ConfigError("--hostfile", f"{path} names the host `{found[1]:.200}`", right)
+        if found[1] in hosts:
+            raise ConfigError("--hostfile", f"{path} names {found[1]} twice", "a line for each host, with all of its slots")
         hosts[found[1]] = int(found[2])
     return hosts
 
@@ -67,7 +73,11 @@ class Fleet:
 
     def __init__(self, hostfile: Path, config: str, overrides: list[str], probe: str = PROBE) -> None:
         """`probe`: a command that succeeds if `{host}` answers; this machine always does."""
-        self.hostfile, self.config, self.overrides, self.probe = hostfile, config, overrides, probe
+        self.hostfile, self.config, self.overrides = hostfile, config, overrides
+        try:
+            self.words = shlex.split(probe)
+        except ValueError as error:
+            raise ConfigError("--probe", f"{probe} is no command: {str(error).lower()}", PROBE) from None
         self.named = read_hostfile(hostfile)
         self.lines: list[str] = []  # about the last start
 
@@ -82,6 +92,10 @@ class Fleet:
         """The launcher's command for the machines that answer now. Raises `ConfigError` if there are none that would do."""
         self.named = read_hostfile(self.hostfile)
         hosts = self._answering()
+        if not sum(hosts.values()):
+            names = ", ".join(list(self.named)[:8]) + (f" and {len(self.named) - 8} more" if len(self.named) > 8 else "")
+            why = f"none of {', '.join(hosts)} has a slot" if hosts else f"no host answered: {names or f'{self.hostfile} names none'}"
+            raise ConfigError("--hostfile", why, f"machines that answer `{shlex.join(self.words)}`")
         planned = plan(self.config, self.overrides, sum(hosts.values()))
         file = folder / "hostfile"
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +123,7 @@ class Fleet:
         if host in ("localhost", "127.0.0.1", socket.gethostname()):
             return True
         try:
-            words = [word.replace("{host}", host) for word in shlex.split(self.probe)]
+            words = [word.replace("{host}", host) for word in self.words]
             return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
         except (OSError, subprocess.TimeoutExpired):
             return False

@@ -8,7 +8,8 @@ from megacore.checkpoint.weights import check_weights, recorded_sections
 from megacore.config import Config
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
-from megacore.errors import CheckpointError, ConfigError
+from megacore.errors import CheckpointError
+from megacore.files import check_folder
 
 
 class Inputs:
@@ -29,7 +30,7 @@ class Inputs:
         self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
             assert config.log.dir is not None
-            check_writable(Path(config.log.dir))
+            check_folder("log.dir", config.log.dir)
 
     def _checkpoint(self) -> Path | None:
         resume, log_dir = self.config.checkpoint.resume, self.config.log.dir
@@ -59,18 +60,22 @@ class Inputs:
         if self.checkpoint is not None:
             if self.checkpoint == Path(self.config.checkpoint.resume):
                 raise damage
-            checkpoint.warn_of_damage(damage, self.candidates[0] if self.candidates else None)
+            if self.candidates:
+                checkpoint.warn_of_damage(damage, self.candidates[0])
             self.checkpoint = self._newest(damage)
 
     def _newest(self, damage: CheckpointError | None) -> Path:
         """The next of the candidates that is whole by its manifest and the sizes and headers of its files."""
+        faults = []  # warned of where there is another to take instead
         while self.candidates:
             candidate = self.candidates.pop(0)
             fault = checkpoint.fault_of(candidate, deep=False)
             if fault is None:
+                for each in faults:
+                    checkpoint.warn_of_damage(each, candidate)
                 self._check_run(checkpoint.Reader(candidate))
                 return candidate
-            checkpoint.warn_of_damage(fault, self.candidates[0] if self.candidates else None)
+            faults.append(fault)
             damage = damage or fault
         assert damage is not None
         wrong = f"{damage.wrong}, and no checkpoint before it is whole"
@@ -130,12 +135,3 @@ def check_tokenizer(name: str | None) -> None:
     """Raises `ConfigError` where the run's tokenizer is not there. Training can do without: text, which comes later, cannot."""
     if name not in (None, "bytes") and not Path(name).is_file():
         raise ConfigError("data.tokenizer", f"there is no file {name}", "bytes, a sentencepiece .model, a tokenizer.json, or null")
-
-
-def check_writable(directory: Path) -> None:
-    """Raises `ConfigError` unless the run's folder can be made and written in."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "metrics.jsonl").open("a").close()
-    except OSError as error:
-        raise ConfigError("log.dir", f"cannot write in {directory}: {error.strerror}", "a folder that can be made and written") from None

@@ -26,7 +26,15 @@ class FolderLock:
         self.file: IO[str] | None = None
 
     def take(self) -> None:
-        """Takes the lock, if it is not taken yet and there is a folder that can be written. Raises `ConfigError` if another run has it."""
+        """Takes the lock, if it is not taken yet and there is a folder that can be written. Raises `ConfigError` if another run has it,
+        or if it cannot be written after all."""
+        try:
+            self._take()
+        except OSError as error:
+            right = "a folder with room, that can be written"
+            raise ConfigError("log.dir", f"cannot write in {self.folder}: {error.strerror}", right) from None
+
+    def _take(self) -> None:
         if self.file is not None or not self.folder.is_dir() or not os.access(self.folder, os.W_OK):
             return
         file = (self.folder / "lock").open("a+", encoding="utf-8")

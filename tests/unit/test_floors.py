@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The longest matching prefix counts. A new file in a room is on the room's floor; a new room needs a line here.
 FLOORS = {
     "megacore": 0, "megacore.caches": 0, "megacore.cli": 0, "megacore.errors": 0, "megacore.place": 0, "megacore.processes": 0,
-    "megacore.reasons": 0,
+    "megacore.reasons": 0, "megacore.files": 0,
     "megacore.config.": 0, "megacore.plan.": 0,
     "megacore.pipeline.schedule": 0, "megacore.pipeline.simulate": 0, "megacore.pipeline.partition": 0, "megacore.pipeline.plot": 0,
     "megacore.kernels.": 0,

@@ -242,7 +242,7 @@ def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest
         (["--step", "3", "data.train=nowhere"], "data error: nowhere.bin: missing"),
         (["--step", "3", "--text", "data.tokenizer=null"], "data.tokenizer: --text needs one"),
         (["--step", "3", "parallel.data=3"], "train.global_batch_size: 8 = micro_batch_size 2"),
-        (["--step", "3", "--json", "nowhere/found.json"], "--json: nowhere/found.json cannot be a file"),
+        (["--step", "3", "--json", "nowhere/found.json"], "--json: cannot write nowhere/found.json"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(config: str, arguments: list[str], complaint: str) -> None:

@@ -1,0 +1,81 @@
+"""Files that a user names. They are read without trust: plain files of a bounded size, never a pipe that nobody fills or a device
+without end. They are written whole or not at all."""
+
+import errno
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megacore.errors import ConfigError
+
+OUTPUT = "a file that can be written, in a folder that exists"
+ASIDE = ".{}.tmp"  # behind the name of a file that is being written; with the process's number
+NAME_BYTES = 255  # of a name on every common file system
+MOST_BYTES = 256 << 20  # far above any config, hostfile, index or tokenizer
+
+
+def open_plain(path: str | Path) -> BinaryIO:
+    """A plain file, opened to read. Raises `OSError`, whose `strerror` says why not, also for a name that no file can have."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: a pipe opens at once, to be refused
+    except ValueError:  # NUL, or half a surrogate pair
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code, why = (errno.EISDIR, os.strerror(errno.EISDIR)) if stat.S_ISDIR(mode) else (errno.EINVAL, "Not a plain file")
+        raise OSError(code, why, str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_plain(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a plain file of at most so many bytes. Raises `OSError` as `open_plain` does."""
+    with open_plain(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"Larger than {most:,} bytes", str(path))
+    return content
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
+    """The text of a plain UTF-8 file. Raises `OSError` as `read_plain` does, or `UnicodeDecodeError`."""
+    return read_plain(path, most).decode("utf-8")
+
+
+def check_output(option: str, path: str) -> None:
+    """Raises `ConfigError`, naming the option, unless `path` can be a file: before hours of work whose result could not be kept."""
+    try:
+        if not path or path.endswith("/") or (os.path.lexists(path) and not stat.S_ISREG(os.stat(path).st_mode)):
+            raise OSError(errno.EINVAL, "Not a plain file")
+        if not stat.S_ISDIR(os.stat(os.path.dirname(path) or ".").st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if len(os.fsencode(os.path.basename(path))) > NAME_BYTES - len(ASIDE.format("")) - 10:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT) from None
+
+
+def write_json(option: str, path: str, value: Any) -> None:
+    """Writes a file as a whole or not at all. Raises `ConfigError`, naming the option."""
+    aside = path + ASIDE.format(os.getpid())
+    try:
+        Path(aside).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        Path(aside).unlink(missing_ok=True)
+        raise ConfigError(option, f"cannot write {path}: {error.strerror}", OUTPUT) from None
+
+
+def check_folder(key: str, folder: str | Path) -> None:
+    """Raises `ConfigError`, naming the key, unless the folder can be made and written in, and its disk has room."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise ConfigError(key, f"cannot write in {folder}: {error.strerror}", "a folder that can be made and written") from None
