@@ -51,6 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, bad, right in (
         ("soak", args.soak is not None and not 0 < args.soak < math.inf, "seconds, above 0"),
         ("ranks", args.ranks is not None and not 1 <= args.ranks <= MOST_RANKS, f"1 to {MOST_RANKS}"),
+        ("output", args.output == Path(), "a folder of its own: what is in it from earlier drills is deleted"),
         ("watch", not 0 < args.watch < math.inf, "seconds, above 0"),
     ):
         if bad:

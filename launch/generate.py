@@ -74,7 +74,7 @@ def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> 
     """The tokenizer of the run, or the one that is given, if the model can have been trained with it."""
     from megacore.data.tokenizer import check_kind, load_tokenizer
 
-    name = given or recorded
+    name = recorded if given is None else given
     if name is None:
         raise ConfigError("--tokenizer", "the run names no tokenizer", "bytes, a sentencepiece .model or a tokenizer.json")
     check_kind(given, recorded)

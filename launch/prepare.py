@@ -14,6 +14,8 @@ from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
 
+MOST_WORKERS = 1024
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises `ConfigError`."""
@@ -35,8 +37,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 0.0 <= args.valid_fraction < 1.0:
         raise ConfigError("--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1")
-    if args.workers < 1:
-        raise ConfigError("--workers", f"{args.workers} processes do no work", "at least 1")
+    if not 1 <= args.workers <= MOST_WORKERS:
+        raise ConfigError("--workers", f"{args.workers} is not usable", f"1 to {MOST_WORKERS} processes")
     return args
 
 

@@ -57,9 +57,9 @@ def run(argv: list[str]) -> int:
     loaded = load_any(config, overrides)
     folder = loaded.log.dir
     assert folder is not None
-    check_folder("log.dir", folder)
     option = hostfile_option(args.command)
     fleet = None if option is None else Fleet(option[1], config, overrides, args.probe)
+    check_folder("log.dir", folder)
     options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}
     return Supervisor(args.command, Path(folder), fleet=fleet, **options).run()
 

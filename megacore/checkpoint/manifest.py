@@ -6,6 +6,7 @@ it, because a digest does not say who did.
 
 import hashlib
 import json
+import os
 import re
 from math import prod
 from pathlib import Path
@@ -211,6 +212,8 @@ def read_manifest(path: Path) -> Manifest:
     size = plain_size(path / MANIFEST)
     if size is None:
         where = f"has no {MANIFEST}" if path.is_dir() else "there is no such folder"
+        if path.is_dir() and not os.access(path, os.X_OK, effective_ids=True):
+            where = "cannot be read: Permission denied"
         raise CheckpointError(str(path), where, "give a step_… folder of a run's checkpoints/")
     try:
         if size > MANIFEST_BYTES:
@@ -223,7 +226,9 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors(include_url=False, include_input=False)[0]
         reason = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
         raise CheckpointError(str(path), f"{MANIFEST} is damaged: {reason}", EARLIER) from None
-    except (OSError, ValueError, RecursionError) as error:  # which the parser raises for deep nesting
+    except OSError as error:
+        raise CheckpointError(str(path), f"{MANIFEST} cannot be read: {error.strerror}", EARLIER) from error
+    except (ValueError, RecursionError) as error:  # which the parser raises for deep nesting
         raise CheckpointError(str(path), f"{MANIFEST} is damaged: {' '.join(str(error).split())[:200]}", EARLIER) from error
     if fault := manifest.fault():
         raise CheckpointError(str(path), fault, "every element must be in exactly one slice")

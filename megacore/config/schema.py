@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Weight = Annotated[float, Field(gt=0.0, le=1e9)]
+Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
 Prefix = Annotated[str, Field(min_length=1)]
 WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 

@@ -54,7 +54,7 @@ def export_hf(
     with aside(output) as partial:
         settings = family.write(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(partial / CONFIG, settings)
-        text = write_tokenizer(tokenizer or config.data.tokenizer, partial, config.model.vocab_size, transformers)
+        text = write_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer, partial, config.model.vocab_size, transformers)
         write_json(partial / CONFIG, settings | text.token_ids)
         if text.token_ids:
             write_json(partial / "generation_config.json", text.token_ids)

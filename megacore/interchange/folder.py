@@ -54,7 +54,9 @@ class Folder:
         if (self.path / INDEX).is_file():
             index = self.path / INDEX
             names = read_json(index).get("weight_map")
-            if not isinstance(names, dict) or not all(isinstance(name, str) and Path(name).name == name for name in names.values()):
+            if not isinstance(names, dict) or not all(
+                isinstance(name, str) and Path(name).name == name and len(name) < 256 for name in names.values()
+            ):
                 raise CheckpointError(str(index), "has no weight_map from tensors to files of this folder", WHOLE)
             for name in sorted(set(names.values())):
                 if not (self.path / name).is_file():

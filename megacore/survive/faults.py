@@ -51,7 +51,7 @@ def parse(text: str) -> Fault:
     if unknown := set(options) - {"seconds"}:
         raise ConfigError("--fault", f"{text}: {min(unknown)} is unknown", "rank, step, seconds")
     if not 0 <= fault.options.get("seconds", 0.0) <= LONGEST:
-        raise ConfigError("--fault", f"{text}: so long nobody waits", f"seconds=0 to seconds={LONGEST:g}")
+        raise ConfigError("--fault", f"{text}: its seconds are not usable", f"seconds=0 to seconds={LONGEST:g}")
     return fault
 
 

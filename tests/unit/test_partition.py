@@ -1,5 +1,6 @@
 """Stage boundaries by cost."""
 
+import random
 from itertools import combinations
 
 import pytest
@@ -32,6 +33,35 @@ def test_no_split_is_better(first: float, last: float) -> None:
             ]
             keys = [(worst(s, 1.0, first, last), sum(n * n for n in s), s[0] + s[-1], s == sizes) for s in every]
             assert next(key for key in keys if key[3])[:3] == min(key[:3] for key in keys)
+
+
+def by_search(layers: int, stages: int, layer: float, first: float, last: float) -> list[int]:
+    """The sizes of the stages, by trying every pair of ends; of equally good ones the first."""
+
+    def sizes(a: int, b: int) -> list[int]:
+        rest, middle = layers - a - b, stages - 2
+        return [a, *(rest // middle + (i >= middle - rest % middle) for i in range(middle)), b]
+
+    ends = [(a, b) for a in range(1, layers) for b in range(1, layers - a + 1)]
+    fitting = [sizes(a, b) for a, b in ends if (layers - a - b >= stages - 2 if stages > 2 else a + b == layers)]
+    return min(fitting, key=lambda s: (worst(s, layer, first, last), sum(n * n for n in s), s[0] + s[-1]))
+
+
+def test_the_split_is_that_of_a_search() -> None:
+    """Another choice among equals would move layers between the stages of runs and checkpoints that are there."""
+    draw = random.Random(0)
+    for layers in range(2, 17):
+        for stages in range(2, layers + 1):
+            for _ in range(12):
+                costs = draw.choice([1.0, 0.3, draw.random() + 0.1]), draw.choice([0.0, 0.1, 2.5, 7.0, 30.0]), 4 * draw.random()
+                assert [len(part) for part in split_layers(layers, stages, *costs)] == by_search(layers, stages, *costs)
+
+
+def test_as_many_layers_as_you_like() -> None:
+    """A search over every pair of ends would take days."""
+    quarter = 10**12 // 4
+    sizes = [len(part) for part in split_layers(10**12 - 7, 4, 1.0, 2.0, 5.0)]
+    assert sizes == [quarter - 2, quarter, quarter, quarter - 5]
 
 
 def test_the_head_is_counted() -> None:

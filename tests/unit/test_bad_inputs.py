@@ -1,0 +1,345 @@
+"""What a clumsy or hostile user may give a script: one line that names it, at once, and nothing written.
+
+Scripts end with status 2 and the line of a `UserError`; here their bodies are called, and must raise one. What hangs, takes memory
+without end or raises anything else fails. A row is a script, its arguments, in which `@name` is a path in `tree`, and part of the line.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from launch import checkpoint, drill, evaluate, generate, plan, prepare, pretrain, samples, supervise, verify
+from megacore.checkpoint.manifest import MANIFEST, sealed, unsealed
+from megacore.errors import UserError
+from megacore.place import Place
+from tests.conversion import random_run
+
+SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process has
+SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
+    "checkpoint": checkpoint.run, "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run,
+    "supervise": supervise.run, "verify": verify.main,
+    "evaluate": lambda argv: evaluate.run(argv, Place()), "generate": lambda argv: generate.run(argv, Place()),
+    "pretrain": lambda argv: pretrain.run(argv, Place()),
+}  # fmt: skip
+
+NOBODY = 65534  # a user id
+
+MODEL = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 256}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 31, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 12, "max_position_embeddings": 16,
+}  # fmt: skip
+NANOGPT = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 16, "bias": False}
+LINE = {"group": "dp", "operation": "all_reduce", "alpha_seconds": 1e-5, "beta_seconds_per_byte": 1e-9}
+MMIDIDX = struct.Struct("<9sQBQQ")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a corpus and its config, and beside them what is none."""
+    tree = tmp_path_factory.mktemp("tree")
+    text = tree / "text.txt"
+    text.write_text("To be, or not to be: that is the question.\n" * 100)
+    prepare.run(["--input", str(text), "--output", str(tree / "data"), "--tokenizer", "bytes", "--workers", "1"])
+    train = {"steps": 2, "seq_len": 16, "global_batch_size": 4, "precision": "fp32"}
+    data = {"train": str(tree / "data"), "tokenizer": "bytes"}
+    (tree / "config.json").write_text(json.dumps({"model": MODEL, "train": train, "data": data, "log": {"dir": str(tree / "new")}}))
+    random_run(tree / "run", data | {"valid": str(tree / "data")}, **MODEL)
+    write_paths(tree)
+    write_texts(tree)
+    write_corpora(tree)
+    write_models(tree)
+    return tree
+
+
+def write_paths(tree: Path) -> None:
+    """What stands where a plain file or a folder should."""
+    (tree / "folder.png").mkdir()
+    (tree / "file").write_text("x")
+    (tree / "binary").write_bytes(random.Random(0).randbytes(3000))
+    os.mkfifo(tree / "pipe")
+    (tree / "zero").symlink_to("/dev/zero")
+    (tree / "loop").symlink_to("loop")
+    (tree / "broken").symlink_to("nowhere")
+
+
+def write_texts(tree: Path) -> None:
+    """JSON that is none, or says what it should not; and hostfiles."""
+    (tree / "deep.json").write_text("[" * 200_000)
+    (tree / "latin.json").write_bytes(b'{"model": "\xe9"}')
+    (tree / "deep.jsonl").write_text('{"text": "a"}\n' + '{"text": ' * 100_000 + "\n")
+    (tree / "digits.jsonl").write_text('{"text": ' + "1" * 5000 + "}\n")
+    for name, alpha in (("null", None), ("text", "x"), ("negative", -1.0), ("nan", float("nan"))):
+        (tree / f"links_{name}.json").write_text(json.dumps({"lines": [LINE | {"alpha_seconds": alpha}]}))
+    hosts = {"two": "localhost slots=1\nlocalhost slots=2\n", "none": "# none\n", "silent": "a.invalid slots=2\nb.invalid slots=2\n"}
+    hosts |= {"zero": "localhost slots=0\n", "digits": f"localhost slots={'9' * 5000}\n", "one": "localhost slots=1\n"}
+    for name, lines in hosts.items():
+        (tree / f"hosts_{name}").write_text(lines)
+
+
+def write_corpora(tree: Path) -> None:
+    """Token files that are none."""
+    for name in ("pipe_bin", "pipe_idx", "side_folder", "side_pipe", "side_deep"):
+        for suffix in (".bin", ".idx"):
+            shutil.copy(tree / f"data{suffix}", tree / f"{name}{suffix}")
+    for file in ("pipe_bin.bin", "pipe_idx.idx", "side_pipe.json"):
+        (tree / file).unlink(missing_ok=True)
+        os.mkfifo(tree / file)
+    (tree / "side_folder.json").mkdir()
+    (tree / "side_deep.json").write_text("[" * 100_000)
+    (tree / "endless.bin").write_bytes(b"\1\2")
+    (tree / "endless.idx").write_bytes(MMIDIDX.pack(b"MMIDIDX\0\0", 1, 1, 2**63, 2**63))
+
+
+def write_models(tree: Path) -> None:
+    """Checkpoints, Hugging Face folders and nanoGPT files, each with something wrong."""
+
+    def run_with(name: str, edit: Callable[[dict[str, Any]], object]) -> Path:
+        shutil.copytree(tree / "run", tree / name)
+        manifest = tree / name / "checkpoints/step_00000003/manifest.json"
+        content = json.loads(unsealed(manifest.read_bytes()))
+        edit(content["state"])
+        manifest.write_bytes(sealed(content))
+        return manifest
+
+    for name, sizes in (
+        ("layers", {"num_layers": 10**8}), ("more_layers", {"num_layers": 10**5}), ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
+    ):  # fmt: skip
+        run_with(f"run_{name}", lambda state, sizes=sizes: (state["model"].update(sizes), state["config"]["model"].update(sizes)))
+    run_with("run_bare", lambda state: state["config"].pop("data"))
+    run_with("run_text", lambda state: state["config"].update(model="x"))
+    run_with("run_nul", lambda state: state["config"]["data"].update(tokenizer="a\0b"))
+    for name in ("folder", "link", "pipe"):
+        manifest = run_with(f"run_{name}", lambda state: None)
+        manifest.unlink()
+        manifest.mkdir() if name == "folder" else manifest.symlink_to("nowhere") if name == "link" else os.mkfifo(manifest)
+    for name, change in (
+        ("layers", {"num_hidden_layers": 10**9}), ("kinds", {"layer_types": 3}), ("kinds2", {"layer_types": [[1]]}),
+        ("wide", {"hidden_size": 10**23}), ("nan", {"rms_norm_eps": float("nan")}), ("theta", {"rope_theta": 10**400}),
+    ):  # fmt: skip
+        (tree / f"hf_{name}").mkdir()
+        (tree / f"hf_{name}/config.json").write_text(json.dumps(LLAMA | change))
+        save_file({"model.embed_tokens.weight": torch.zeros(31, 8)}, tree / f"hf_{name}/model.safetensors")
+    shutil.copytree(tree / "hf_layers", tree / "hf_names")
+    (tree / "hf_names/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    weights = {"transformer.wte.weight": torch.zeros(16, 8)}
+    torch.save({"model": weights, "model_args": NANOGPT | {"n_layer": 10**9}}, tree / "nano_layers.pt")
+    torch.save({"model": weights, "model_args": NANOGPT | {"n_embd": 10**23}}, tree / "nano_wide.pt")
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Within, too much time or memory is an exception."""
+
+    def late(number: int, frame: object) -> NoReturn:
+        raise TimeoutError(f"not refused within {SECONDS} s")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    previous = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, limits[1]))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def files_in(tree: Path) -> set[Path]:
+    return {path for path in tree.rglob("*") if path.is_symlink() or not path.is_dir()}
+
+
+def config(*words: str) -> tuple[str, ...]:
+    return ("--config", "@config.json", *words)
+
+
+EXPORT = ("export", "@run", "--format", "hf", "--output", "@out")
+TEXT = ("--input", "@text.txt", "--output", "@out/x", "--workers", "1", "--tokenizer")
+SUPERVISED = ("launch/pretrain.py", "--config", "@config.json")
+HUGE = "1" + "0" * 30
+
+# Configs, which every script reads alike.
+CONFIGS: list[tuple[str, tuple[str, ...], str]] = [
+    *((script, (*before, "--config", f"@{name}", *after), f"config error: --config: cannot read @{name}: Not a plain file")
+      for name in ("pipe", "zero") for script, before, after in (
+          ("plan", (), ()), ("pretrain", (), ()), ("verify", (), ()), ("samples", (), ("--step", "1")), ("supervise", ("torchrun",), ()),
+          ("drill", (), ("--fault", "kill:step=2")))),
+    ("plan", ("--config", "@folder.png"), "cannot read @folder.png: Is a directory"),
+    ("plan", ("--config", "@loop"), "cannot read @loop: Too many levels of symbolic links"),
+    ("plan", ("--config", ""), "config error: --config: cannot read : No such file"),
+    ("plan", ("--config", "@latin.json"), "@latin.json is not UTF-8 text"),
+    ("plan", ("--config", "@deep.json"), "config error: --config: @deep.json cannot be read"),
+    ("pretrain", config("train.steps=1" + "0" * 23), "config error: train.steps: 24 digits are more than any run needs"),
+    ("pretrain", config(f"train.steps={2**53}", "train.global_batch_size=1024"), "samples cannot be counted in 64 bits (at most"),
+    ("pretrain", config(f"model.hidden_size={HUGE}"), "config error: model.hidden_size: 31 digits"),
+    ("pretrain", config("model.num_layers=1" + "0" * 400), "config error: model.num_layers: 401 digits"),
+    ("plan", config(f"model.hidden_size={4 * 10**9}"), "tensor of 1.28e+20 elements (tensors of at most 2.81e+14)"),
+    ("plan", config("train.seq_len=10000000000", "model.max_positions=10000000000"), "is 10,000,000,000 tokens (at most 2,147,483,648)"),
+    ("pretrain", config('data.train=[[0,"@data"]]'), "config error: data.train: weight 0 is not valid: input should be greater than"),
+    ("pretrain", config('data.train=[[1,"@data"],[1,3]]'), "config error: data.train: prefix 3 is not valid: input should be a valid str"),
+    ("pretrain", config('data.train=[[1e-320,"@data"],[1,"@data"]]'), "config error: data.train: weight 1e-320 is not valid"),
+    ("pretrain", config('data.train="a\\u0000b"'), "config error: data.train: holds a NUL"),
+    ("pretrain", config('data.train=[[1,"a\\u0000b"]]'), "config error: data.train: holds a NUL"),
+]  # fmt: skip
+
+PATHS: list[tuple[str, tuple[str, ...], str]] = [
+    ("pretrain", config('log.dir="a\\u0000b"'), "config error: log.dir: holds a NUL"),
+    ("pretrain", config("log.dir=@" + "x" * 300), "config error: log.dir: cannot write in @xxx"),
+    ("pretrain", config("log.dir=@file"), "config error: log.dir: cannot write in @file"),
+    ("pretrain", config("log.dir=@loop/x"), "Too many levels of symbolic links"),
+    ("pretrain", config("checkpoint.resume=@" + "x" * 300), "cannot be read: File name too long"),
+    ("pretrain", config("checkpoint.weights=@" + "x" * 300), "cannot be read: File name too long"),
+    ("pretrain", config("checkpoint.resume=@run_pipe"), "step_00000003: has no manifest.json, and no checkpoint before it is whole"),
+    ("supervise", ("nosuch", *SUPERVISED, "log.dir=@file"), "config error: log.dir: cannot write in @file"),
+    ("supervise", ("nosuch", *SUPERVISED, "log.dir=@" + "x" * 300), "File name too long"),
+    ("plan", config("--plot", "@folder.png"), "config error: --plot: cannot write @folder.png: Not a plain file"),
+    ("plan", config("--plot", "@folder.png/a.gantt"), "its ending names no image format"),
+    ("plan", config("--plot", ""), "config error: --plot: cannot write"),
+    ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
+    ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
+    ("plan", config("--links", "@nowhere"), "config error: --links: cannot read @nowhere: No such file"),
+    ("plan", config("--links", "@pipe"), "cannot read @pipe: Not a plain file"),
+    *(("plan", config("--links", f"@links_{name}.json"), "holds no fitted lines") for name in ("null", "text", "negative", "nan")),
+    ("plan", config("--links", "@deep.json"), "holds no fitted lines"),
+    ("samples", config("--step", "1", "--json", "@folder.png"), "config error: --json: cannot write @folder.png: Not a plain file"),
+    ("samples", config("--step", "1", "--json", "@" + "x" * 300), "File name too long"),
+    ("evaluate", ("--checkpoint", "@run", "--json", "@loop"), "Too many levels of symbolic links"),
+    ("generate", ("--checkpoint", "@run", "--prompt-file", "@zero"), "data error: @zero: cannot be read: Not a plain file"),
+    ("generate", ("--checkpoint", "@run", "--prompt-file", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
+    ("generate", ("--checkpoint", "@run", "--tokenizer", ""), "cannot be read: No such file"),
+    ("drill", config("--fault", "kill:step=2", "--output", "@file"), "config error: --output: cannot write in @file"),
+    ("drill", config("--fault", "kill:step=2", "--output", ""), "config error: --output: . is not usable"),
+    ("checkpoint", ("info", "@" + "x" * 300), "cannot be read: File name too long"),
+    ("checkpoint", (*EXPORT[:-1], "/"), "config error: --output: / is there already"),
+    ("checkpoint", (*EXPORT[:-1], "@" + "x" * 300), "File name too long"),
+    ("checkpoint", (*EXPORT, "--tokenizer", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
+]
+
+NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
+    ("plan", config("train.global_batch_size=2000000000"), "2,000,000,000 microbatches a step (at most 262,144: a larger train.micro_"),
+    ("plan", config("train.global_batch_size=300000", "parallel.pipeline=2"), "300,000 microbatches a step on 2 stages (at most 131,072"),
+    ("samples", config("--step", "1:3000000", "train.steps=3000000"), "config error: --step: 1:3000000 has 12,000,000 samples"),
+    ("samples", config("--prove", "train.global_batch_size=4000000000"), "4,000,000,000 microbatches a step"),
+    *(("drill", config("--soak", value), f"config error: --soak: {float(value)} is not usable") for value in ("-1", "nan", "0", "inf")),
+    *(("drill", config("--fault", "kill:step=2", "--ranks", value), f"config error: --ranks: {value} is") for value in ("0", "-1", HUGE)),
+    ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
+    ("drill", config(), "config error: --fault: neither a fault nor --soak is given"),
+    ("drill", config("--fault", "kill:step=2", "--launcher", "torchrun '"), "config error: --launcher: `torchrun '` is no command"),
+    ("drill", config("--fault", "kill:step=2", "--launcher", ""), "config error: --launcher: `` is no command: it is empty"),
+    ("drill", config("--fault", "kill:step=2", "--launcher", "nosuch {ranks"), "config error: --launcher: there is no command nosuch"),
+    ("drill", config("--fault", "hang:seconds=nan,step=2"), "its seconds are not usable"),
+    ("drill", config("--fault", "kill:rank=0.5,step=2"), "kill:rank=0.5,step=2 is none"),
+    *(("supervise", (f"--{option}", value, "nosuch", *SUPERVISED), f"config error: --{option}: {value} is not usable")
+      for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"])) for value in values),
+    ("supervise", ("--probe", "'", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe: ' is no command"),
+    *(("supervise", ("--probe", "false {host}", "deepspeed", "--hostfile", f"@{name}", *SUPERVISED), f"config error: --hostfile: {line}")
+      for name, line in (
+          ("hosts_two", "@hosts_two names localhost twice"), ("hosts_zero", "none of localhost has a slot"),
+          ("hosts_digits", "@hosts_digits has a line `localhost slots=999"), ("binary", "@binary is not UTF-8 text"),
+          ("pipe", "cannot read @pipe: Not a plain file"), ("hosts_silent", "no host answered: a.invalid, b.invalid"),
+          ("hosts_none", "no host answered: @hosts_none names none"),
+      )),
+]  # fmt: skip
+
+CONTENTS: list[tuple[str, tuple[str, ...], str]] = [
+    *(("pretrain", config(f"data.train=@{name}"), f"data error: @{name}{file}: ") for name, file in (
+        ("pipe_bin", ".bin"), ("pipe_idx", ".idx"), ("side_folder", ".json"), ("side_pipe", ".json"), ("side_deep", ".json"),
+        ("endless", ".idx"))),
+    ("prepare", ("--input", "@deep.jsonl", *TEXT[2:], "bytes"), "data error: @deep.jsonl: line 2 has brackets nested too deep"),
+    ("prepare", ("--input", "@digits.jsonl", *TEXT[2:], "bytes"), "@digits.jsonl: line 1 holds a number of too many digits"),
+    ("prepare", ("--input", "@pipe", *TEXT[2:], "bytes"), "data error: @pipe: cannot be read: Not a plain file"),
+    ("prepare", (*TEXT, "@zero"), "data error: @zero: cannot be read: Not a plain file"),
+    ("prepare", ("--input", "@text.txt", "--output", "@out/x", "--tokenizer", "bytes", "--workers", HUGE), "config error: --workers: "),
+    *((script, (*words, f"@run_{name}", *more), f"too few for model.num_layers={layers}") for name, layers in (
+        ("layers", 10**8), ("more_layers", 10**5)) for script, words, more in (
+            ("generate", ("--checkpoint",), ()), ("evaluate", ("--checkpoint",), ()), ("checkpoint", ("export",), EXPORT[2:]))),
+    *((script, ("--checkpoint", f"@run_{name}"), line) for script in ("generate", "evaluate") for name, line in (
+        ("wide", "config error: model.hidden_size: 19 digits"), ("bare", "does not hold the run's config"),
+        ("text", "does not hold the run's config"), ("nul", "config error: data.tokenizer: holds a NUL"))),
+    *(("checkpoint", ("info", f"@run_{name}"), "none of its 1 checkpoints is whole; in the newest, step_00000003, ") for name in (
+        "folder", "link", "pipe")),
+    *(("checkpoint", ("import", f"@{path}", "--format", kind, "--output", "@out"), line) for path, kind, line in (
+        ("hf_layers", "hf", "has 1 tensors, too few for 1000000000 layers"), ("hf_kinds", "hf", "layer_types is 3"),
+        ("hf_kinds2", "hf", "layer_types has other layers"), ("hf_wide", "hf", "24 digits"), ("hf_nan", "hf", "model.norm_eps"),
+        ("hf_theta", "hf", "model.rope_theta"), ("hf_names", "hf", "has no weight_map from tensors to files of this folder"),
+        ("nano_layers.pt", "nanogpt", "has 1 tensors, too few for 1000000000 layers"), ("nano_wide.pt", "nanogpt", "24 digits"),
+        ("pipe", "nanogpt", "checkpoint error: @pipe: cannot be read: Not a plain file"))),
+]  # fmt: skip
+
+
+def words_of(row: tuple[str, tuple[str, ...], str]) -> str:
+    return f"{row[0]} {' '.join(row[1])}"[:100]
+
+
+ROWS = [pytest.param(*row, id=words_of(row)) for row in CONFIGS + PATHS + NUMBERS + CONTENTS]
+
+
+@pytest.mark.parametrize(("script", "arguments", "line"), ROWS)
+def test_bad_input_is_one_line(
+    script: str, arguments: tuple[str, ...], line: str, tree: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback, silence, or a result that is none in place of one clear line."""
+    monkeypatch.chdir(tree)
+    before = files_in(tree)
+    with bounded(), pytest.raises(UserError) as caught:
+        SCRIPTS[script]([word.replace("@", f"{tree}/") for word in arguments])
+    assert line.replace("@", f"{tree}/") in str(caught.value) and "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", ""), "a script says more than the line, or begins before it looks"
+    assert files_in(tree) == before
+    shutil.rmtree(tree / "new", ignore_errors=True)  # of a supervisor that found nobody to start
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_is_one_line(tree: Path, tmp_path: Path) -> None:
+    """The run's folder can be made there, and nothing in it be written."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    try:
+        (disk / "run").mkdir()
+        with pytest.raises(OSError, match="No space"):
+            (disk / "fill").write_bytes(bytes(1 << 17))
+        for script, words in (("pretrain", []), ("supervise", ["nosuch"])):
+            for folder in ("new", "run"):
+                arguments = [*words, "--config", str(tree / "config.json"), f"log.dir={disk / folder}"]
+                with bounded(), pytest.raises(UserError, match=rf"config error: log\.dir: cannot write in \S+/{folder}: No space left"):
+                    SCRIPTS[script](arguments)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user for a moment")
+@pytest.mark.parametrize("closed", ["", "checkpoints", "checkpoints/step_00000003", f"checkpoints/step_00000003/{MANIFEST}"])
+def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) -> None:
+    """It would be taken for a run without checkpoints, and training begin anew beside it."""
+    checkpoint.run(["info", str(tree / "run")])  # imports what another user may not read
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        shutil.copytree(tree / "run", run)
+        Path(folder).chmod(0o755)
+        (run / closed).chmod(0)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(UserError, match="Permission denied") as caught:
+                checkpoint.run(["info", str(run)])
+        finally:
+            os.seteuid(0)
+        (run / closed).chmod(0o755)
+    assert "\n" not in str(caught.value)
