@@ -159,7 +159,8 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
     ways = [f"data {leg.data_size}" + (f" to step {leg.last}" if leg.last else "") for leg in legs]
     print(f"epoch {epoch}, with {', then '.join(ways)}; global_batch_size {config.train.global_batch_size}")
     findings: list[Finding] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=len(stream.corpora))
         for corpus in range(len(stream.corpora)):
             checked = Epoch(stream, corpus, epoch, legs, config.train)

@@ -19,6 +19,7 @@ MORE = """Options come before the launcher's command (deepspeed, torchrun, mpiru
 With a hostfile, machines that do not answer are left out, and where it changes the run goes on with the others: the same
 global batch, laid out anew. SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) let the run save and stop; a second one,
 but of SIGHUP, ends it at once.
+Where the supervisor is killed itself, its run saves and stops.
 Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else that of the last start."""
 
 

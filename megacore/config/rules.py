@@ -14,6 +14,7 @@ LARGEST = 2**53  # of a whole number: what JSON's readers agree on
 MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
 MOST_TOKENS = 2**31  # of a microbatch
 MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
+MOST_STAGES = 1024
 MOST_MICROBATCHES = 2**18  # of a step, on all stages together: a schedule lists each of them, and is simulated in seconds
 
 
@@ -136,6 +137,8 @@ def check_model(config: Config) -> None:
     if model.num_layers < parallel.pipeline:
         wrong = f"{parallel.pipeline} stages cannot each have one of {model.num_layers} layers"
         raise ConfigError("parallel.pipeline", wrong, f"at most model.num_layers {model.num_layers}")
+    if parallel.pipeline > MOST_STAGES:
+        raise ConfigError("parallel.pipeline", f"{parallel.pipeline} stages are more than any run has", f"at most {MOST_STAGES}")
     if parallel.sequence:
         tokens = train.micro_batch_size * train.seq_len
         divides("train.seq_len", train.seq_len, "parallel.tensor", parallel.tensor) if tokens % parallel.tensor else None

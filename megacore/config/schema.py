@@ -105,7 +105,7 @@ class Parallel(Section):
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     shared_memory: bool = Field(True, description="tensor ranks on one machine's CPU exchange through memory, not gloo's sockets")
     timeout_seconds: Positive = Field(1800.0, le=1e8, description="for every collective of every group; more than 4 × hang_seconds")
-    hang_seconds: Positive | None = Field(
+    hang_seconds: Annotated[Positive, Field(le=1e8)] | None = Field(
         300.0,
         description="how long a rank may do nothing before the job is ended with a verdict on who holds it up: longer than saving "
         "takes; four times as long before the first step; null: never",

@@ -66,7 +66,7 @@ class Inputs:
 
     def _newest(self, damage: CheckpointError | None) -> Path:
         """The next of the candidates that is whole by its manifest and the sizes and headers of its files."""
-        faults = []  # warned of where there is another to take instead
+        faults: list[CheckpointError] = []  # warned of where there is another to take instead
         while self.candidates:
             candidate = self.candidates.pop(0)
             fault = checkpoint.fault_of(candidate, deep=False)

@@ -234,11 +234,13 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
 NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("train.global_batch_size=2000000000"), "2,000,000,000 microbatches a step (at most 262,144: a larger train.micro_"),
     ("plan", config("train.global_batch_size=300000", "parallel.pipeline=2"), "300,000 microbatches a step on 2 stages (at most 131,072"),
+    ("plan", config("parallel.pipeline=100000", "model.num_layers=100000"), "100000 stages are more than any run has (at most 1024)"),
     ("samples", config("--step", "1:3000000", "train.steps=3000000"), "config error: --step: 1:3000000 has 12,000,000 samples"),
     ("samples", config("--prove", "train.global_batch_size=4000000000"), "4,000,000,000 microbatches a step"),
     *(("drill", config("--soak", value), f"config error: --soak: {float(value)} is not usable") for value in ("-1", "nan", "0", "inf")),
     *(("drill", config("--fault", "kill:step=2", "--ranks", value), f"config error: --ranks: {value} is") for value in ("0", "-1", HUGE)),
     ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
+    ("pretrain", config("parallel.hang_seconds=1e300"), "config error: parallel.hang_seconds: 1e+300 is not valid"),
     ("drill", config(), "config error: --fault: neither a fault nor --soak is given"),
     ("drill", config("--fault", "kill:step=2", "--launcher", "torchrun '"), "config error: --launcher: `torchrun '` is no command"),
     ("drill", config("--fault", "kill:step=2", "--launcher", ""), "config error: --launcher: `` is no command: it is empty"),
