@@ -76,6 +76,8 @@ class Fleet:
         self.hostfile, self.config, self.overrides = hostfile, config, overrides
         try:
             self.words = shlex.split(probe)
+            if not self.words:
+                raise ValueError("it is empty")
         except ValueError as error:
             raise ConfigError("--probe", f"{probe} is no command: {str(error).lower()}", PROBE) from None
         self.named = read_hostfile(hostfile)

@@ -63,9 +63,12 @@ def watch(launchers: Iterable[str], folder: Path, patience: float) -> None:
 
     say(f"the supervisor of process {launcher} was killed: its run is asked to stop at its next step")
     file, asked = folder / STOP, False
-    with contextlib.suppress(FileExistsError):  # somebody's own request says the same
-        file.open("x").close()
-        asked = True
+    try:
+        with contextlib.suppress(FileExistsError):  # somebody's own request says the same
+            file.open("x").close()
+            asked = True
+    except OSError:
+        patience = 0.0  # there is no folder to ask in
     deadline = time.monotonic() + patience
     while process_state(launcher) not in ENDED and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
