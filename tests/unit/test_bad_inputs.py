@@ -141,12 +141,16 @@ def write_models(tree: Path) -> None:
     torch.save({"model": weights, "model_args": NANOGPT | {"n_embd": 10**23}}, tree / "nano_wide.pt")
 
 
+class Late(BaseException):
+    """No `OSError`, as `TimeoutError` is, which a script would take for a file that cannot be read."""
+
+
 @contextmanager
 def bounded() -> Iterator[None]:
     """Within, too much time or memory is an exception."""
 
     def late(number: int, frame: object) -> NoReturn:
-        raise TimeoutError(f"not refused within {SECONDS} s")
+        raise Late(f"not refused within {SECONDS} s")
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = resource.getrlimit(resource.RLIMIT_AS)
