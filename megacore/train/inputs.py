@@ -8,7 +8,7 @@ from megacore.checkpoint.weights import check_weights, recorded_sections
 from megacore.config import Config
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
 
 
