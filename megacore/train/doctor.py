@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megacore.ledger import line_of
 from megacore.mesh import Mesh
 from megacore.processes import ENDED, STOPPED, process_state
+from megacore.reasons import record
 from megacore.train.verdict import Seat, Snapshot, Verdict, judge
 
 START_UP = 4.0  # times as long may pass until the first step is done: compiling, reading a checkpoint
@@ -169,6 +170,8 @@ class Doctor:
             verdict = self._judge(folder)
             if verdict.text:
                 say(f"hang doctor: {verdict.text}")
+                if verdict.fatal:
+                    record(f"hang doctor: {verdict.text}")
             self.store.set(f"{folder}/verdict", json.dumps(asdict(verdict)))
         else:
             deadline = time.monotonic() + self.patience

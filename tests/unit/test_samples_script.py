@@ -211,6 +211,14 @@ def test_a_count_that_wraps_is_not_taken_for_one(config: str) -> None:
     assert (finding.samples, finding.reads, finding.holds) == (2, 514, False)
 
 
+def test_a_device_is_written_to_and_not_replaced(config: str, tmp_path: Path) -> None:
+    """Root would turn /dev/null into a file of results."""
+    link = tmp_path / "null"
+    link.symlink_to("/dev/null")
+    assert run(["--config", config, "--json", str(link), "--step", "1"]) == 0
+    assert link.is_symlink() and not link.is_file()
+
+
 def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(coverage, "dealt", lambda *arguments: same_for_all(batches.dealt(*arguments)))
     assert all(Finding(**finding).missing for finding in found(config, tmp_path, "--prove", "--layouts", "dp2", status=1))
