@@ -11,13 +11,19 @@ from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
-MORE = """The config is made small, its structure kept (kinds of layers, ties, biases, grouped heads, remainders, schedule,
-recomputation, dropout), and trained for three steps by real gloo ranks on this machine's CPU, in every layout, and by plain
-code on one process in fp64. A table shows the largest relative difference of each parameter (its gradients, its value,
-its moments) in each layout; where a layout differs, the first module, tensor, microbatch and direction at which it does
-is searched for and named. Sizes of parallel.* come from --layouts; absolute sizes that a fork adds (a window) are not made
-small: give them as overrides. Not exercised: fp16's loss scaling, train.compile, Triton kernels in fp64, and in the training loop
-logging and saving. `--precision bf16` is in addition to fp64, not in its place: it measures every layout against one process.
+MORE = """The config is made small, its structure kept (kinds of layers, ties, biases, grouped heads, remainders, uneven stages,
+fewer microbatches than stages, schedule, recomputation, dropout), and trained for three steps by real gloo ranks on this machine's
+CPU, in every layout, and by plain code on one process in fp64. A table shows the largest relative difference of each parameter (its
+gradients, its value, its moments) in each layout. A layout that differs runs once more. If the two runs differ from each other, that
+is a race, and what was in flight is named; else the first module, tensor, microbatch and direction that differs is searched for and
+named. Sizes of parallel.* come from --layouts; absolute sizes that a fork adds (a window) are not made small: give them as overrides.
+
+`--precision bf16` is in addition to fp64, not in its place. It measures every layout against one process, that process against what
+bf16 can cost, and sums, moments and updates against fp32's precision.
+
+docs/proof.md says what is exercised and what is left to tests: fp16's loss scaling, data blends, resume, generation, train.compile,
+Triton kernels in fp64, and in the training loop logging and saving. It also says what the plain code shares with the layouts.
+
 Exit status: 0 equal, 1 not equal, 2 bad arguments."""
 
 
@@ -30,7 +36,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--precision",
         default="fp64",
         choices=("fp64", "bf16"),
-        help="bf16: each difference must be explained by what bf16 itself costs one process (default: %(default)s)",
+        help="bf16: each difference must be explained by what bf16 itself costs (default: %(default)s)",
     )
     against = "compare with another version of the code, layout by layout, instead of one process"
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)

@@ -2,8 +2,11 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -13,14 +16,21 @@ from safetensors import safe_open
 NOTHING = 1e-6
 
 
-ORDER = ("loss", "gradient", "grad_norm", "adam_m", "adam_v", "parameter", "valid_loss")
+# As they come about in a step; "own …" is what a run should have made of its own numbers, see `replay`.
+ORDER = (
+    "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v",
+    "own parameter", "direction", "parameter", "valid_loss",
+)  # fmt: skip
+EVIDENCE = ("given", "copy")  # kinds that a record has for its replay alone
+Tensors = dict[str, np.ndarray]
+Places = dict[str, tuple[list[int], list[int]]]  # offset and logical shape
 
 
 @dataclass(frozen=True)
 class Difference:
     """Of one tensor or figure on one rank."""
 
-    kind: str  # gradient, parameter, adam_m, adam_v; figure for losses and norms
+    kind: str  # gradient, parameter, adam_m, adam_v, own …, direction; figure for losses and norms
     step: int  # after whose update a parameter or moment was read; 0: where it starts from
     name: str
     rank: int
@@ -42,15 +52,30 @@ class Records:
     """The records of all ranks of a run, from a folder."""
 
     def __init__(self, folder: Path, world: int) -> None:
-        self.ranks: list[dict[str, np.ndarray]] = []
-        self.places: list[dict[str, tuple[list[int], list[int]]]] = []
+        self.ranks: list[Tensors] = []
+        self.evidence: list[Tensors] = []
+        self.places: list[Places] = []
         self.figures: list[dict[str, dict[str, float]]] = []
+        self.flights: list[list[dict[str, Any]]] = []  # see `flight`
         for rank in range(world):
             with safe_open(folder / f"record_{rank}.safetensors", framework="numpy") as file:
                 metadata = file.metadata()
-                self.ranks.append({key: file.get_tensor(key).astype(np.float64) for key in file.keys()})  # noqa: SIM118 (no mapping)
+                tensors = {key: file.get_tensor(key).astype(np.float64) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            self.evidence.append({key: tensor for key, tensor in tensors.items() if parsed(key)[0] in EVIDENCE})
+            self.ranks.append({key: tensor for key, tensor in tensors.items() if key not in self.evidence[-1]})
             self.places.append(json.loads(metadata["places"]))
             self.figures.append(json.loads(metadata["figures"]))
+            self.flights.append(json.loads(metadata.get("flights", "[]")))  # which an older version does not note
+
+    @cached_property
+    def whole(self) -> Tensors:
+        """The logical tensors, laid together from all ranks' pieces."""
+        found: Tensors = {}
+        for tensors, evidence, places in zip(self.ranks, self.evidence, self.places, strict=True):
+            for key, tensor in (*tensors.items(), *evidence.items()):
+                offset, shape = places[key]
+                cut(found.setdefault(logical(key), np.full(shape, np.nan)), offset, tensor)[...] = tensor
+        return found
 
 
 def rms(x: np.ndarray) -> float:
@@ -78,23 +103,36 @@ def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
 def against_reference(layout: Records, reference: Records) -> list[Difference]:
     """Every tensor and figure of every rank, replicas too, against the one process that `reference` holds."""
     whole = reference.ranks[0]
-    scales = scales_of(whole)
+    return pieces_against(layout.ranks, layout.places, whole, scales_of(whole)) + figures(layout, reference)
+
+
+def pieces_against(ranks: Sequence[Tensors], places: Sequence[Places], whole: Tensors, scales: dict[str, float]) -> list[Difference]:
+    """Every rank's pieces against the logical tensors `whole`, each difference as a part of its tensor's scale."""
     found = []
-    for rank, (tensors, places) in enumerate(zip(layout.ranks, layout.places, strict=True)):
+    for rank, tensors in enumerate(ranks):
         for key, tensor in tensors.items():
-            offset, shape = places[key]
+            offset, shape = places[rank][key]
             expected = whole.get(logical(key))
             if expected is None or tuple(shape) != expected.shape:
                 found.append(difference(key, rank, math.inf))
                 continue
-            cut = expected[tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))]
-            apart = relative(tensor - cut, scales[logical(key)]) if cut.shape == tensor.shape else math.inf
+            part = cut(expected, offset, tensor)
+            apart = relative(tensor - part, scales[logical(key)]) if part.shape == tensor.shape else math.inf
             found.append(difference(key, rank, apart))
-    return found + figures(layout, reference.figures[0])
+    return found
 
 
-def rank_by_rank(ours: Records, theirs: Records) -> list[Difference]:
-    """Two records of the same layout: the same pieces on the same ranks."""
+def cut(whole: np.ndarray, offset: list[int], piece: np.ndarray) -> np.ndarray:
+    """The part of a logical tensor where a piece stands (a view)."""
+    where: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True))
+    return whole[(..., *where)]  # a view of a scalar too
+
+
+def rank_by_rank(ours: Records, theirs: Records, *, repeated: bool = False) -> list[Difference]:
+    """Two records of the same layout: the same pieces on the same ranks.
+
+    `repeated`: of the same code, so that what is not finite in both alike is no difference.
+    """
     found = []
     for rank, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
         scales = scales_of(other)
@@ -102,8 +140,8 @@ def rank_by_rank(ours: Records, theirs: Records) -> list[Difference]:
             if key not in mine or key not in other or mine[key].shape != other[key].shape:
                 found.append(difference(key, rank, math.inf))
             else:
-                found.append(difference(key, rank, relative(mine[key] - other[key], scales[key])))
-    return found + figures(ours, theirs.figures[0])
+                found.append(difference(key, rank, relative(minus(mine[key], other[key], repeated), scales[key])))
+    return found + figures(ours, theirs, repeated)
 
 
 def logical(key: str) -> str:
@@ -111,21 +149,34 @@ def logical(key: str) -> str:
     return key.partition("#")[0]
 
 
-def difference(key: str, rank: int, relative: float) -> Difference:
-    """Of the tensor that a record holds under `key`."""
+def parsed(key: str) -> tuple[str, int, str]:
+    """Kind, step and logical name of what a record holds under `key`."""
     when, _, name = logical(key).partition("|")
     kind, _, step = when.partition(" ")
-    return Difference(kind, int(step), name, rank, relative)
+    return kind, int(step), name
 
 
-def figures(layout: Records, reference: dict[str, dict[str, float]]) -> list[Difference]:
-    """Losses, gradient norms and the validation loss on every rank."""
+def difference(key: str, rank: int, relative: float) -> Difference:
+    """Of the tensor that a record holds under `key`."""
+    kind, step, name = parsed(key)
+    return Difference(kind, step, name, rank, relative)
+
+
+def minus(a: np.ndarray, b: np.ndarray, repeated: bool) -> np.ndarray:
+    """a − b; with `repeated` 0 where both are infinite alike, or no number."""
+    with np.errstate(invalid="ignore"):
+        return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b) if repeated else a - b
+
+
+def figures(layout: Records, reference: Records, repeated: bool = False) -> list[Difference]:
+    """Losses, gradient norms and the validation loss on every rank, against the same rank's or the one process's."""
     found = []
     for rank, by_step in enumerate(layout.figures):
-        for step, expected in reference.items():
+        for step, expected in reference.figures[rank if len(reference.figures) > 1 else 0].items():
             for name, value in expected.items():
-                measured = by_step.get(step, {}).get(name, math.nan)
-                found.append(Difference("figure", int(step), name, rank, relative(np.array([measured - value]), abs(value))))
+                measured, scale = by_step.get(step, {}).get(name, math.nan), abs(value) if math.isfinite(value) else math.inf
+                apart = relative(minus(np.array([measured]), np.array([value]), repeated), scale)
+                found.append(Difference("figure", int(step), name, rank, apart))
     return found
 
 
@@ -137,8 +188,7 @@ def missing(layout: Records, reference: Records) -> list[str]:
         for tensors, places in zip(layout.ranks, layout.places, strict=True):
             for piece, tensor in tensors.items():
                 if logical(piece) == key:
-                    start = places[piece][0]
-                    covered[tuple(slice(s, s + size) for s, size in zip(start, tensor.shape, strict=True))] = True
+                    cut(covered, places[piece][0], tensor)[...] = True
         if not covered.all():
             lacking.append(difference(key, 0, math.inf).describe())
     return lacking

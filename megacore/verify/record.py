@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,13 +16,14 @@ from megacore.comm import all_reduce
 from megacore.config import load
 from megacore.engine.optimizer import learning_rate
 from megacore.mesh import Mesh, pick_device
-from megacore.model.gpt import DTYPES
+from megacore.model.gpt import DTYPES, Stage
 from megacore.pipeline.schedule import Action, Op
 from megacore.place import place_from_environment
 from megacore.rng import normal_slice
 from megacore.tensor_parallel.shard import Box, Shard, logical_name, shard_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
+from megacore.verify.flight import UPDATE, Flights
 from megacore.verify.trace import Trace
 
 SPREAD = 0.1  # of what is added to parameters that start constant
@@ -35,6 +37,7 @@ class Record:
         self.held: dict[str, Tensor] = {}
         self.places: dict[str, list[list[int]]] = {}  # offset, and the logical tensor's shape
         self.by_step: dict[str, dict[str, float]] = {}
+        self.flights: list[dict[str, Any]] = []  # see `flight`
 
     def tensors(self, kind: str, values: Mapping[str, tuple[Tensor, Box | Shard]]) -> None:
         """Adds this rank's pieces, copied as they are now."""
@@ -50,7 +53,8 @@ class Record:
 
     def close(self) -> None:
         """Writes the file."""
-        save_file(self.held, self.path, {"places": json.dumps(self.places), "figures": json.dumps(self.by_step)})
+        aside = {"places": self.places, "figures": self.by_step, "flights": self.flights}
+        save_file(self.held, self.path, {name: json.dumps(value) for name, value in aside.items()})
 
 
 def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: int | None) -> None:
@@ -61,18 +65,40 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    trainer = Trainer(config, mesh, Inputs(config, place.rank))
-    engine, stage, methods = trainer.engine, trainer.stage, trainer.runtime.methods
+    with Flights(mesh.ledger) as flights:
+        trainer = Trainer(config, mesh, Inputs(config, place.rank))
+        record = Record(out, place.rank)
+        record.tensors("parameter 0", spread(trainer))
+        exact = config.train.precision == "fp64" or config.engine.kind != "native"
+        evidence = None if exact else Evidence(trainer.stage, mesh)
+        take_steps(trainer, record, evidence, out, traced_step)
+        record.figures(trainer.step, valid_loss=trainer.validate())
+    record.flights = flights.spanning()
+    if evidence is not None:
+        evidence.write(record)
+    record.close()
+    trainer.engine.settle()
+    trainer.logs.close()
+    trainer.engine.close()
+    mesh.close()
+
+
+def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
+    """Moves the parameters that start constant away from that; returns the first weights, as far as this rank has them."""
+    stage, engine = trainer.stage, trainer.engine
     starts_constant = {name for name, p in stage.named_parameters() if shard_of(p).init_std is None}
     tensors = engine.tensors()
     weights = {key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)}
     for key, (held, box) in weights.items():
         if (name := logical_name(key)) in starts_constant:
-            held.add_(noise(name, box.global_shape, DTYPES[config.train.precision])[box_slices(box)])
+            held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[box_slices(box)])
     engine.load_state(engine.state(), tensors)
-    record = Record(out, place.rank)
-    record.tensors("parameter 0", weights)
+    return weights
 
+
+def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
+    """All steps, each recorded, and one of them traced."""
+    config, mesh, engine, methods = trainer.config, trainer.mesh, trainer.engine, trainer.runtime.methods
     plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD)}
 
     def announced(op: Op, trace: Trace, action: Action) -> None:
@@ -80,21 +106,60 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
         plain[op](action)
 
     for trainer.step in range(1, config.train.steps + 1):
-        with Trace(stage, out if trainer.step == traced_step else None, place.rank) as trace:
+        mesh.ledger.step = trainer.step
+        with Trace(trainer.stage, out if trainer.step == traced_step else None, mesh.place.rank) as trace:
             methods.update({op: partial(announced, op, trace) for op in plain})
             loss = all_reduce(trainer.forward_backward(), mesh.world).item()
+        if evidence is not None:
+            evidence.take(trainer.step)
         record.tensors(f"gradient {trainer.step}", engine.gradients())
+        mesh.ledger.mark(UPDATE)
         statistics = engine.step(learning_rate(config.optim, trainer.step, config.train.steps))
         record.figures(trainer.step, loss, statistics.grad_norm.item())
         for name, piece in engine.tensors().items():
             kind, _, logical = name.partition("/")
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
-    record.figures(trainer.step, valid_loss=trainer.validate())
-    record.close()
-    engine.settle()
-    trainer.logs.close()
-    engine.close()
-    mesh.close()
+
+
+class Evidence:
+    """What a run's own numbers are held against (see `replay`): what backward gave, and what computed."""
+
+    def __init__(self, stage: Stage, mesh: Mesh) -> None:
+        self.stage, self.mesh = stage, mesh
+        self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in stage.named_parameters()}
+        for name, parameter in stage.named_parameters():
+            # Runs before the gradient is accumulated, once a backward pass however often the parameter was used.
+            parameter.register_hook(partial(self._add, name))
+        self.given: dict[int, dict[str, Tensor]] = {}
+        self.copies: dict[int, dict[str, Tensor]] = {}
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        self.sums[name].add_(gradient)
+
+    def take(self, step: int) -> None:
+        """Behind the last backward pass of a step, before its update."""
+        self.given[step] = {name: total.clone() for name, total in self.sums.items()}
+        self.copies[step] = self._copies()
+        for total in self.sums.values():
+            total.zero_()
+
+    def write(self, record: Record) -> None:
+        """Sums over ranks, only now, so as not to hold up what a run does at the same time; collective."""
+        shards = {name: shard_of(parameter) for name, parameter in self.stage.named_parameters()}
+        self.copies[len(self.given) + 1] = self._copies()  # that validated
+        for step, held in self.copies.items():
+            record.tensors(f"copy {step}", {name: (copy, shards[name]) for name, copy in held.items()})
+        for step, given in self.given.items():
+            for name, total in given.items():
+                all_reduce(total, self.mesh.dp)
+                if shards[name].partial:
+                    all_reduce(total, self.mesh.tp)
+            if self.mesh.tied is not None:
+                all_reduce(given["embedding.weight"], self.mesh.tied)
+            record.tensors(f"given {step}", {name: (total, shards[name]) for name, total in given.items()})
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().float() for name, parameter in self.stage.named_parameters()}
 
 
 def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

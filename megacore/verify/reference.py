@@ -1,7 +1,15 @@
 """The training steps written out plainly, in fp64, on one process: what every layout must compute.
 
-No mesh, no schedule, no engine: the whole model, one microbatch after the other, PyTorch's own cross entropy, and AdamW as
-its paper has it. The only thing shared with the layouts is the model's forward pass.
+No mesh, no schedule, no engine, no loader: the whole model, one microbatch after the other, PyTorch's own cross entropy, AdamW as
+its paper has it, the rate and the rule of weight decay written once more, and tokens read from the file as numbers. Attention is
+computed as the formula has it (`model.attention=eager`), without recomputation or offload.
+
+Shared with the layouts is what follows, and other tests hold it against something independent:
+
+- the model's forward pass, and with it how dropout turns a key into a mask (tests/unit/test_model.py, test_dropout_kernel.py);
+- the initial weights as a function of names (tests/unit/test_rng.py, test_model.py);
+- the order of samples in an epoch, and the keys made of (seed, step, microbatch) (tests/unit/test_data_order.py, test_rng.py,
+  launch/samples.py --prove).
 """
 
 import math
@@ -14,14 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.data.indexed import IndexedTokens
-from megacore.data.samples import SampleStream
-from megacore.engine.optimizer import learning_rate
+from megacore.data.order import derive_key, permute
 from megacore.model.gpt import DTYPES, Stage, whole_model
 from megacore.rng import key_of
 from megacore.tensor_parallel.shard import Shard, shard_of
 from megacore.verify.record import Record, noise
+from megacore.verify.replay import decays, rate
 from megacore.verify.trace import Trace
+
+# Over the case's config: whatever has a plainer equal. `worker.py` applies it.
+PLAIN = (
+    "train.precision=fp64",
+    "train.recompute=none",
+    "train.offload_activations=false",
+    "model.attention=eager",
+    "model.kernels=eager",
+    "model.chunked_loss=false",
+)
 
 
 def run_reference(config: Config, out: Path, rounding: str, traced_step: int | None) -> None:
@@ -41,14 +58,16 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     first = {name: torch.zeros_like(p) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
-    assert isinstance(config.data.train, str) and isinstance(config.data.valid, str)
-    stream = SampleStream(config.data.train, train.seq_len, train.seed, config.model.vocab_size)
+    corpus, length = tokens_of(config.data.train), train.seq_len
+    count = (len(corpus) - 1) // length  # samples in an epoch, of which a proof needs no second
+    order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
     for step in range(1, train.steps + 1):
         loss = 0.0
         with Trace(model, out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
-                tokens = torch.from_numpy(stream.samples(np.arange(start, start + train.micro_batch_size)))
+                starts = order[start : start + train.micro_batch_size] * length
+                tokens = torch.from_numpy(np.stack([corpus[first : first + length + 1] for first in starts]))
                 trace.enter(index, "forward")
                 logits = model.logits(model(tokens[:, :-1], key_of(train.seed, step, index)))
                 losses = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
@@ -63,34 +82,37 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         record.figures(step, loss, norm)
         record.tensors(f"gradient {step}", whole(gradients))
         clip = min(1.0, optim.grad_clip / (norm + 1e-6)) if optim.grad_clip else 1.0
-        lr = learning_rate(optim, step, train.steps)
+        lr = rate(optim, step, train.steps)
         with torch.no_grad():
             for name, p in parameters.items():
                 g = gradients[name] * clip
                 first[name].lerp_(g, 1 - optim.beta1)
                 second[name].mul_(optim.beta2).addcmul_(g, g, value=1 - optim.beta2)
-                # Vectors and biases never, whatever their record says, so that a wrong one is seen; of matrices it is believed.
-                decays = p.dim() > 1 and not name.endswith("bias") and shard_of(p).decay
-                p.mul_(1 - lr * optim.weight_decay * decays)
+                p.mul_(1 - lr * optim.weight_decay * decays(name, p.dim()))
                 denominator = (second[name] / (1 - optim.beta2**step)).sqrt_().add_(optim.eps)
                 p.addcdiv_(first[name] / (1 - optim.beta1**step), denominator, value=-lr)
                 p.grad = None
         for kind, values in (("parameter", parameters), ("adam_m", first), ("adam_v", second)):
             record.tensors(f"{kind} {step}", whole(values))
-    record.figures(train.steps, valid_loss=validate(model, IndexedTokens(config.data.valid), train.seq_len))
+    record.figures(train.steps, valid_loss=validate(model, tokens_of(config.data.valid), length))
     record.close()
 
 
+def tokens_of(prefix: object) -> np.ndarray:
+    """A corpus of the proof, int64: `write_case` writes 16-bit numbers and no header."""
+    return np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
+
+
 @torch.no_grad()
-def validate(model: Stage, corpus: IndexedTokens, seq_len: int) -> float:
+def validate(model: Stage, corpus: np.ndarray, seq_len: int) -> float:
     """The mean loss over every token of the corpus but the first, in pieces of `seq_len` targets."""
     model.eval()
     total = 0.0
-    for start in range(0, corpus.num_tokens - 1, seq_len):
-        tokens = torch.from_numpy(corpus.read(start, min(seq_len + 1, corpus.num_tokens - start)).astype(np.int64))
+    for start in range(0, len(corpus) - 1, seq_len):
+        tokens = torch.from_numpy(corpus[start : start + seq_len + 1])
         total += float(F.cross_entropy(model.logits(model(tokens[None, :-1])), tokens[1:], reduction="sum"))
     model.train()
-    return total / (corpus.num_tokens - 1)
+    return total / (len(corpus) - 1)
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Shard]]:

@@ -7,7 +7,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megacore.verify.run import BF16_FACTOR, Proof, Result
+from megacore.verify.bounds import BF16_FACTOR
+from megacore.verify.run import Proof, Result
 
 FIGURES = ("loss", "grad_norm", "valid_loss")
 WIDTH = 140  # where there is no terminal to ask
@@ -20,6 +21,13 @@ CAUSES = {
     "adam_m": "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first {name}",
     "adam_v": "every gradient, the norm and the first moments agree; the second moments do not: first {name}",
     "parameter": "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first {name}",
+    "own copy": "what computes is not the master weights, rounded: first {name}",
+    "own gradient": "the gradients are not the sum of what backward gave, microbatch by microbatch: first {name}",
+    "own norm": "the gradient norm is not that of the gradients",
+    "own adam_m": "the first moments do not follow from the gradients (clipping, decay rates): first {name}",
+    "own adam_v": "the second moments do not follow from the gradients (clipping, decay rates): first {name}",
+    "own parameter": "the update does not follow from the moments (rate, weight decay, bias correction): first {name}",
+    "direction": "the update points elsewhere than in fp64: first {name}",
     "valid_loss": "training agrees; the validation loss does not",
 }
 ONE_SIDED = "there is a {kind} of {name}, which what it is compared with has not"
@@ -68,7 +76,12 @@ def explain(result: Result) -> Iterator[str]:
     if not result.beyond:
         return
     first = result.beyond[0]
-    if result.parting is not None:
+    if result.race is not None:
+        apart, whose = result.race.difference, f" of {result.race.checkout}" if result.race.checkout else ""
+        flights = ", ".join(result.race.in_flight[:MOST_NAMES]) or "nothing that is noted"
+        yield f"{name}: a race: two runs{whose} differ; in flight: {flights}"
+        yield f"  first, {apart.describe()}: {apart.relative:.1e} between the two, most on rank {apart.rank}"
+    elif result.parting is not None:
         event, ranks = result.parting.event, result.parting.ranks
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         yield f"{name} parts first in {event.describe()}, step {first.step}: {result.parting.relative:.1e} off on {who}"
@@ -93,7 +106,11 @@ def verdict(proof: Proof) -> str:
     most, layout = max(((d, r.layout.name) for r in ran for d in r.differences.values()), key=lambda found: found[0].relative)
     largest = f"largest relative difference {most.relative:.1e} ({most.describe()}, {layout})" if most.relative else "bitwise"
     other = "one process in fp64" if proof.options.against is None else str(proof.options.against)
-    within = "" if proof.options.precision == "fp64" else f", but for at most {BF16_FACTOR:g} times the error of one process in bf16"
+    within = (
+        ""
+        if proof.options.precision == "fp64"
+        else f", but for at most {BF16_FACTOR:g} times the error of one process in bf16, which is within its own bounds"
+    )
     return f"EQUAL to {other}{within}: {what}, in {len(ran)} layouts; {largest}"
 
 

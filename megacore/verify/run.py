@@ -1,32 +1,27 @@
 """The proof from start to end: a small case, the reference, every layout, and a search where one is found to differ."""
 
 import contextlib
-import math
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megacore.config import load
 from megacore.errors import ConfigError
+from megacore.verify.bounds import BF16_ULP, Bounds
 from megacore.verify.compare import Difference, Records, against_reference, missing, rank_by_rank
+from megacore.verify.flight import in_flight
 from megacore.verify.layouts import Layout, impossible
 from megacore.verify.locate import Parting, first_parting
+from megacore.verify.replay import Replay, cancelled, directions
 from megacore.verify.shrink import load_whole, shrink, write_case
 from megacore.verify.workers import RankFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 Key = tuple[str, int, str]  # kind, step, name
-# fp64 rounds to 1e-16; sums over some thousand terms in another order, through a few blocks and three updates, stay well below.
-BOUND = 1e-9
-# In bf16 a layout may be as wrong as one process in bf16 is, measured against fp64 at the tensor of the same kind that fares worst,
-# up to this factor: rounding errors are random, and a layout rounds each partial sum once more. One unit in the last place is
-# always allowed.
-BF16_FACTOR, BF16_ULP = 3.0, 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,15 @@ class Options:
     plant: str | None = None  # "module:function", see `worker.planted`
 
 
+@dataclass(frozen=True)
+class Race:
+    """Two runs of one layout that differ: where first, and what was under way then."""
+
+    difference: Difference
+    in_flight: list[str]
+    checkout: Path | None  # whose code it is, of two that are compared
+
+
 @dataclass
 class Result:
     """What was found of one layout."""
@@ -52,6 +56,7 @@ class Result:
     failure: RankFailed | None = None
     impossible: str | None = None
     parting: Parting | None = None
+    race: Race | None = None
 
     @property
     def equal(self) -> bool:
@@ -79,10 +84,13 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
     `workers` of this checkout may be given, and live on; else they are started and ended here.
     """
     user = load_whole(options.config, options.overrides)
-    reasons = {layout.name: impossible(layout, user) for layout in options.layouts}
-    possible = [layout for layout in options.layouts if reasons[layout.name] is None]
+    layouts = list(options.layouts)
+    if options.precision != "fp64" and options.against is None and all(layout.world > 1 for layout in layouts):
+        layouts.append(Layout("one"))  # what others are measured by is itself to be right
+    reasons = {layout.name: impossible(layout, user) for layout in layouts}
+    possible = [layout for layout in layouts if reasons[layout.name] is None]
     if not possible:
-        raise ConfigError("--layouts", f"none is possible: {reasons[options.layouts[0].name]}", "layouts that divide the model")
+        raise ConfigError("--layouts", f"none is possible: {reasons[layouts[0].name]}", "layouts that divide the model")
     folder = Path(tempfile.mkdtemp(prefix="megacore_verify_"))
     try:
         case = write_case(folder, shrink(user, possible, STEPS, options.precision))
@@ -93,7 +101,7 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
             others = stack.enter_context(Workers(options.against.resolve())) if options.against else None
             prover = Prover(options, folder, case, ours, others)
             proof = Proof(options, prover.order, [])
-            for layout in options.layouts:
+            for layout in layouts:
                 reason = reasons[layout.name]
                 result = Result(layout, impossible=reason) if reason else prover.examine(layout)
                 proof.results.append(result)
@@ -109,24 +117,20 @@ class Prover:
     def __init__(self, options: Options, folder: Path, case: Path, workers: Workers, others: Workers | None) -> None:
         self.options, self.folder, self.case = options, folder, case
         self.workers, self.others = workers, others  # `others` run the checkout that is compared with
+        self.config = load(str(case)).config
         self.reference = self._run(self.workers, "reference", Layout("reference"))
-        self.explained: dict[tuple[str, int], float] = {}  # bf16: the largest error of one process, by kind and step
+        sizes = {name: self.reference.whole[f"parameter 0|{name}"].size for name in self.order}
+        moments = cancelled(self.reference, self.config.optim, self.order)
+        self.bounds = Bounds(options.precision, self.config.model.num_layers, sizes, moments)
+        self.alone: Records | None = None
         if options.precision != "fp64":
-            alone = self._run(self.workers, "one", Layout("one"))
-            for d in against_reference(alone, self.reference):
-                self.explained[d.kind, d.step] = max(self.explained.get((d.kind, d.step), BF16_ULP), d.relative)
+            self.alone = self._run(self.workers, "one", Layout("one"))
+            self.bounds.explain(self._apart(self.alone))
 
     @cached_property
     def order(self) -> list[str]:
         """The parameters, in the order of the model."""
         return [key.partition("|")[2] for key in self.reference.places[0] if key.startswith("parameter 0|")]
-
-    def bound(self, difference: Difference) -> float:
-        """The largest difference of this tensor that is rounding."""
-        if self.options.precision == "fp64":
-            return BOUND
-        explained = self.explained.get((difference.kind, difference.step), BF16_ULP)
-        return BF16_FACTOR * explained if math.isfinite(explained) else BF16_ULP  # nothing explains what is not a number
 
     def when(self, difference: Difference) -> tuple[int, int, int]:
         """Sorts differences as they come about in a run, and then as the model is written."""
@@ -135,45 +139,76 @@ class Prover:
 
     def examine(self, layout: Layout) -> Result:
         """Runs a layout and, where it differs, finds out where first."""
-        result = Result(layout)
+        result, theirs = Result(layout), None
         try:
-            ours = self._run(self.workers, layout.name, layout)
+            ours = self.alone if self.alone is not None and layout.world == 1 else self._run(self.workers, layout.name, layout)
             if self.others is None:
-                found = against_reference(ours, self.reference)
+                found = self._apart(ours)
+                if self.options.precision != "fp64":
+                    found += Replay(ours, self.config, self.order).differences()
                 result.missing = missing(ours, self.reference)
             else:
-                found = rank_by_rank(ours, self._run(self.others, f"{layout.name}_other", layout))
+                theirs = self._run(self.others, f"{layout.name}_other", layout)
+                found = rank_by_rank(ours, theirs)
             result.differences = worst(found)
-            result.beyond = sorted((d for d in result.differences.values() if d.relative > self.bound(d)), key=self.when)
-            if result.beyond and result.beyond[0].name != "valid_loss" and result.beyond[0].kind in ("gradient", "figure"):
-                self._locate(result, result.beyond[0].step)
+            result.beyond = self._beyond(found)
+            if result.beyond:
+                self._look_again(result, ours, theirs)
         except RankFailed as failure:
             result.failure = failure
         return result
 
-    def _locate(self, result: Result, step: int) -> None:
-        """Traces the step whose loss, gradients or norm are the first to differ."""
-        layout = result.layout
-        traced = self._run(self.workers, f"{layout.name}_traced", layout, step, read=False)
-        same = self.others is not None
+    def _apart(self, run: Records) -> list[Difference]:
+        """What a run differs by from fp64 on one process."""
+        found = against_reference(run, self.reference)
+        if self.options.precision != "fp64":
+            found += directions(run, self.reference, self.bounds.cancelled, self.bounds.gradient)
+        return found
+
+    def _beyond(self, found: list[Difference]) -> list[Difference]:
+        """The differences that are not rounding, in the order of a run."""
+        return sorted((d for d in worst(found).values() if d.relative > self.bounds.of(d)), key=self.when)
+
+    def _look_again(self, result: Result, ours: Records, theirs: Records | None) -> None:
+        """Runs the layout once more. What then differs is a race; else what comes first is looked for in a trace."""
+        layout, first = result.layout, result.beyond[0]
+        # A run's own arithmetic says by itself what is wrong, and so do moments and updates behind equal gradients.
+        traced_step = first.step if first.kind == "gradient" or (first.kind == "figure" and first.name in ("loss", "grad_norm")) else None
+        again = self._run(self.workers, f"{layout.name}_again", layout, traced_step)
+        result.race = self._race(ours, again, None)
+        if theirs is not None and self.others is not None:
+            others = self._run(self.others, f"{layout.name}_other_again", layout, traced_step)
+            result.race = result.race or self._race(theirs, others, self.others.checkout)
+        if result.race is not None or traced_step is None:
+            return
         if self.others is not None:
-            reference = self._run(self.others, f"{layout.name}_other_traced", layout, step, read=False)
+            reference = self.folder / f"{layout.name}_other_again"
         else:
-            reference = self._run(self.workers, "reference_traced", Layout("reference"), step, read=False)
-        bound = BOUND if self.options.precision == "fp64" else self._activations_bound(reference, step)
+            self._run(self.workers, "reference_traced", Layout("reference"), traced_step)
+            reference = self.folder / "reference_traced"
+        bound = self.bounds.of_activations(0.0 if self.bounds.exact else self._worst_activation(reference, traced_step))
+        traced, same = self.folder / f"{layout.name}_again", self.others is not None
         result.parting = first_parting(traced, layout.world, layout.tensor, reference, bound, same_layout=same)
 
-    def _activations_bound(self, reference: Path, step: int) -> float:
+    def _race(self, run: Records, again: Records, checkout: Path | None) -> Race | None:
+        """How two runs of one layout differ by more than rounding; None where they do not."""
+        apart = self._beyond(rank_by_rank(again, run, repeated=True))
+        if not apart:
+            return None
+        return Race(apart[0], in_flight(run.flights[apart[0].rank], apart[0].step), checkout)
+
+    def _worst_activation(self, reference: Path, step: int) -> float:
         """In bf16, what the worst activation or gradient of one process is off by."""
-        one = self._run(self.workers, "one_traced", Layout("one"), step, read=False)
+        self._run(self.workers, "one_traced", Layout("one"), step)
         low, high = BF16_ULP, 1.0
         while high - low > 0.01:  # the smallest bound under which one process parts nowhere
             middle = (low + high) / 2
-            low, high = (low, middle) if first_parting(one, 1, 1, reference, middle) is None else (middle, high)
-        return BF16_FACTOR * high
+            parting = first_parting(self.folder / "one_traced", 1, 1, reference, middle)
+            low, high = (low, middle) if parting is None else (middle, high)
+        return high
 
-    def _run(self, workers: Workers, name: str, layout: Layout, traced_step: int | None = None, *, read: bool = True) -> Any:
-        """Runs a layout, or the reference; its records, or with `read` False the folder that they and the traces are in."""
+    def _run(self, workers: Workers, name: str, layout: Layout, traced_step: int | None = None) -> Records:
+        """Runs a layout, or the reference; its records. The folder `name` holds them, and the traces."""
         out = self.folder / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -192,7 +227,7 @@ class Prover:
             if workers is self.others:
                 failure.args = (f"{workers.checkout}: {failure}",)
             raise
-        return Records(out, layout.world) if read else out
+        return Records(out, layout.world)
 
 
 def worst(differences: list[Difference]) -> dict[Key, Difference]:

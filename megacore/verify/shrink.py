@@ -1,4 +1,4 @@
-"""Makes a config small enough to prove on two cores, and keeps what could break: ratios, remainders, ties, features."""
+"""Makes a config small enough to prove on two cores, and keeps what could break: ratios, remainders, ties, features, splits."""
 
 import json
 import math
@@ -11,12 +11,19 @@ from megacore.config import Config, load
 from megacore.config.load import flatten, resolve
 from megacore.config.schema import resolved
 from megacore.data.indexed import IndexedWriter
+from megacore.pipeline.partition import stage_layers
+from megacore.plan.flops import head_cost, layer_cost
 from megacore.verify.layouts import Layout
 
 HEAD_SIZE = 4
+NORMED_HEAD_SIZE = 8  # of heads with a norm: of few features all may be next to nothing, and the norm then blows up their rounding
 SEQ_LEN = 16
 LAYERS = 4  # where the model has as many: blocks may differ by their index
-MICROBATCHES = 8  # of the global batch, at least: a pipeline of four stages fills up and empties
+LAYERS_A_STAGE = 4  # at most, while a split like the user's is looked for
+MICROBATCHES = 8  # of the global batch, where the user has as many: a pipeline of four stages fills up and empties
+CHUNK = 128  # tokens of the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
+RATE = 1e-3  # large enough that fp32 resolves weight decay in a step, small enough that bf16's errors do not grow in three
+DECAY = 0.1
 
 
 def load_whole(path: str, overrides: list[str]) -> Config:
@@ -28,40 +35,39 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     """The small config's sections, of which only what differs from the defaults.
 
     `layouts` are those that the user's config allows. Kept: every kind and flag of the model, grouping of heads, whether
-    sizes divide by the tensor ranks and layers by the stages, ties, biases, dropout, schedule, recomputation, the
-    optimizer's settings. Changed: sizes, and what would hide a difference: clipping is always active, the learning rate is
-    there from the first step, and weights are as large as gives activations of the user's size.
+    sizes divide by the tensor ranks, which stages have more layers than others, whether there are fewer microbatches than
+    stages, an odd micro batch, several chunks of a chunked loss, ties, biases, dropout, schedule, recomputation, the
+    optimizer's settings. Changed: sizes, the learning rate and weight decay among them, and what would hide a difference:
+    clipping is always active, the learning rate is there from the first step, and weights are as large as gives
+    activations of the user's size.
     """
     model, train = user.model, user.train
     assert model.ffn_size is not None
     # What every layout divides.
     tensor = math.lcm(*(layout.tensor for layout in layouts))
     tokens = math.lcm(*(layout.tensor for layout in layouts if layout.sequence))
-    rounds = 2 * math.lcm(*(layout.data for layout in layouts))  # two microbatches a rank: accumulation is seen everywhere
-    stages = max(layout.pipeline for layout in layouts)
 
     # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
     kv_heads = tensor * min(user.kv_heads // tensor, 2)
-    heads = kv_heads * min(model.num_heads // user.kv_heads, 4)
-    head_size = min(user.head_size, HEAD_SIZE)
+    heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
+    head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
     width = model.num_heads * user.head_size
     hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
     ffn = max(tensor, -(-round(model.ffn_size / model.hidden_size * hidden) // tensor) * tensor)
-    micro_batch = min(train.micro_batch_size, 2)
+    # Odd stays odd: sequences are then cut where even ones are not.
+    micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
     seq_len = min(train.seq_len, SEQ_LEN)
+    if model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
+        seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
     while micro_batch * seq_len % tokens:
         seq_len += 1
-    # Rows enough for each of t ranks to have some: ceil(vocab / t) may leave none below t (t − 1).
-    rows = tensor * max(tensor, -(-64 // tensor))
     small: dict[str, dict[str, Any]] = {
         "model": {
-            "num_layers": min(model.num_layers, max(stages + (model.num_layers % stages > 0), LAYERS)),
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_size": head_size,
             "hidden_size": hidden,
             "ffn_size": ffn,
-            "vocab_size": min(model.vocab_size, rows + model.vocab_size % tensor),
             "max_positions": seq_len + (8 if user.max_positions > train.seq_len else 0),
             "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
             "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
@@ -72,7 +78,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "steps": steps,
             "seq_len": seq_len,
             "micro_batch_size": micro_batch,
-            "global_batch_size": micro_batch * rounds * -(-MICROBATCHES // rounds),
+            "global_batch_size": micro_batch * microbatches(user, layouts),
             "precision": precision,
             "device": "cpu",
             "compile": False,
@@ -81,10 +87,11 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         },
         "optim": {
             "warmup_steps": 0,
-            "lr": user.optim.lr or 1e-3,
-            "min_lr": user.optim.min_lr,
+            "lr": RATE,
+            "min_lr": RATE * user.optim.min_lr / (user.optim.lr or 1.0),
             "decay_steps": steps - 1 if user.optim.schedule == "wsd" else 2 * steps,
             "grad_clip": 0.1 if user.optim.grad_clip else 0.0,
+            "weight_decay": DECAY if user.optim.weight_decay else 0.0,
         },
         "data": {"train": None, "valid": None, "tokenizer": None},
         "checkpoint": {"every": 0, "last": False, "resume": "never", "weights": None},
@@ -92,6 +99,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "prometheus_port": None},
     }
+    small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
     defaults = flatten(Config().model_dump(mode="json", by_alias=True))
     values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
     # Only what differs, and not what would be derived: another version of the code, which may not know every key, can then
@@ -102,6 +110,62 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
             written = rest
     return sections_of(written)
+
+
+def microbatches(user: Config, layouts: list[Layout]) -> int:
+    """Microbatches of the small global batch: few, and fewer than stages in those layouts in which the user has fewer.
+
+    Two a rank where the user has as many, so that accumulation is seen everywhere. That all layouts share one batch, which
+    each must divide, comes first.
+    """
+    users = user.train.global_batch_size // user.train.micro_batch_size
+    unit = math.lcm(*(layout.data for layout in layouts))
+    full = [layout.data * layout.pipeline for layout in layouts]  # with a microbatch for each stage of each data rank
+    count = min(users, 2 * unit * -(-MICROBATCHES // (2 * unit)))
+    count = max(count, *(size for size in full if size <= users), 1)
+    count = -(-count // unit) * unit
+    least_full = min((size for size in full if size > users), default=count + 1)
+    return count if count < least_full else max(unit, (least_full - 1) // unit * unit)
+
+
+def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts: list[Layout], tensor: int) -> dict[str, int]:
+    """The fewest layers, and of them the smallest vocabulary, that are split over stages as the user's are.
+
+    How layers are split follows from what the head costs beside a layer, so the vocabulary is at most as large as keeps this
+    ratio. Where nothing small is split alike in every layout, the candidate that is in most.
+    """
+    stages = sorted({layout.pipeline for layout in layouts})
+    wanted = [unevenness(user, count) for count in stages]
+    # Rows enough for each of t ranks to have some: ceil(vocab / t) may leave none below t (t − 1).
+    least, remainder = tensor * max(tensor, -(-64 // tensor)), user.model.vocab_size % tensor
+    smallest = min(user.model.vocab_size, least + remainder)
+    first = min(user.model.num_layers, max(stages[-1], LAYERS))
+    model = small["model"] | {"num_layers": first, "vocab_size": smallest}
+    config = resolve(small | {"model": user.model.model_dump(mode="json") | model, "parallel": {}}, [], "verify", 1).config
+    ratio = head_cost(user).total / layer_cost(user).total
+    largest = ratio * layer_cost(config).total / head_cost(config).total * smallest
+    vocabularies = [max(least, round(largest * part / 4) // tensor * tensor) + remainder for part in range(5)]
+    best, most = (first, smallest), -1
+    for layers in range(first, max(first, min(user.model.num_layers, LAYERS_A_STAGE * stages[-1])) + 1):
+        for rows in sorted({min(user.model.vocab_size, rows) for rows in vocabularies}):
+            sized = config.model.model_copy(update={"num_layers": layers, "vocab_size": rows})
+            candidate = config.model_copy(update={"model": sized})
+            alike = sum(unevenness(candidate, count) == pattern for count, pattern in zip(stages, wanted, strict=True))
+            if alike > most:
+                best, most = (layers, rows), alike
+    return dict(zip(("num_layers", "vocab_size"), best, strict=True))
+
+
+def unevenness(config: Config, stages: int) -> list[int]:
+    """Of each stage, how many different numbers of layers are below its own: [3, 4, 4, 1] gives [1, 2, 2, 0]."""
+    split = [len(layers) for layers in stage_layers(with_stages(config, stages))]
+    sizes = sorted(set(split))
+    return [sizes.index(layers) for layers in split]
+
+
+def with_stages(config: Config, stages: int) -> Config:
+    """A resolved config for another number of stages."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": stages})})
 
 
 def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

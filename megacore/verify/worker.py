@@ -51,12 +51,11 @@ def perform(task: dict[str, Any]) -> None:
     """Runs what the task asks for."""
     from megacore.config import load
     from megacore.verify.record import run_layout
-    from megacore.verify.reference import run_reference
+    from megacore.verify.reference import PLAIN, run_reference
 
     out = Path(task["out"])
     if task["kind"] == "reference":
-        plain = ["train.precision=fp64", "train.recompute=none"]
-        run_reference(load(task["config"], plain).config, out, task["rounding"], task["traced_step"])
+        run_reference(load(task["config"], [*PLAIN]).config, out, task["rounding"], task["traced_step"])
     else:
         run_layout(task["config"], task["overrides"], out, task["traced_step"])
 

@@ -1,0 +1,147 @@
+"""What a layout in 16 bits should have made of its own numbers: sums, norm, moments, updates and rounded copies, replayed in fp64.
+
+Rounding in bf16 hides much behind a few per cent. But only the model computes in bf16: gradients are summed, and masters updated, in
+fp32, so each of these steps, taken by itself from the numbers that the same run had before it, must agree to fp32's precision.
+numpy only, as `compare`.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from megacore.config import Config
+from megacore.config.schema import Optim, resolved
+from megacore.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
+
+# fp32 rounds to 2^-24. A sum over microbatches and ranks rounds up to some dozen times, a moment or an update less often; the same
+# in bf16 would be off by 2^-9 at the first addition. Half way between, in powers of two.
+EXACT = 2.0**-16
+# An update is measured by its own size, but a master cannot hold it more exactly than a few units of its last place: four times
+# 2^-24 of the master, which this part of it adds to the size that `EXACT` is held against.
+HELD = 2.0**-6
+
+
+def rate(optim: Optim, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 1) of `steps`, written once more."""
+    decay_steps = resolved(optim.decay_steps)
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "wsd":
+        left = min(1.0, (steps - step) / decay_steps)
+    else:
+        left = max(0.0, (decay_steps - step) / max(1, decay_steps - optim.warmup_steps))
+        if optim.schedule == "cosine":
+            left = (1.0 - math.cos(math.pi * left)) / 2
+    return optim.min_lr + (optim.lr - optim.min_lr) * left
+
+
+def decays(name: str, dims: int) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases, whatever a parameter's record says."""
+    return dims > 1 and not name.endswith("bias")
+
+
+class Replay:
+    """The differences of a run from what its own records lead to."""
+
+    def __init__(self, run: Records, config: Config, names: list[str]) -> None:
+        self.run, self.config, self.names = run, config, names
+        self.held = run.whole
+        self.exact: dict[str, np.ndarray] = {}  # what should be held, under the names of what is
+        self.scales: dict[str, float] = {}
+        self.found: list[Difference] = []
+
+    def differences(self) -> list[Difference]:
+        """All of them, under kinds that begin with "own"; empty where an engine kept no evidence."""
+        if not any(self.run.evidence):
+            return []
+        for step in range(1, self.config.train.steps + 1):
+            self._sums(step)
+            self._moments_and_update(step)
+        replayed = [{key: tensor for key, tensor in tensors.items() if logical(key) in self.exact} for tensors in self.run.ranks]
+        apart = pieces_against(replayed, self.run.places, self.exact, self.scales)
+        return [*self.found, *(replace(d, kind=f"own {d.kind}") for d in apart), *self._copies()]
+
+    def _sums(self, step: int) -> None:
+        """Gradients are the sum of what each microbatch's backward gave; the norm is theirs."""
+        keys = [f"gradient {step}|{name}" for name in self.names]
+        given = {key: self.held[key.replace("gradient", "given", 1)] for key in keys}
+        self.exact |= given
+        self.scales |= scales_of(given)
+        norm = math.sqrt(sum(float(np.square(self.held[key]).sum()) for key in keys))
+        for rank, figures in enumerate(self.run.figures):
+            apart = relative(np.array([figures[str(step)]["grad_norm"] - norm]), norm)
+            self.found.append(Difference("figure", step, "own norm", rank, apart))
+        self.norm = norm
+
+    def _moments_and_update(self, step: int) -> None:
+        """AdamW, from the recorded gradients, moments and masters of the same run."""
+        optim, steps = self.config.optim, self.config.train.steps
+        clip = min(1.0, optim.grad_clip / (self.norm + 1e-6)) if optim.grad_clip else 1.0
+        lr = rate(optim, step, steps)
+        updates = {}
+        for name in self.names:
+            before = [self.held.get(f"{kind} {step - 1}|{name}", np.zeros(())) for kind in ("adam_m", "adam_v")]
+            gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
+            self.exact[f"adam_m {step}|{name}"] = optim.beta1 * before[0] + (1 - optim.beta1) * gradient
+            self.exact[f"adam_v {step}|{name}"] = optim.beta2 * before[1] + (1 - optim.beta2) * np.square(gradient)
+            m, v = (self.held[f"{kind} {step}|{name}"] for kind in ("adam_m", "adam_v"))
+            unbiased = np.sqrt(v / (1 - optim.beta2**step)) + optim.eps
+            update = -lr * (m / (1 - optim.beta1**step) / unbiased + optim.weight_decay * decays(name, p.ndim) * p)
+            self.exact[f"parameter {step}|{name}"] = p + update
+            updates[f"parameter {step}|{name}"] = update
+        for kind in ("adam_m", "adam_v"):
+            self.scales |= scales_of({key: value for key, value in self.exact.items() if key.startswith(f"{kind} {step}|")})
+        for key, size in scales_of(updates).items():
+            self.scales[key] = size + HELD * rms(self.exact[key])
+
+    def _copies(self) -> Iterator[Difference]:
+        """What computes in a step is the masters of the step before, rounded: bit by bit."""
+        for rank, (tensors, places) in enumerate(zip(self.run.evidence, self.run.places, strict=True)):
+            for key, tensor in tensors.items():
+                kind, step, name = parsed(key)
+                if kind == "copy":
+                    master = cut(self.held[f"parameter {step - 1}|{name}"], places[key][0], tensor)
+                    yield Difference("own copy", step, name, rank, relative(tensor - rounded(master), rms(master)))
+
+
+def cancelled(reference: Records, optim: Optim, names: list[str]) -> dict[tuple[int, str], float]:
+    """By step and parameter, the size that the first moment would have if its gradients were unrelated, over the size that it has.
+
+    The second moment knows no signs, so it tells. At least 1; where there is no moment at all, infinite.
+    """
+    found, step, held = {}, 1, reference.whole
+    while f"adam_m {step}|{names[0]}" in held:
+        for name in names:
+            size, of_squares = rms(held[f"adam_m {step}|{name}"]), float(held[f"adam_v {step}|{name}"].mean())
+            unrelated = (1 - optim.beta1) * math.sqrt(of_squares / (1 - optim.beta2))
+            found[step, name] = max(1.0, unrelated / size) if size else math.inf
+        step += 1
+    return found
+
+
+def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float) -> Iterator[Difference]:
+    """1 − the cosine between a run's update of each parameter and fp64's, over the elements that stand clear of rounding.
+
+    Adam's update is little more than a sign, and rounding decides the sign of what is small: `clear` is the part that an element's
+    first moment must have of the root mean square that all would have without cancellation.
+    """
+    held, expected = run.whole, reference.whole
+    for (step, name), ratio in cancelled.items():
+        moment = expected[f"adam_m {step}|{name}"]
+        chosen = np.abs(moment) > clear * ratio * rms(moment)
+        after, before = (f"parameter {at}|{name}" for at in (step, step - 1))
+        ours, theirs = ((tensors[after] - tensors[before])[chosen] for tensors in (held, expected))
+        if theirs.any():
+            size = math.sqrt(float(np.square(ours).sum()) * float(np.square(theirs).sum()))
+            cosine = float((ours * theirs).sum()) / size if size else 0.0
+            yield Difference("direction", step, name, 0, 1.0 - cosine if math.isfinite(cosine) else math.inf)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Numbers of fp32 rounded to bf16, to the nearest and in a tie to even; fp64 as all that is compared."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
