@@ -26,11 +26,17 @@ class Fault:
     found: str  # what the check says first, without figures
     overrides: tuple[str, ...] = ()
     check: str = "verify"  # verify, resume, trained or samples
+    precision: str = "fp64"  # verify's
 
     @property
     def name(self) -> str:
         """The planting function's."""
         return self.plant.__name__
+
+    @property
+    def case(self) -> tuple[object, ...]:
+        """All but the mistake: what is run, with it or without."""
+        return self.check, self.layout, self.overrides, self.precision
 
     @property
     def path(self) -> str:
@@ -41,11 +47,13 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(mistake: str, layout: str, found: str, *overrides: str, check: str = "verify") -> Callable[[Plant], Plant]:
+def fault(
+    mistake: str, layout: str, found: str, *overrides: str, check: str = "verify", precision: str = "fp64"
+) -> Callable[[Plant], Plant]:
     """Enters a planting function in the catalogue."""
 
     def enter(plant: Plant) -> Plant:
-        FAULTS.append(Fault(mistake, plant, layout, found, overrides, check))
+        FAULTS.append(Fault(mistake, plant, layout, found, overrides, check, precision))
         return plant
 
     return enter

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     checks, wrong = Checks(), 0
     try:
         if args.silent:
-            cases = {(fault.check, fault.layout, fault.overrides): fault for fault in chosen}
+            cases = {fault.case: fault for fault in chosen}
             for times in range(1, args.silent + 1):
                 spoke = [(fault, said) for fault in cases.values() if (said := checks.run(fault, as_it_is=True))]
                 wrong += len(spoke)

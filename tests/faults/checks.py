@@ -16,10 +16,11 @@ from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.worker import planted
 from megacore.verify.workers import Workers
 from tests import plain, training
-from tests.faults import FAULTS, Fault, data, pipeline, tensor, trainer
+from tests.faults import FAULTS, Fault, data, pipeline, precision, races, structure, tensor, trainer
 from tests.pool import Pool
 
-__all__ = ["FAULTS", "Checks", "data", "document", "pipeline", "tensor", "trainer"]  # the modules enter their faults as they are imported
+# The modules enter their faults as they are imported.
+__all__ = ["FAULTS", "Checks", "data", "document", "pipeline", "precision", "races", "structure", "tensor", "trainer"]
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
 
@@ -47,7 +48,7 @@ class Checks:
         if fault.check == "trained":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, trained, folder, plant)[0]
-        options = Options(CONFIG, [*OVERRIDES, *fault.overrides], [parse(fault.layout)], plant=plant)
+        options = Options(CONFIG, [*OVERRIDES, *fault.overrides], [parse(fault.layout)], fault.precision, plant=plant)
         proof = prove(options, workers=self.workers)
         if proof.holds:
             return ""
@@ -94,7 +95,8 @@ def trained(folder: str, plant: str | None) -> str:
 def document() -> str:
     """docs/faults.md: the catalogue with what each check says first."""
     counts = Counter(fault.check for fault in FAULTS)
-    rows = [f"| {f.mistake} | {f.layout} | {f.check} | {f.found} |" for f in FAULTS]
+    layouts = [f.layout if f.precision == "fp64" else f"{f.layout}, {f.precision}" for f in FAULTS]
+    rows = [f"| {f.mistake} | {layout} | {f.check} | {f.found} |" for f, layout in zip(FAULTS, layouts, strict=True)]
     return HEAD.format(total=len(FAULTS), **counts) + "\n".join(rows) + "\n"
 
 
@@ -106,12 +108,14 @@ bit by bit with one that is not, {trained} by what `launch/pretrain.py` saves an
 {samples} by the proof of `launch/samples.py`. The same checks are silent on the code as it is.
 
 ```bash
-python -m tests.faults                 # plants all of them, prints what caught each (two minutes on two cores)
+python -m tests.faults                 # plants all of them, prints what caught each (three minutes on two cores)
 python -m tests.faults --silent 10     # every check ten times on the code as it is: none may speak
 python launch/verify.py --config configs/gpt_tiny.json --layouts tp2 --plant tests.faults.tensor:column_gradient_unsummed   # one in full
 ```
 
-`tests/faults/` holds them; the tests run every one, and hold this table to what they find.
+`tests/faults/` holds them. `--write` runs every one and writes this table from what it finds; the tests run the quick ones
+and a part of the others each time, and hold the table to the catalogue. A layout with `bf16` is proved in bf16, by
+`--precision bf16`; all others in fp64. [proof.md](proof.md) says what the proof exercises, and what only the tests do.
 
 | mistake | layout | caught by | what it says first |
 |---|---|---|---|

@@ -64,7 +64,7 @@ def stale_activation() -> Any:
 @fault(
     "backward takes the oldest graph where the schedule goes back from the newest",
     "pp2",
-    "module blocks.1, gradient of its output, microbatch 0, backward",
+    "module blocks.2, gradient of its output, microbatch 0, backward",
     "parallel.schedule=gpipe",
 )
 def graph_of_another_microbatch() -> Any:

@@ -1,0 +1,75 @@
+"""Mistakes that show in 16 bits only, where one process makes them too: rounding must not explain them away."""
+
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from megacore.engine import native
+from megacore.kernels import adamw
+from tests.faults import fault
+
+patch = mock.patch.object
+NOT_THE_SUM = "the gradients are not the sum of what backward gave, microbatch by microbatch: first embedding.weight"
+
+
+@fault("in bf16 each microbatch's gradient replaces the one before", "one", NOT_THE_SUM, precision="bf16")
+def gradients_overwritten_in_16_bits() -> Any:
+    backward = native.NativeEngine.backward
+
+    def alone(self: Any, output: Any, gradient: Tensor, *, last: bool) -> None:
+        if self.buffers[0].rounds:
+            self.reducer.clear()
+        backward(self, output, gradient, last=last)
+
+    return patch(native.NativeEngine, "backward", alone)
+
+
+@fault("… gradients are accumulated in bf16", "one", NOT_THE_SUM, precision="bf16")
+def gradients_accumulated_in_16_bits() -> Any:
+    backward = native.NativeEngine.backward
+
+    def rounded(self: Any, output: Any, gradient: Tensor, *, last: bool) -> None:
+        backward(self, output, gradient, last=last)
+        for buffer in self.buffers:
+            if buffer.rounds:
+                buffer.gradients.copy_(buffer.gradients.bfloat16())
+
+    return patch(native.NativeEngine, "backward", rounded)
+
+
+@fault(
+    "… weight decay is missing on the path of fp32 masters",
+    "one",
+    "the update does not follow from the moments (rate, weight decay, bias correction): first embedding.weight",
+    precision="bf16",
+)
+def weight_decay_missing_in_fp32() -> Any:
+    step = adamw.AdamW._step_by_pytorch
+
+    def without(self: Any, *rest: Any) -> None:
+        with patch(self, "decays", [0.0] * len(self.decays)):
+            step(self, *rest)
+
+    return patch(adamw.AdamW, "_step_by_pytorch", without)
+
+
+@fault(
+    "… the last stage's copy of tied embeddings is a step behind its masters",
+    "pp2",
+    "what computes is not the master weights, rounded: first embedding.weight",
+    precision="bf16",
+)
+def tied_copy_behind() -> Any:
+    step = native.NativeEngine.step
+
+    def stale(self: Any, *rest: Any) -> Any:
+        stage = self.module
+        behind = stage.last and not stage.first and self.buffers[0].rounds
+        before = stage.embedding.weight.detach().clone() if behind else None
+        statistics = step(self, *rest)
+        if before is not None:
+            stage.embedding.weight.data.copy_(before)
+        return statistics
+
+    return patch(native.NativeEngine, "step", stale)
