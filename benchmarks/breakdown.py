@@ -18,18 +18,19 @@ from torch.profiler import record_function
 
 from benchmarks.training import Training
 from benchmarks.wire import Wire
-from megacore.comm import all_gather, all_reduce
-from megacore.mesh import Mesh
-from megacore.pipeline.schedule import Op
-from megacore.pipeline.simulate import simulate
+from megacore.distributed.comm import all_gather, all_reduce
+from megacore.distributed.mesh import Mesh
+from megacore.plan.schedule import Op
+from megacore.plan.simulate import simulate
 from megacore.plan.traffic import Transfer
+from megacore.train import step as train_step
 
-COMMUNICATION = ("tp", "dp", "pp", "tied", "norm")  # by group, as in `Transfer`
+COMMUNICATION = ("tp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
 FORWARD, BACKWARD = "forward", "backward"
 # Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is taken out:
 # for what it receives, and when it is done early, in the first sum that others join later.
-IDLE_IN = ("pp", "tied", "norm", "dp")
+IDLE_IN = ("pp", "tied", "loss", "norm", "dp")
 
 
 class Stopwatch:
@@ -128,7 +129,7 @@ def _named(training: Training, watch: Stopwatch, wire: Wire) -> Iterator[None]:
 
         return named
 
-    methods = training.runtime.methods
+    methods = training.train_step.runtime.methods
     named = {
         Op.FORWARD: within(FORWARD, methods[Op.FORWARD]),
         Op.BACKWARD: within(BACKWARD, methods[Op.BACKWARD]),
@@ -138,6 +139,7 @@ def _named(training: Training, watch: Stopwatch, wire: Wire) -> Iterator[None]:
     with (
         patch.dict(methods, named),
         patch.object(training.engine, "step", step),
+        patch.object(train_step, "all_reduce", wire.summing("loss", all_reduce)),
         patch.object(training, "batch_of", within("data", training.batch_of)),
     ):
         yield
@@ -150,7 +152,7 @@ def _idle(training: Training, watch: Stopwatch) -> float:
         return 0.0
     own = torch.tensor([[mean(watch.durations(FORWARD)), mean(watch.durations(BACKWARD))]], device=training.mesh.device)
     forward, backward = all_gather(own, pp).t().tolist()
-    timeline = simulate(training.plan, forward, backward)
+    timeline = simulate(training.train_step.plan, forward, backward)
     return max(spans[-1].end for spans in timeline.spans) - timeline.busy[pp.rank]
 
 

@@ -28,9 +28,9 @@ from megacore.checkpoint.digest import FILE_HASH, HASHES, content_digest
 from megacore.checkpoint.disk import file_digest, size_text, write_file
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
-from megacore.mesh import Mesh
-from megacore.place import Place
-from megacore.train.failure import fail
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
+from megacore.survive.failure import fail
 
 EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
 MORE = "More ranks: torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2"

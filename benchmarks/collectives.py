@@ -25,13 +25,13 @@ from benchmarks import machine
 from benchmarks.charts import lines_over_sizes
 from benchmarks.training import join
 from megacore.cli import Parser, exit_rank_with
-from megacore.comm import all_gather, all_reduce, reduce_scatter
 from megacore.config import Config, load
+from megacore.distributed.comm import all_gather, all_reduce, reduce_scatter
+from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-from megacore.mesh import Group, Mesh
-from megacore.place import Place
 from megacore.plan.traffic import Line, ring_share
-from megacore.train.failure import fail
+from megacore.survive.failure import fail
 
 EXAMPLE = "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest 16 parallel.tensor=2"
 SMALLEST = 1024  # bytes
@@ -125,8 +125,9 @@ def sizes(largest: int, group: Group) -> Iterator[int]:
 
 def groups(mesh: Mesh) -> list[Group]:
     """Those of more than one rank that every rank has one of; of groups with the same ranks, the first."""
-    found = {group.ranks: group for group in (mesh.world, mesh.model, mesh.pp, mesh.dp, mesh.tp) if group.size > 1}
-    return [group for group in (mesh.tp, mesh.dp, mesh.pp, mesh.model, mesh.world) if found.get(group.ranks) is group]
+    candidates = (mesh.tp, mesh.gradient_group, mesh.pp, mesh.world)
+    found = {group.ranks: group for group in reversed(candidates) if group.size > 1}
+    return [group for group in candidates if found.get(group.ranks) is group]
 
 
 def measure(mesh: Mesh, largest: int, repeat: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from benchmarks.training import LoneStage, Training, join
 from megacore.cli import Parser, exit_with
 from megacore.config import load
-from megacore.place import place_from_environment
+from megacore.distributed.place import place_from_environment
 from megacore.train.meters import peak_memory
 
 EXAMPLE = "yes | head -3 | python -m benchmarks.contender megacore benchmarks/speed.json train.precision=fp32"

@@ -10,11 +10,12 @@ import torch
 
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
-from megacore.ledger import Ledger
-from megacore.mesh import pick_device
-from megacore.place import Place
+from megacore.distributed.mesh import pick_device
+from megacore.distributed.place import Place
+from megacore.survive.joining import joined
+from megacore.survive.ledger import Ledger
+from megacore.survive.noting import note_trainer
 from megacore.train.inputs import Inputs
-from megacore.train.ranks import joined
 from megacore.train.trainer import Trainer
 
 NOTES = 100_000
@@ -40,11 +41,11 @@ def run(argv: list[str], place: Place) -> int:
         fixed = [f"log.dir={folder}", "checkpoint.every=0", "checkpoint.last=false", "log.tensorboard=false"]
         config = load(args.config, [*args.overrides, *fixed], place.world_size).config
         device, inputs = pick_device(config, place), Inputs(config, place.rank)
-        with joined(config, place, device) as mesh:
+        with joined(config, place, device) as (mesh, ledger):
             started = time.perf_counter()
-            Trainer(config, mesh, inputs).run()
+            note_trainer(Trainer(config, mesh, inputs), ledger).run()
             seconds = (time.perf_counter() - started) / config.train.steps
-            notes = mesh.ledger.events / config.train.steps
+            notes = ledger.events / config.train.steps
     note = seconds_a_note()
     if place.rank == 0:
         share = notes * note / seconds

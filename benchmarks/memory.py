@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.training import Training, join
 from megacore.cli import Parser, exit_rank_with
-from megacore.comm import all_reduce
 from megacore.config import Config, load
-from megacore.mesh import Mesh
-from megacore.place import Place
-from megacore.plan.memory import stage_memory
-from megacore.train.failure import fail
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
+from megacore.plan.memory import rank_memory
+from megacore.survive.failure import fail
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "python -m benchmarks.memory train.precision=bf16"
@@ -78,7 +78,7 @@ def held_by(training: Training, before: dict[int, int]) -> dict[str, int]:
     engine, deepspeed = training.engine, training.config.engine.kind == "deepspeed"
     held = {at: size for at, size in living().items() if at not in before}
     # ZeRO 3 leaves parameters empty, and this rank's part of each at `ds_tensor`.
-    parameters = storages(getattr(p, "ds_tensor", p) for p in training.stage.parameters())
+    parameters = storages(getattr(p, "ds_tensor", p) for stage in training.train_step.stages for p in stage.parameters())
     # DeepSpeed shows copies of its gradients: what it holds beyond parameters and optimizer counts as them.
     gradients = {} if deepspeed else storages(t for t, _ in engine.gradients().values())
     gradients = {at: size for at, size in gradients.items() if at not in parameters}
@@ -94,7 +94,7 @@ def held_by(training: Training, before: dict[int, int]) -> dict[str, int]:
 def peak_of_step(training: Training) -> int:
     """Runs a step; the most bytes allocated in its midst beyond what is held when its gradients are reduced."""
     before = living()
-    peak = peak_of(lambda: training.runtime.run(training.plan, training.batch, training.target_weight), training.mesh.device)
+    peak = peak_of(lambda: training.train_step.forward_backward(training.batch), training.mesh.device)
     gradients = [size for at, size in living().items() if at not in before]
     training.engine.step(0.0)
     return peak - sum(gradients)
@@ -148,13 +148,13 @@ def measure(config: Config, mesh: Mesh) -> dict[str, Any]:
     before = living()
     training = Training(config, mesh)
     training.step()  # whatever is made by the first step alone
-    training.runtime.run(training.plan, training.batch, training.target_weight)
+    training.train_step.forward_backward(training.batch)
     parts = held_by(training, before)
     training.engine.step(0.0)
     figures = torch.tensor([*parts.values(), sum(parts[name] for name in PARTS), peak_of_step(training)], device=mesh.device)
     measured = dict(zip((*parts, "together", "at work"), all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist(), strict=True))
     training.engine.close()
-    stages = stage_memory(config)
+    stages = rank_memory(config)
     predicted = {name: max(getattr(stage, name) for stage in stages) for name in PARTS}
     predicted |= {"together": max(s.held for s in stages), "at work": max(s.activations + s.gathered for s in stages)}
     return {"mesh": mesh.describe(), "measured": measured, "predicted": predicted}

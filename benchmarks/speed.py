@@ -22,8 +22,8 @@ from benchmarks.rounds import ROOT, Contender, Failed, Record, race
 from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.pipeline.schedule import build
-from megacore.pipeline.simulate import simulate
+from megacore.plan.schedule import build
+from megacore.plan.simulate import simulate
 
 EXAMPLE = "python -m benchmarks.speed --quick"
 CONFIG = str(ROOT / "benchmarks" / "speed.json")

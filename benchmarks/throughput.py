@@ -23,15 +23,15 @@ from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, measured_step,
 from benchmarks.charts import stacked_bars
 from benchmarks.training import RandomStream, Training, join
 from megacore.cli import Parser, exit_rank_with
-from megacore.comm import all_reduce
 from megacore.config import Config, load
 from megacore.data.samples import training_stream
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-from megacore.mesh import Mesh
 from megacore.model.gpt import DTYPES
-from megacore.place import Place
 from megacore.plan.traffic import sent_by_group
-from megacore.train.failure import fail
+from megacore.survive.failure import fail
 from megacore.train.meters import Utilisation, peak_memory
 from megacore.verify.layouts import parse as parse_layout
 

@@ -8,25 +8,22 @@ import numpy as np
 import torch
 
 from megacore.config import Config, load
-from megacore.engine.choose import build_engine, build_stage
-from megacore.engine.optimizer import learning_rate
-from megacore.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.cpu import set_up_cpu
+from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.place import Place
+from megacore.engine.choose import build_engine
 from megacore.model.gpt import DTYPES, Stage
-from megacore.pipeline import schedule
-from megacore.pipeline.partition import stage_layers
-from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.place import Place
-from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
+from megacore.pipeline.runtime import Microbatch
+from megacore.plan.partition import stage_layers
 from megacore.train.loader import Loader, Stream
+from megacore.train.step import Figures, TrainStep
 
 
 def join(config: Config, place: Place) -> Mesh:
     """The mesh, with this rank's device set up as for training; collective."""
     device = pick_device(config, place)
     if device.type == "cpu":
-        share_cores(place.local_world_size)
-        multiply_with_onednn()
-        keep_freed_memory()
+        set_up_cpu(config, place.local_world_size)
     return Mesh(config, place, device)
 
 
@@ -58,17 +55,12 @@ class Training:
 
     def __init__(self, config: Config, mesh: Mesh, stream: Stream | None = None) -> None:
         self.config, self.mesh = config, mesh
-        self.stage = build_stage(config, mesh)
-        self.engine = build_engine(config, self.stage, mesh)
-        self.runtime = Runtime(self.stage, self.engine, mesh.pp)
-        parallel = config.parallel
-        self.plan = schedule.build(
-            parallel.schedule, mesh.pp.size, config.num_microbatches, parallel.chunks, tied=config.model.tie_embeddings
-        )
-        self.batch = random_batch(config, mesh.device, seed=mesh.dp_rank)
-        self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)
+        self.train_step = TrainStep(config, mesh)
+        self.engine = self.train_step.engine
+        self.batch = random_batch(config, mesh.device, seed=mesh.sample_group.rank)
         self.loader = None if stream is None else Loader(config, mesh, stream)
         self.steps = 0
+        self.figures: Figures | None = None
         self.before_update: Callable[[], None] = lambda: None
 
     def step(self) -> float:
@@ -80,8 +72,8 @@ class Training:
         return perf_counter() - started
 
     def loss(self) -> float | None:
-        """The mean loss of this rank's microbatches in the last step; None on a stage that is not the last."""
-        return float(self.summed_loss) * self.target_weight * int(self.config.parallel.data) if self.stage.last else None
+        """The mean loss of the global batch in the last step."""
+        return None if self.figures is None else float(self.figures.loss)
 
     def meet(self) -> None:
         """Waits until all ranks and their devices are ready."""
@@ -91,9 +83,7 @@ class Training:
     def work(self) -> None:
         """A step, without waiting for the device."""
         self.steps += 1
-        self.summed_loss = self.runtime.run(self.plan, self.batch_of(self.steps), self.target_weight)
-        self.before_update()
-        self.engine.step(learning_rate(self.config.optim, self.steps, self.config.train.steps))
+        self.figures = self.train_step(self.steps, self.batch_of(self.steps), lambda: (0.0, 0.0), self.before_update)
         self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
 
     def wait(self) -> None:
@@ -114,7 +104,7 @@ class LoneStage:
         config = load(path, overrides).config
         self.mesh = join(config, Place())
         self.stage = Stage(config, stage_layers(pipeline)[index], SOLO, self.mesh.device)
-        self.engine = build_engine(config, self.stage, self.mesh)
+        self.engine = build_engine(config, [self.stage], self.mesh)
         self.batch = random_batch(config, self.mesh.device)
         tokens = config.train.micro_batch_size * config.train.seq_len
         self.hidden = torch.randn(tokens, config.model.hidden_size, dtype=DTYPES[config.train.precision])
@@ -132,7 +122,7 @@ class LoneStage:
             forward.append(perf_counter() - started)
             gradient = torch.full_like(output, 1e-6)
             started = perf_counter()
-            self.engine.backward(root, gradient, last=False)
+            self.engine.backward(0, root, gradient, last=False)
             backward.append(perf_counter() - started)
         self.engine.step(0.0)
         return median(forward), median(backward)

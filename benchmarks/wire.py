@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megacore import comm
-from megacore.mesh import Group, Mesh
+from megacore.distributed import wire
+from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.shared_memory import SharedMemory
 from megacore.plan.traffic import Transfer
-from megacore.shared_memory import SharedMemory
 
 Part = Callable[[str], AbstractContextManager[None]]  # names what a rank is at until the block is left
 
@@ -50,7 +50,7 @@ class Wire(AbstractContextManager["Wire"]):
 
     def __init__(self, mesh: Mesh, part: Part) -> None:
         self.part = part
-        groups = (mesh.tp, mesh.dp, mesh.shard, mesh.replicate, mesh.pp, mesh.tied, mesh.model, mesh.world)
+        groups = (*mesh.groups.values(), mesh.tied, mesh.world)
         self.groups = [group for group in groups if group is not None and group.size > 1]
         self.sums = ""  # what is summed now, if not what the group is named after
         self.elements: Counter[tuple[str, str, int, int]] = Counter()  # by group, operation, size and bytes an element
@@ -90,7 +90,7 @@ class Wire(AbstractContextManager["Wire"]):
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         """Wherever torch's function goes by a name that is looked up when it is called."""
         original = getattr(dist, name)
-        for module in (dist, distributed_c10d, comm):
+        for module in (dist, distributed_c10d, wire):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
                 self.patches.enter_context(patch.object(module, alias, function))
 
@@ -107,7 +107,7 @@ class Wire(AbstractContextManager["Wire"]):
 
     def _through_memory(self, function: Callable[..., Any], operation: str, whole: int) -> Callable[..., Any]:
         def counted(memory: SharedMemory, *tensors: Tensor) -> Any:
-            group = next(group for group in self.groups if group.shared is memory)
+            group = next(group for group in self.groups if group.wire is not None and group.wire.shared is memory)
             whole_tensor = tensors[::-1][whole] if len(tensors) > 1 else tensors[0]  # torch's functions take the result first
             name = self._count(group, operation, whole_tensor)
             with self.part(name):

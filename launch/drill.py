@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, exit_rank_with, exit_with
 from megacore.config.load import load, smallest_world
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.files import check_folder
-from megacore.place import Place
 
 if TYPE_CHECKING:
     from megacore.survive.drills import Drill, Outcome

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError, DataError
 from megacore.files import check_output, write_json
-from megacore.place import Place
 
 if TYPE_CHECKING:
     from megacore.checkpoint import Reader
@@ -126,12 +126,11 @@ def run(argv: list[str], place: Place) -> int:
     from megacore import checkpoint
     from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
     from megacore.data.samples import EvalSamples
-    from megacore.mesh import pick_device
-    from megacore.model.gpt import Stage
-    from megacore.pipeline.partition import stage_layers
+    from megacore.distributed.mesh import pick_device
+    from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
+    from megacore.survive.joining import joined, own_mistakes
     from megacore.train.evaluation import evaluate
-    from megacore.train.ranks import joined, own_mistakes
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
@@ -141,11 +140,11 @@ def run(argv: list[str], place: Place) -> int:
         samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size)
         sizes = text_sizes(config, samples)
         device = pick_device(config, place)
-    with joined(config, place, device) as mesh:
-        stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, device)
-        load_weights(reader, stage)
+    with joined(config, place, device) as (mesh, _):
+        stages = build_stages(config, mesh)
+        load_weights(reader, stages)
         token_bytes = None if sizes is None else torch.tensor(sizes, device=device)
-        result = evaluate(config, Runtime(stage, None, mesh.pp), mesh, samples, token_bytes)
+        result = evaluate(config, Runtime(stages, None, mesh.pp), mesh, samples, token_bytes)
     if place.rank == 0:
         report(result, reader, samples, args)
     return 0

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import INTERRUPTED, Parser, StdoutLost, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_text
-from megacore.place import Place
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
 MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.
@@ -110,13 +110,12 @@ def run(argv: list[str], place: Place) -> int:
 
     from megacore import checkpoint
     from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
-    from megacore.generation.decoding import Decoder, share_tokens
-    from megacore.generation.sampling import Sampler
-    from megacore.generation.text import TextStream
-    from megacore.mesh import pick_device
-    from megacore.model.gpt import Stage
-    from megacore.pipeline.partition import stage_layers
-    from megacore.train.ranks import joined, own_mistakes
+    from megacore.distributed.mesh import pick_device
+    from megacore.engine.choose import build_stages
+    from megacore.model.decoding import Decoder, share_tokens
+    from megacore.model.sampling import Sampler
+    from megacore.model.text import TextStream
+    from megacore.survive.joining import joined, own_mistakes
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
@@ -144,15 +143,15 @@ def run(argv: list[str], place: Place) -> int:
     if len(tokens) > config.max_positions:
         print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
     status = 0
-    with joined(config, place, device) as mesh:
-        stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, device).eval()
-        load_weights(reader, stage)
+    with joined(config, place, device) as (mesh, _):
+        stages = [stage.eval() for stage in build_stages(config, mesh)]
+        load_weights(reader, stages)
         sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, tokenizer.vocab_size)
         text = TextStream(tokenizer)
         tokens = share_tokens(tokens, mesh)
         say(prompt)
         try:
-            for token in Decoder(stage, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
+            for token in Decoder(stages, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
                 say(text.push(token))
                 if lost is not None and place.world_size == 1:  # other ranks count on this one to the end
                     break

@@ -14,12 +14,12 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
 from megacore.files import check_output, read_text
-from megacore.pipeline.partition import stage_costs, stage_layers
-from megacore.pipeline.schedule import build
-from megacore.pipeline.simulate import Timeline, simulate
-from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, parameters, peak_flops
-from megacore.plan.memory import stage_memory, stage_parameters
-from megacore.plan.traffic import Line, seconds_by_group, sent_by_group, stage_traffic
+from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, peak_flops
+from megacore.plan.memory import rank_memory
+from megacore.plan.parameters import parameters, rank_parameters
+from megacore.plan.partition import plan_of, stage_costs, stage_layers
+from megacore.plan.simulate import Timeline, simulate
+from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,8 +47,7 @@ def simulated(config: Config) -> Timeline:
     """The run's schedule, each action timed by its FLOPs on a rank, for one microbatch."""
     tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
     costs = [cost * tokens for cost in stage_costs(config)]
-    plan = build(config.parallel.schedule, config.parallel.pipeline, config.num_microbatches, tied=config.model.tie_embeddings)
-    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
+    return simulate(plan_of(config), [c.forward for c in costs], [c.backward for c in costs])
 
 
 def report(config: Config, timeline: Timeline, device: str | None, lines: Lines) -> None:
@@ -84,30 +83,32 @@ def report(config: Config, timeline: Timeline, device: str | None, lines: Lines)
 
 
 def stage_table(config: Config, timeline: Timeline) -> "Table":
-    """What each rank of every stage holds and does."""
+    """What each rank of the pipeline holds and does."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    memories = stage_memory(config)
+    memories = rank_memory(config)
     tokens = config.train.micro_batch_size * config.train.seq_len
-    work = [cost.total * tokens / config.parallel.tensor for cost in stage_costs(config)]
+    layers, costs = stage_layers(config), stage_costs(config)
+    placement = timeline.plan.placement
+    work = [sum(costs[stage].total for stage in stages) * tokens / config.parallel.tensor for stages in placement]
     unit, size = ("GiB", 2**30) if max(m.total for m in memories) >= 2**30 else ("MiB", 2**20)
     flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
-    caption = f"Each rank of a stage. Memory in {unit}; live: microbatches held at the peak;\n{flop}: forward and backward of a microbatch."
+    caption = f"Each pipeline rank. Memory in {unit}; live: forwards held\nat the peak; {flop}: forward and backward of a microbatch."
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     gathers = any(memory.gathered for memory in memories)
     held = ("weights", "grads", "optim.", "activ.", *(("gathered",) if gathers else ()), "total")
-    for name in ("stage", "layers", "parameters", *held, "live", flop):
+    for name in ("pp", "layers", "parameters", *held, "live", flop):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = zip(stage_layers(config), stage_parameters(config), memories, timeline.peak_live, work, strict=True)
-    for stage, (layers, count, memory, live, done) in enumerate(rows):
+    rows = zip(placement, rank_parameters(config), memories, timeline.peak_live, work, strict=True)
+    for rank, (stages, count, memory, live, done) in enumerate(rows):
         parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total]
         if gathers:
             parts.insert(-1, memory.gathered)
-        span = f"{layers.start}–{layers.stop - 1}" if len(layers) > 1 else str(layers.start)
+        spans = (f"{own.start}–{own.stop - 1}" if len(own) > 1 else str(own.start) for own in (layers[stage] for stage in stages))
         table.add_row(
-            str(stage),
-            span,
+            str(rank),
+            ", ".join(spans),
             f"{count:,}" if count < 1e7 else f"{count / 1e6:,.1f} M",
             *(f"{n / size:.2f}" for n in parts),
             str(live),
@@ -117,21 +118,21 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
 
 
 def traffic_table(config: Config, lines: Lines) -> "Table":
-    """What each rank of every stage sends in a step, by group, and with fitted lines how long that takes if nothing hides it."""
+    """What each rank of the pipeline sends in a step, by group, and with fitted lines how long that takes if nothing hides it."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    traffic = stage_traffic(config)
+    traffic = rank_traffic(config)
     sent, seconds = [sent_by_group(transfers) for transfers in traffic], [seconds_by_group(transfers, lines) for transfers in traffic]
-    caption = "Sent by each rank of a stage in a step, in MB" + (";\nand in seconds, one transfer after the other." if lines else ".")
+    caption = "Sent by each rank of the pipeline in a step, in MB" + (";\nand in seconds, one transfer after the other." if lines else ".")
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    groups = [name for name in ("tp", "dp", "pp", "tied") if any(name in stage for stage in sent)]
-    table.add_column("stage", justify="right")
+    groups = [name for name in ("tp", "dp", "pp", "tied") if any(name in own for own in sent)]
+    table.add_column("pp", justify="right")
     for name in groups:
         table.add_column(name, justify="right", no_wrap=True)
-    for stage, (amounts, times) in enumerate(zip(sent, seconds, strict=True)):
+    for rank, (amounts, times) in enumerate(zip(sent, seconds, strict=True)):
         timed = {name: f" ({times[name]:.3g} s)" if name in times else "" for name in groups}
-        table.add_row(str(stage), *(f"{amounts.get(name, 0.0) / 1e6:,.1f}{timed[name]}" for name in groups))
+        table.add_row(str(rank), *(f"{amounts.get(name, 0.0) / 1e6:,.1f}{timed[name]}" for name in groups))
     return table
 
 
@@ -180,7 +181,7 @@ def check_plot(path: str) -> None:
 
 def plot(config: Config, timeline: Timeline, path: str) -> None:
     """Draws the schedule."""
-    from megacore.pipeline.plot import draw
+    from megacore.plan.plot import draw
 
     try:
         draw(timeline, config.parallel.schedule, path, unit="FLOP")

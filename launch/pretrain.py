@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import resolved
-from megacore.place import Place
+from megacore.distributed.place import Place
 from megacore.train.stopping import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
@@ -42,11 +42,12 @@ def run(argv: list[str], place: Place) -> int:
 
 def train(config: Config, place: Place, stop: StopRequest) -> int:
     """Joins the mesh and trains."""
+    from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
-    from megacore.mesh import pick_device
+    from megacore.survive.joining import joined, own_mistakes
+    from megacore.survive.noting import note_trainer
     from megacore.train.inputs import Inputs
     from megacore.train.lock import FolderLock
-    from megacore.train.ranks import joined, own_mistakes
     from megacore.train.trainer import Trainer
 
     with own_mistakes():
@@ -58,8 +59,8 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
         inputs = Inputs(config, place.rank)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
-    with joined(config, place, device) as mesh:
-        return Trainer(config, mesh, inputs).run(stop)
+    with joined(config, place, device) as (mesh, ledger):
+        return note_trainer(Trainer(config, mesh, inputs), ledger).run(stop)
 
 
 if __name__ == "__main__":

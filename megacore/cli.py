@@ -13,9 +13,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from megacore.distributed.place import Place, missing_hostfile, place_from_environment
+from megacore.distributed.reasons import record, say_once
 from megacore.errors import ConfigError, UserError
-from megacore.place import Place, missing_hostfile, place_from_environment
-from megacore.reasons import record, say_once
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 UNHEARD = 141  # and for one whose reader, such as head, had enough

@@ -24,6 +24,8 @@ def normal_slice(key: tuple[object, ...], shape: tuple[int, ...], std: float, di
     The tensor is drawn in at most `BLOCKS` pieces along `dim`, each from a stream of its own. The pieces depend on
     the logical shape alone, so any cut along `dim` gives the same values.
     """
+    if start == stop:
+        return torch.empty([0 if d == dim else n for d, n in enumerate(shape)])
     size = shape[dim]
     step = -(-size // BLOCKS)
     pieces = []

@@ -12,7 +12,7 @@ from megacore.checkpoint import Reader, locate, save
 from megacore.checkpoint.weights import load_weights
 from megacore.config.load import load, resolve
 from megacore.model.gpt import Stage, whole_model
-from megacore.tensor_parallel.shard import Shard
+from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 
 
@@ -41,7 +41,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
 def model_of(run_folder: Path) -> Stage:
     """Our model, by a run's config.json and its newest checkpoint."""
     model = whole_model(load(str(run_folder / "config.json")).config).eval()
-    load_weights(Reader(locate(run_folder)), model)
+    load_weights(Reader(locate(run_folder)), [model])
     return model
 
 
@@ -74,8 +74,8 @@ def random_run(folder: Path, data: dict[str, Any] | None = None, **model: Any) -
     def rank_saves(ranks: ThreadRanks) -> None:
         slices = {}
         for name, parameter in stage.named_parameters():
-            shard = Shard(tuple(parameter.shape), dim=0, index=ranks.rank, count=2)
-            slices[f"model/{name}"] = parameter.data[shard.start :][: shard.local_shape[0]], shard
+            shard = piece(tuple(parameter.shape), 0, ranks.rank, 2)
+            slices[f"model/{name}"] = parameter.data[shard.offset[0] :][: shard.local_shape[0]], shard
         save(folder / "checkpoints", 3, slices, state, ranks=ranks, keep=1)
 
     run_threads(2, rank_saves)

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 from megacore.checkpoint import Alone, LocalTensor, Ranks, Reader, Saver, disk, find_latest, save
-from megacore.tensor_parallel.shard import Shard
+from megacore.distributed.shard import Shard
+from tests.pieces import piece
 from tests.thread_ranks import run_threads
 
 CHANGES = ("open", "write", "fsync", "rename", "replace", "unlink", "mkdir", "rmdir")
@@ -88,8 +89,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 def pieces(seed: int, ranks: Ranks) -> dict[str, LocalTensor]:
     """A rank's rows of `values`."""
-    boxes = {name: Shard(tuple(whole.shape), 0, ranks.rank, ranks.world) for name, whole in values(seed).items()}
-    return {name: (whole[boxes[name].start :][: boxes[name].local_shape[0]].clone(), boxes[name]) for name, whole in values(seed).items()}
+    boxes = {name: piece(tuple(whole.shape), 0, ranks.rank, ranks.world) for name, whole in values(seed).items()}
+    starts = {name: box.offset[0] for name, box in boxes.items()}
+    return {n: (whole[starts[n] :][: boxes[n].local_shape[0]].clone(), boxes[n]) for n, whole in values(seed).items()}
 
 
 def save_as(directory: Path, step: int, seed: int, world: int, background: bool) -> None:

@@ -22,10 +22,10 @@ from launch import pretrain
 from megacore.checkpoint import Reader
 from megacore.config import Config, load
 from megacore.data.samples import SampleStream
+from megacore.distributed.place import place_from_environment
+from megacore.distributed.shard import Shard
 from megacore.model.gpt import whole_model
-from megacore.place import place_from_environment
-from megacore.tensor_parallel.shard import Shard
-from megacore.train.trainer import Trainer
+from megacore.train.step import TrainStep
 from tests import training
 
 STEPS, HALF, SKIPPED = 6, 3, 2  # of a run, of its first leg, and the step whose gradient is not finite
@@ -68,16 +68,16 @@ def run_leg(config_path: str, overrides: list[str], log_dir: str) -> int:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """While entered, the last rank's gradient of step `SKIPPED` is not a number."""
-    forward_backward = Trainer.forward_backward
+    forward_backward = TrainStep.forward_backward
 
-    def poison(self: Trainer) -> Tensor:
-        share = forward_backward(self)
-        if self.step == SKIPPED and self.mesh.place.rank == self.mesh.place.world_size - 1:
+    def poison(self: TrainStep, batch: Any) -> Tensor:
+        share = forward_backward(self, batch)
+        if self.number == SKIPPED and self.mesh.place.rank == self.mesh.place.world_size - 1:
             for piece, _ in self.engine.gradients().values():
                 piece.mul_(torch.nan)
         return share
 
-    with mock.patch.object(Trainer, "forward_backward", poison):
+    with mock.patch.object(TrainStep, "forward_backward", poison):
         yield
 
 

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megacore.verify.workers import free_port, rank_environment
+from megacore.distributed.place import free_port, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8

@@ -9,10 +9,10 @@ import numpy as np
 from megacore import checkpoint
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedWriter
-from megacore.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.distributed.shard import shard_of
 from megacore.model.gpt import whole_model
-from megacore.place import place_from_environment
-from megacore.tensor_parallel.shard import shard_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 

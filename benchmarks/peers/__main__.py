@@ -24,8 +24,8 @@ from benchmarks.peers.environments import REQUIREMENTS, python_of
 from benchmarks.rounds import ROOT, Contender, Race, race
 from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
+from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
-from megacore.tensor_parallel.linear import EMULATED_ON_CPU
 from megacore.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.peers --quick"
@@ -85,7 +85,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parse_layout(name)
     if unknown := set(args.peers) - set(PEERS):
         raise ConfigError("--peers", f"{', '.join(sorted(unknown))} is unknown", ", ".join(PEERS))
-    emulated = not torch.cuda.is_available() and torch.bfloat16 in EMULATED_ON_CPU
+    emulated = not torch.cuda.is_available() and torch.bfloat16 in WIDENED
     args.precisions = args.precisions.split(",") if args.precisions else ["fp32"] if emulated else ["fp32", "bf16"]
     return args
 

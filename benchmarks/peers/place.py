@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from benchmarks.training import random_batch
 from megacore.config import Config
-from megacore.mesh import pick_device
+from megacore.distributed.cpu import share_cores
+from megacore.distributed.mesh import pick_device
+from megacore.distributed.place import place_from_environment
 from megacore.pipeline.runtime import Microbatch
-from megacore.place import place_from_environment
-from megacore.train.cpu import share_cores
 
 
 class Ranks:

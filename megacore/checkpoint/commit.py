@@ -21,8 +21,8 @@ from megacore.checkpoint.disk import remove, size_text, sync_folder, write_file
 from megacore.checkpoint.find import checkpoints_in, fault_of
 from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, File, Index, Logical, Manifest, read_manifest, sealed
 from megacore.checkpoint.write import Layout, index_file, pack, write_rank
+from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from megacore.checkpoint.digest import BITS
 from megacore.checkpoint.manifest import NAMELESS
 from megacore.checkpoint.read import BLOCK_ELEMENTS, Reader
 from megacore.checkpoint.tiling import blocks
-from megacore.tensor_parallel.shard import Box
+from megacore.distributed.shard import Box
 
 
 @dataclass(frozen=True)

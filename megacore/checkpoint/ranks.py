@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megacore.comm import all_reduce, broadcast_text
-from megacore.mesh import Mesh
+from megacore.distributed.comm import all_reduce, broadcast_text
+from megacore.distributed.mesh import Mesh
 
 TEXT_BYTES = 1 << 14
 

@@ -14,8 +14,8 @@ from megacore.checkpoint.digest import MODULUS, content_digest, digest_text
 from megacore.checkpoint.disk import file_digest
 from megacore.checkpoint.manifest import DTYPE_CODES, DTYPES, EARLIER, Manifest, Slice, read_manifest
 from megacore.checkpoint.tiling import blocks, overlap, relative
+from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Box, Shard
 
 # Model keys that may change between a checkpoint and the run that resumes it: they do not touch what is computed. (max_positions
 # does so as the shape of a learned position table.)

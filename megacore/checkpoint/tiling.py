@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations, islice, product
 from math import prod
 
-from megacore.tensor_parallel.shard import Box, boxes_of_range
+from megacore.distributed.shard import Box, boxes_of_range
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 

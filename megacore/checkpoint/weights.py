@@ -1,12 +1,13 @@
 """Weights without a run around them: to write text, to evaluate, to start another run from."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from megacore.checkpoint.read import Reader
 from megacore.config import Config
+from megacore.distributed.shard import shard_of
 from megacore.errors import CheckpointError
 from megacore.model.gpt import Stage, whole_model
-from megacore.tensor_parallel.shard import shard_of
 
 WEIGHTS = "model/"  # of the weights' names in a checkpoint; optimizer moments stand beside them
 
@@ -43,11 +44,12 @@ def check_weights(reader: Reader, config: Config) -> None:
             raise CheckpointError(str(reader.path), f"holds the tensor {name}, which the model of this config does not have", right)
 
 
-def load_weights(reader: Reader, stage: Stage) -> None:
-    """Fills a stage's parameters with its slices of the checkpoint's weights, in the parameters' dtype and on their device.
+def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
+    """Fills the parameters of a rank's stages with their slices of the checkpoint's weights, in the parameters' dtype and on their device.
 
     Raises:
         CheckpointError: one is not there, of another shape, or cannot be read.
     """
-    for name, parameter in stage.named_parameters():
-        reader.read_into(f"{WEIGHTS}{name}", shard_of(parameter), parameter.data)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            reader.read_into(f"{WEIGHTS}{name}", shard_of(parameter), parameter.data)

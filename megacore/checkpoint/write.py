@@ -12,7 +12,7 @@ from torch import Tensor
 from megacore.checkpoint.digest import FILE_HASH, content_digest, digest_text, identity_word
 from megacore.checkpoint.disk import replace_file, write_file
 from megacore.checkpoint.manifest import DTYPE_CODES, File, Index, Logical, Slice
-from megacore.tensor_parallel.shard import Box, Shard, logical_name
+from megacore.distributed.shard import Box, Shard, logical_name
 
 LocalTensor = tuple[Tensor, Box | Shard]  # this rank's piece, and where it stands in the logical tensor
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in its order

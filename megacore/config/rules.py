@@ -104,6 +104,8 @@ def check_available(config: Config) -> None:
         raise ConfigError("engine.config", "only the deepspeed engine reads a ds_config", right)
     if config.engine.kind == "deepspeed" and config.engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "is the native engine's", "false, and ZeRO stage 1")
+    if config.engine.kind == "deepspeed" and config.optim.kind != "adamw":
+        raise ConfigError("optim.kind", f"the deepspeed engine steps with AdamW, not {config.optim.kind}", "adamw, or another engine.kind")
     if config.engine.kind == "deepspeed" and config.optim.spike_threshold is not None:
         wrong = "DeepSpeed takes the norm and the step at once, and skips only what is not finite"
         raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")

@@ -135,6 +135,7 @@ class Train(Section):
 
 
 class Optim(Section):
+    kind: Literal["adamw", "sgd"] = Field("adamw", description="sgd: with momentum; both with decoupled weight decay")
     lr: NonNegative = 3e-4
     min_lr: NonNegative = 0.0
     warmup_steps: NonNegativeInt = 0
@@ -142,9 +143,10 @@ class Optim(Section):
         None, description="cosine, linear: the step that reaches min_lr (null: train.steps); wsd: length of the last decay (null: a tenth)"
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: Positive = 1e-8
+    beta1: Fraction = Field(0.9, description="adamw: decay rate of the first moment")
+    beta2: Fraction = Field(0.95, description="adamw: of the second")
+    eps: Positive = Field(1e-8, description="adamw: added to the square root of the second moment")
+    momentum: Fraction = Field(0.9, description="sgd: how much of the steps before goes on")
     weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
     grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
     spike_threshold: Positive | None = Field(
@@ -199,6 +201,12 @@ class Engine(Section):
     bucket_mib: Positive = Field(25.0, description="size of a gradient bucket, reduced as a whole, in MiB of fp32")
 
 
+class Cpu(Section):
+    keep_memory: bool = Field(True, description="freed blocks stay with the process, so that the system does not zero them again (glibc)")
+    onednn: bool = Field(True, description="fp32 products go to oneDNN where they stay fp32-exact")
+    widen: bool = Field(True, description="products in 16 bits that the processor would emulate are done in fp32, and rounded")
+
+
 class Log(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: PositiveInt = Field(10, description="steps between log lines; the only steps that wait for the device")
@@ -216,6 +224,7 @@ class Config(Section):
     data: Data = Field(default_factory=Data)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     engine: Engine = Field(default_factory=Engine)
+    cpu: Cpu = Field(default_factory=Cpu)
     log: Log = Field(default_factory=Log)
 
     @property

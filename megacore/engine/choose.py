@@ -1,15 +1,18 @@
-"""The engine that a config asks for, and the stage as that engine takes it."""
+"""The engine that a config asks for, and the stages as that engine takes them."""
+
+from collections.abc import Sequence
 
 import torch
 
 from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.shard import shard_of
 from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
 from megacore.engine.native import NativeEngine
 from megacore.engine.protocol import Engine
-from megacore.mesh import Mesh
 from megacore.model.gpt import Stage
-from megacore.pipeline.partition import stage_layers
+from megacore.plan.partition import placement_of, stage_layers
 
 
 def divides_parameters(config: Config) -> bool:
@@ -19,10 +22,18 @@ def divides_parameters(config: Config) -> bool:
     return config.engine.kind == "fsdp" and config.parallel.data != 1  # one data rank has nothing to divide
 
 
-def build_stage(config: Config, mesh: Mesh) -> Stage:
-    """This rank's stage, on the device; where its parameters will be divided in host memory, since the device may not have room."""
+def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
+    """This rank's stages, on the device; where their parameters will be divided in host memory, since the device may not have room."""
     device = torch.device("cpu") if divides_parameters(config) else mesh.device
-    return Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, device)
+    layers = stage_layers(config)
+    stages = [Stage(config, layers[stage], mesh.tp, device, mesh.tied) for stage in placement_of(config)[mesh.pp.rank]]
+    first, last = stages[0], stages[-1]
+    if config.model.tie_embeddings and first is not last and first.first and last.last:
+        last.embedding = first.embedding  # one rank, one copy
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.shard = mesh.placed(shard_of(parameter))  # type: ignore[attr-defined]
+    return stages
 
 
 def check_engine(config: Config, device: torch.device) -> None:
@@ -31,12 +42,12 @@ def check_engine(config: Config, device: torch.device) -> None:
         check_machine(config, device)
 
 
-def build_engine(config: Config, stage: Stage, mesh: Mesh) -> Engine:
-    """`engine.kind` over a stage's parameters, which it may move or replace; collective."""
+def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
+    """`engine.kind` over the parameters of a rank's stages, which it may move or replace; collective."""
     if config.engine.kind == "deepspeed":
-        return DeepSpeedEngine(config, stage, mesh)
+        return DeepSpeedEngine(config, stages, mesh)
     if divides_parameters(config):
         from megacore.engine.fsdp import FSDPEngine  # which imports DTensor: seconds that no other run has to wait
 
-        return FSDPEngine(config, stage, mesh)
-    return NativeEngine(config, stage, mesh)
+        return FSDPEngine(config, stages, mesh)
+    return NativeEngine(config, stages, mesh)

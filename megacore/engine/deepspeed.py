@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,26 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.comm import all_reduce
 from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.shard import Box, shard_of
 from megacore.engine.protocol import StepStatistics
 from megacore.engine.zero import MeshUnit, ReleaseViews, StartBackward, group_parameters, mark_parameters, remove_swap_files, swap_folders
 from megacore.engine.zero_state import ZeroState
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import clip_coefficient
-from megacore.mesh import Group, Mesh
 from megacore.model.gpt import Stage
-from megacore.processes import is_open
-from megacore.tensor_parallel.shard import Box, shard_of
-
-COMPILE_SECONDS = 600.0  # no extension takes longer: one or two minutes are usual
 
 
 class DeepSpeedEngine:
-    """`Engine` by DeepSpeed over a stage's parameters (see `protocol`)."""
+    """`Engine` by DeepSpeed over the parameters of a rank's one stage (see `protocol`)."""
 
-    def __init__(self, config: Config, stage: Stage, mesh: Mesh) -> None:
+    def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
+        (stage,) = stages  # the config was refused otherwise
         self.mesh, self.scales_loss = mesh, config.train.precision == "fp16"
         settings = ds_settings(config)
         self.zero_stage: int = settings["zero_optimization"]["stage"]
@@ -50,13 +48,15 @@ class DeepSpeedEngine:
         place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
         self.offloads, self.swap_folders = place != "none", swap_folders(settings)
         self.parameters = dict(stage.named_parameters())
-        self.partial = [p for p in self.parameters.values() if shard_of(p).partial]
-        self.tied = [self.parameters["embedding.weight"]] if mesh.tied is not None else []
+        self.partial: dict[str, list[nn.Parameter]] = {}  # by axis: parameters whose gradients are summed over it here
+        for parameter in self.parameters.values():
+            for axis in set(shard_of(parameter).partial_over) - set(mesh.token_axes):
+                self.partial.setdefault(axis, []).append(parameter)
         deepspeed = prepare(settings, mesh)
         self.access, self.comm = deepspeed.utils, deepspeed.comm
         mark_parameters(stage)
         optim = config.optim
-        groups = group_parameters(stage, self.tied, optim.weight_decay, mesh)
+        groups = group_parameters(stage, optim.weight_decay, mesh)
         options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
         if self.offloads and settings["zero_force_ds_cpu_optimizer"]:
             self.optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **options)
@@ -70,12 +70,12 @@ class DeepSpeedEngine:
             deepspeed.zero.Init(stage, unit.get_data_parallel_group(), config_dict_or_path=alone, mpu=unit)
         with contextlib.redirect_stdout(io.StringIO()):  # memory figures that no setting turns off
             self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
-        self.module: nn.Module = ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds
-        self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh.dp, place)
+        self.modules: Sequence[nn.Module] = [ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds]
+        self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh, place)
 
     def loss_gradient(self, scale: float) -> Tensor:
         """See `Engine`. DeepSpeed takes the mean over the data ranks, where a sum is wanted."""
-        return torch.tensor(scale * self.mesh.dp.size * self._loss_scale(), dtype=torch.float64, device=self.mesh.device)
+        return torch.tensor(scale * self.mesh.gradient_group.size * self._loss_scale(), dtype=torch.float64, device=self.mesh.device)
 
     def _loss_scale(self) -> float:
         return float(self.zero.loss_scale) if self.scales_loss else 1.0
@@ -85,7 +85,7 @@ class DeepSpeedEngine:
         handed: list[Tensor] = []
         return StartBackward.apply(output, handed), handed
 
-    def backward(self, root: tuple[Tensor, list[Tensor]], gradient: Tensor, *, last: bool) -> None:
+    def backward(self, chunk: int, root: tuple[Tensor, list[Tensor]], gradient: Tensor, *, last: bool) -> None:
         """See `Engine`. DeepSpeed reduces what is complete."""
         start, handed = root
         handed.append(gradient)
@@ -94,13 +94,14 @@ class DeepSpeedEngine:
             self.ds.step()  # which counts microbatches; only the last one's updates
 
     def reduce_gradients(self) -> None:
-        """See `Engine`. The data ranks have summed theirs by now."""
-        self._sum(self.partial, self.mesh.tp)
+        """See `Engine`. Ranks that see other tokens have summed theirs by now."""
+        for axis in sorted(self.partial.keys() - {"tied"}):
+            self._sum(self.partial[axis], self.mesh.group(axis))
 
     def reduce_tied(self) -> None:
         """See `Engine`."""
         assert self.mesh.tied is not None
-        self._sum(self.tied, self.mesh.tied)
+        self._sum(self.partial["tied"], self.mesh.tied)
 
     @torch.no_grad()
     def _sum(self, parameters: list[nn.Parameter], group: Group) -> None:
@@ -136,7 +137,7 @@ class DeepSpeedEngine:
         found = {}
         for name, parameter in self.parameters.items():
             shard = shard_of(parameter)
-            box = Box(shard.global_shape, shard.offset, shard.local_shape, shard.counted and self.mesh.dp.rank == 0)
+            box = Box(shard.global_shape, shard.offset, shard.local_shape, shard.counted)
             found[name] = (self.access.safe_get_full_grad(parameter), box)
         return found
 
@@ -158,9 +159,9 @@ class DeepSpeedEngine:
         """In stage 0 DeepSpeed keeps no norm and skips no step: returns the one, and lets AdamW do the other, and clip."""
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for parameter in self.parameters.values():
-            if shard_of(parameter).counted and parameter.grad is not None:
-                squares += parameter.grad.double().square().sum()
-        norm = all_reduce(squares, self.mesh.model).sqrt()
+            if parameter.grad is not None:
+                squares += parameter.grad.double().square().sum() / shard_of(parameter).copies(but=self.mesh.token_axes)
+        norm = all_reduce(squares, self.mesh.group("pp", "tp")).sqrt()
         skip = ~norm.isfinite()
         self.ds.skipped_steps += int(skip)
         # What AdamW's kernel looks at: see `engine.optimizer.AdamW`.
@@ -181,7 +182,7 @@ class DeepSpeedEngine:
         if self.scales_loss:
             scaler = self.zero.loss_scaler
             # DeepSpeed's gradients are as many times larger as there are data ranks.
-            state["loss_scale"] = scaler.cur_scale * self.mesh.dp.size
+            state["loss_scale"] = scaler.cur_scale * self.mesh.gradient_group.size
             state["good_steps"] = float(scaler.cur_iter - scaler.last_overflow_iter - 1)
         return state
 
@@ -191,7 +192,7 @@ class DeepSpeedEngine:
         self.ds.skipped_steps = int(state["skipped"])
         if self.scales_loss and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
             scaler = self.zero.loss_scaler
-            scaler.cur_scale = state["loss_scale"] / self.mesh.dp.size
+            scaler.cur_scale = state["loss_scale"] / self.mesh.gradient_group.size
             scaler.cur_iter, scaler.last_overflow_iter = int(state["good_steps"]), -1
         self.held.publish(tensors)
 
@@ -216,12 +217,7 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():  # one rank: DeepSpeed wants a group all the same
         dist.init_process_group(mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout)
-    needed = builders(settings, deepspeed)
-    if mesh.place.local_rank == 0:
-        for builder in needed:
-            discard_abandoned(build_folder(builder) / "lock")
-    mesh.barrier()  # a rank that waits for a lock takes its disappearance for success
-    for builder in needed:
+    for builder in builders(settings, deepspeed):
         build(builder, speaks=mesh.place.local_rank == 0)
     return deepspeed
 
@@ -248,17 +244,6 @@ def build_folder(builder: Any) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(builder.name, False))
-
-
-def discard_abandoned(lock: Path) -> None:
-    """Deletes the lock of a compilation that was killed: PyTorch would wait for it for ever. Whoever compiles keeps the file open."""
-    try:
-        age = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        return
-    if age > COMPILE_SECONDS and not is_open(lock):
-        print(f"{lock} is {age / 60:.0f} minutes old, and no process here has it: deleted", file=sys.stderr, flush=True)
-        lock.unlink(missing_ok=True)
 
 
 def build(builder: Any, *, speaks: bool) -> None:

@@ -1,12 +1,14 @@
 """Gathers updated parameters from the ranks that own parts of them, while the next forward pass has already begun."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from megacore.comm import Work, all_gather_inside
+from megacore.distributed.comm import all_gather_inside
+from megacore.distributed.mesh import Group
+from megacore.distributed.wire import Work
 from megacore.engine.optimizer import FlatBuffer
-from megacore.mesh import Group
 from megacore.model.gpt import Stage
 
 
@@ -16,15 +18,19 @@ class ParameterGatherer:
     Modules that wait: each block, the final norm (for the head too), and the stage for all else (embeddings, positions).
     """
 
-    def __init__(self, stage: Stage, buffers: list[FlatBuffer], dp: Group) -> None:
-        self.dp = dp
+    def __init__(self, stages: Sequence[Stage], buffers: list[FlatBuffer], group: Group) -> None:
+        self.group = group
         # Buckets are laid out in the order of backward.
         buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.buckets = sorted(buckets, key=lambda pair: -pair[1].completes)
         self.work: list[Work | None] = [None] * len(self.buckets)
         needs: dict[nn.Module, list[int]] = {}
+        users: dict[nn.Parameter, set[nn.Module]] = {}
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                users.setdefault(parameter, set()).add(self._user(stage, name))
         for i, (_, bucket) in enumerate(self.buckets):
-            for module in {self._user(stage, slot.name) for slot in bucket.slots}:
+            for module in {user for slot in bucket.slots for user in users[slot.parameter]}:
                 needs.setdefault(module, []).append(i)
         for module, wanted in needs.items():
             module.register_forward_pre_hook(lambda module, args, wanted=wanted: self._wait(wanted))
@@ -40,7 +46,7 @@ class ParameterGatherer:
     def start(self) -> None:
         """Begins to gather every bucket."""
         for i, (buffer, bucket) in enumerate(self.buckets):
-            self.work[i] = all_gather_inside(buffer.values[bucket.start : bucket.stop], self.dp)
+            self.work[i] = all_gather_inside(buffer.values[bucket.start : bucket.stop], self.group)
 
     def _wait(self, wanted: Any) -> None:
         for i in wanted:

@@ -1,36 +1,37 @@
-"""The native engine: gradients are summed in fp32, AdamW steps; its state is whole on every data rank, or a part of it on each.
+"""The native engine: gradients are summed in fp32; the optimizer's state is whole on every data rank, or a part of it on each.
 
 With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) a step moves as many bytes as without: gradients are
 reduce-scattered while backward runs, each rank updates its part, and the parameters are gathered while the next forward runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megacore.comm import all_reduce
 from megacore.config import Config
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.shard import Box, piece_key
 from megacore.engine.gather import ParameterGatherer
 from megacore.engine.optimizer import ALIGNMENT, FlatBuffer, fill_buffers
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import Stepper
-from megacore.mesh import SOLO, Mesh
 from megacore.model.gpt import Stage
-from megacore.tensor_parallel.shard import Box, piece_key
 
 
 class NativeEngine(Stepper):
-    """`Engine` over a stage's parameters (see `protocol`)."""
+    """`Engine` over the parameters of a rank's stages (see `protocol`)."""
 
-    def __init__(self, config: Config, stage: Stage, mesh: Mesh) -> None:
-        self.module, self.mesh = stage, mesh
-        self.sharded = config.engine.shard_optimizer and mesh.dp.size > 1
-        tied = "embedding.weight" if mesh.tied is not None else None
-        self.buffers = fill_buffers(stage, config.engine.bucket_mib, mesh.dp if self.sharded else SOLO, tied)
-        self.reducer = GradientReducer(self.buffers, mesh.dp, mesh.tp)
-        self.gatherer = ParameterGatherer(stage, self.buffers, mesh.dp) if self.sharded else None
+    def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
+        self.modules, self.mesh, group = stages, mesh, mesh.gradient_group
+        self.sharded = config.engine.shard_optimizer and group.size > 1
+        self.divided = mesh.token_axes if self.sharded else ()  # axes over which a rank's part of the state is its own
+        self.buffers = fill_buffers(stages, config.engine.bucket_mib, group if self.sharded else SOLO, mesh.token_axes)
+        self.reducer = GradientReducer(self.buffers, mesh)
+        self.gatherer = ParameterGatherer(stages, self.buffers, group) if self.sharded else None
         super().__init__(
             config,
             mesh.device,
@@ -43,17 +44,15 @@ class NativeEngine(Stepper):
         )
 
     def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
-        """How much each row of a buffer's ranges counts in the gradient norm: of data ranks with whole gradients each its part, so that
+        """How much each row of a buffer's ranges counts in the gradient norm. Of ranks that hold the same, each counts its part: so
         also a row that is wrong on one of them alone is noticed by all."""
-        rows = buffer.rows_where(lambda slot: slot.shard.counted)
-        if not self.sharded:
-            rows = rows / self.mesh.dp.size
+        rows = buffer.row_weights(lambda shard: 1.0 / shard.copies(but=self.divided))
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
-    def backward(self, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
+    def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
         """See `Engine`."""
         if last:
-            self.reducer.arm()
+            self.reducer.arm(chunk)
         torch.autograd.backward([root], [gradient])
 
     def reduce_gradients(self) -> None:
@@ -64,16 +63,16 @@ class NativeEngine(Stepper):
         """See `Engine`."""
         assert self.mesh.tied is not None
         for buffer in self.buffers:
-            if buffer.tied:
+            if "tied" in buffer.summed_over:
                 for gradients in buffer.own_gradients:
                     all_reduce(gradients, self.mesh.tied)
 
     def gradients(self) -> dict[str, tuple[Tensor, Box]]:
         """See `Engine`."""
-        return self._pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
+        return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
 
     def behind_step(self) -> None:
-        """See `Stepper`. AdamW itself rounded the masters into this rank's part of the parameters."""
+        """See `Stepper`. The update itself rounded the masters into this rank's part of the parameters."""
         if self.gatherer is not None:
             self.gatherer.start()
         self.reducer.clear()
@@ -96,18 +95,12 @@ class NativeEngine(Stepper):
         super().close()
         self.reducer.close()
 
-    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
-        """See `Engine`: for every parameter its master and both moments."""
-        named = self._pieces("model/", [master for buffer in self.buffers for master in buffer.masters])
-        return named | self._pieces("adam_m/", self.first) | self._pieces("adam_v/", self.second)
-
-    def _pieces(self, kind: str, tensors: list[Tensor]) -> dict[str, tuple[Tensor, Box]]:
-        """This rank's pieces of what `tensors` hold, one for each range of each buffer."""
-        pieces: dict[str, tuple[Tensor, Box]] = {}
+    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
+        """See `Stepper`: one tensor for each range of each buffer."""
+        found: dict[str, tuple[Tensor, Box]] = {}
         held = iter(tensors)
         for buffer in self.buffers:
-            for name, view, box in buffer.pieces([next(held) for _ in buffer.ranges]):
-                # Data ranks with whole state have equal copies, of which the first is saved.
-                counted = box.counted and (self.sharded or self.mesh.dp.rank == 0)
-                pieces[piece_key(f"{kind}{name}", pieces)] = (view, replace(box, counted=counted))
-        return pieces
+            for slot, view, box in buffer.pieces([next(held) for _ in buffer.ranges]):
+                box = replace(box, counted=slot.shard.is_first(but=self.divided))
+                found[piece_key(f"{prefix}{slot.name}", found)] = (view, box)
+        return found

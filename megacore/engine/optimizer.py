@@ -1,7 +1,7 @@
 """The optimizer's side of a step without a host synchronisation: flat buffers, loss scale, learning rate."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.schema import Optim
-from megacore.mesh import SOLO, Group
-from megacore.tensor_parallel.shard import Box, Shard, boxes_of_range, shard_of
+from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.shard import Box, Shard, boxes_of_range, shard_of
 
 ALIGNMENT = 64  # elements: every parameter starts on a boundary that vector loads and matrix units like
 
@@ -56,9 +56,9 @@ class FlatBuffer:
     sharded optimizer its part of every bucket. Masters are `values` itself where that is exact enough.
     """
 
+    chunk: int  # whose last backward completes its gradients
     decay: bool
-    partial: bool
-    tied: bool  # the copy of a tensor that another stage has too: alone, so that both stages cut it alike
+    summed_over: tuple[str, ...]  # axes over which gradients are summed, besides those that divide tokens; apart, so that ranks cut alike
     share: Group  # the ranks among which every bucket is divided; of one rank: not divided
     bucket_bytes: float
     slots: list[Slot] = field(default_factory=list)
@@ -104,12 +104,12 @@ class FlatBuffer:
         # Masters are made from the rounded weights: exact, and what a resumed run would see.
         self.masters = [self.values[r].to(dtype) if self.rounds else self.values[r] for r in self.ranges]
 
-    def rows_where(self, condition: Callable[[Slot], bool]) -> Tensor:
-        """1 for each row of `ALIGNMENT` elements that belongs to a parameter of which `condition` holds, else 0; fp64."""
+    def row_weights(self, weight: Callable[[Shard], float]) -> Tensor:
+        """For each row of `ALIGNMENT` elements the `weight` of the parameter that it belongs to, fp64; 0 in gaps."""
         rows = torch.zeros(self.size // ALIGNMENT, dtype=torch.float64, device=self.values.device)
         for slot in self.slots:
             first = slot.start // ALIGNMENT
-            rows[first : first - (-slot.parameter.numel() // ALIGNMENT)] = condition(slot)
+            rows[first : first - (-slot.parameter.numel() // ALIGNMENT)] = weight(slot.shard)
         return rows
 
     def publish(self) -> None:
@@ -128,8 +128,8 @@ class FlatBuffer:
         """The parameters that this rank updates."""
         return [self.values[own] for own in self.ranges]
 
-    def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[str, Tensor, Box]]:
-        """Of tensors that hold something for each element of `ranges`: every parameter's pieces, (name, view, place).
+    def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Slot, Tensor, Box]]:
+        """Of tensors that hold something for each element of `ranges`: every parameter's pieces, (slot, view, where it stands).
 
         A parameter that this rank owns whole is one piece.
         """
@@ -139,7 +139,7 @@ class FlatBuffer:
                 if start < stop:
                     for first, box in boxes_of_range(slot.shard, start - slot.start, stop - slot.start):
                         begin = slot.start + first - own.start
-                        yield slot.name, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
+                        yield slot, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
@@ -147,15 +147,22 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def fill_buffers(module: nn.Module, bucket_mib: float, share: Group = SOLO, tied: str | None = None) -> list[FlatBuffer]:
-    """Sorts a module's parameters into buffers, last parameter first: the order in which backward completes them.
+def fill_buffers(
+    stages: Sequence[nn.Module], bucket_mib: float, share: Group = SOLO, token_axes: Container[str] = ()
+) -> list[FlatBuffer]:
+    """Sorts the parameters of a rank's stages into buffers, last parameter first: the order in which backward completes them.
 
-    `share`: the ranks among which the optimizer's part is divided. `tied`: the parameter that another stage has too.
+    `share`: the ranks among which the optimizer's part is divided. `token_axes`: over which all gradients are summed. What two
+    stages of the rank share belongs to the first of them.
     """
-    buffers: dict[tuple[bool, bool, bool], FlatBuffer] = {}
-    for position, (name, parameter) in enumerate(reversed(list(module.named_parameters()))):
+    owned: dict[nn.Parameter, tuple[int, str]] = {}
+    for chunk, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            owned.setdefault(parameter, (chunk, name))
+    buffers: dict[tuple[int, bool, tuple[str, ...]], FlatBuffer] = {}
+    for position, (parameter, (chunk, name)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
-        kind = (shard.decay, shard.partial, name == tied)
+        kind = (chunk, shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
         buffers.setdefault(kind, FlatBuffer(*kind, share, bucket_mib * 2**20)).add(name, parameter, position)
     for buffer in buffers.values():
         buffer.allocate()

@@ -1,12 +1,12 @@
 """The seam between who computes gradients (the pipeline runtime) and who reduces them and steps (an engine)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megacore.tensor_parallel.shard import Box
+from megacore.distributed.shard import Box
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class StepStatistics:
 
 
 class Engine(Protocol):
-    """Holds optimizer state, reduces gradients and steps. One engine a rank, for all of its stage's parameters."""
+    """Holds optimizer state, reduces gradients and steps. One engine a rank, for the parameters of all of its stages."""
 
     @property
-    def module(self) -> nn.Module:
-        """What computes the stage's forward: the stage, or what the engine wraps around it."""
+    def modules(self) -> Sequence[nn.Module]:
+        """What computes the forward of each chunk: its stage, or what the engine wraps around it."""
 
     def loss_gradient(self, scale: float) -> Tensor:
         """The gradient that the loss's backward starts with: `scale`, times the loss scale under fp16."""
@@ -30,8 +30,8 @@ class Engine(Protocol):
     def root(self, output: Tensor) -> Any:
         """What `backward` will start from, without keeping the output itself in memory."""
 
-    def backward(self, root: Any, gradient: Tensor, *, last: bool) -> None:
-        """Runs backward from a stage's output, given its gradient; `last` says that every gradient is complete behind it."""
+    def backward(self, chunk: int, root: Any, gradient: Tensor, *, last: bool) -> None:
+        """Runs backward from a chunk's output, given its gradient; `last` says that the chunk's gradients are complete behind it."""
 
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold the same parameters: data ranks, and tensor ranks where partial."""
@@ -51,7 +51,7 @@ class Engine(Protocol):
         global batch's on every rank's device, helps to tell one."""
 
     def settle(self) -> None:
-        """Waits for what `step` left under way; before parameters are read by other than the stage, and before the end."""
+        """Waits for what `step` left under way; before parameters are read by other than the stages, and before the end."""
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
         """This rank's pieces of everything a checkpoint holds, by logical name (see `shard.piece_key`); copying

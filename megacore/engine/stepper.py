@@ -1,4 +1,4 @@
-"""A step of the engines that are written here: norm, clipping, loss scale and AdamW, without a host synchronisation."""
+"""A step of the engines that are written here: norm, clipping, loss scale and update, without a host synchronisation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megacore.comm import all_reduce
 from megacore.config import Config
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Group
+from megacore.distributed.shard import Box
 from megacore.engine.guard import SpikeGuard
 from megacore.engine.optimizer import LossScale
 from megacore.engine.protocol import StepStatistics
-from megacore.kernels.adamw import AdamW
+from megacore.engine.rules import UPDATES
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
-from megacore.mesh import Group
-from megacore.tensor_parallel.shard import Box
+from megacore.plan.optimizers import RULES
 
 
 class Stepper(ABC):
@@ -38,23 +39,14 @@ class Stepper(ABC):
         copies: Sequence[Tensor] | None = None,
     ) -> None:
         """`device` computes, and has the figures; masters may rest elsewhere. `decay`: whether weight decay applies, by master.
-        `row_weights`: see `SumOfSquares`, whose result is added up `over` all ranks, so that they decide alike. `copies`: see `AdamW`."""
+        `row_weights`: see `SumOfSquares`, whose result is added up `over` all ranks, so that they decide alike.
+        `copies`: see `rules.adamw`."""
         optim, train = config.optim, config.train
         self.device, self.over, self.clip = device, over, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
-        self.first, self.second = ([torch.zeros_like(master) for master in masters] for _ in range(2))  # moments
-        self.optimizer = AdamW(
-            masters,
-            gradients,
-            self.first,
-            self.second,
-            weight_decay=[optim.weight_decay if own else 0.0 for own in decay],
-            beta1=optim.beta1,
-            beta2=optim.beta2,
-            eps=optim.eps,
-            copies=copies,
-            implementation=kernels,
-        )
+        self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
+        self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in RULES[optim.kind].states}
+        self.optimizer = UPDATES[optim.kind](optim, masters, gradients, self.held, decay, copies, kernels)
         self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
         # Gradients are of the mean over the global batch; the scale starts where its microbatches' own would be 2^16.
         microbatches = train.global_batch_size // train.micro_batch_size
@@ -124,6 +116,14 @@ class Stepper(ABC):
         if self.spikes is not None:
             self.spikes.load_state(state.get("norms", []))
         self.behind_loading()
+
+    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+        """See `Engine`: for every parameter its master, and what its optimizer keeps of it."""
+        return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()}
+
+    @abstractmethod
+    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
+        """This rank's pieces of what `tensors` hold, one for each master, by prefix and name (see `shard.piece_key`)."""
 
     def close(self) -> None:
         """See `Engine`."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.comm import all_reduce
-from megacore.mesh import Group, Mesh
-from megacore.tensor_parallel.shard import shard_of
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.shard import shard_of
 
 
 class MeshUnit:
@@ -22,7 +22,9 @@ class MeshUnit:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.alone: dist.ProcessGroup | None = None
-        self.data, self.model, self.tensor = (self._process_group(group) for group in (mesh.dp, mesh.model, mesh.tp))
+        self.data, self.model, self.tensor = (
+            self._process_group(group) for group in (mesh.gradient_group, mesh.group("pp", "tp"), mesh.tp)
+        )
 
     def _process_group(self, group: Group) -> dist.ProcessGroup:
         """Also of one rank, where ours has none: to DeepSpeed no group is the world."""
@@ -37,22 +39,22 @@ class MeshUnit:
         return self.data
 
     def get_data_parallel_world_size(self) -> int:
-        return self.mesh.dp.size
+        return self.mesh.gradient_group.size
 
     def get_data_parallel_rank(self) -> int:
-        return self.mesh.dp.rank
+        return self.mesh.gradient_group.rank
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self.mesh.dp.ranks)
+        return list(self.mesh.gradient_group.ranks)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self.model
 
     def get_model_parallel_world_size(self) -> int:
-        return self.mesh.model.size
+        return self.mesh.group("pp", "tp").size
 
     def get_model_parallel_rank(self) -> int:
-        return self.mesh.model.rank
+        return self.mesh.group("pp", "tp").rank
 
     def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
         return self.tensor
@@ -118,22 +120,22 @@ def mark_parameters(module: nn.Module) -> None:
     """Tells DeepSpeed what counts in the global norm: split parameters on every tensor rank, others on the first, second copies nowhere."""
     for parameter in module.parameters():
         shard = shard_of(parameter)
-        parameter.model_parallel = parameter.tensor_model_parallel = shard.dim is not None  # type: ignore[attr-defined]
-        parameter.ds_pipe_replicated = not shard.owner  # type: ignore[attr-defined]
+        parameter.model_parallel = parameter.tensor_model_parallel = "tp" in shard.split_over  # type: ignore[attr-defined]
+        parameter.ds_pipe_replicated = any(along.axis == "tied" and along.index for along in shard.along)  # type: ignore[attr-defined]
 
 
-def group_parameters(module: nn.Module, tied: list[nn.Parameter], weight_decay: float, mesh: Mesh) -> list[dict[str, Any]]:
+def group_parameters(module: nn.Module, weight_decay: float, mesh: Mesh) -> list[dict[str, Any]]:
     """Groups of parameters for an optimizer, by what is done with them alike; collective. DeepSpeed makes one flat tensor of each.
 
-    Those that are summed over tp, or between the end stages (`tied`), are apart: so the ranks that sum cut them alike.
+    Those that are summed over tp, or between the end stages, are apart: so the ranks that sum cut them alike.
     """
-    alike: dict[tuple[bool, bool, bool], list[nn.Parameter]] = defaultdict(list)
+    alike: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         shard = shard_of(parameter)
-        alike[shard.decay, shard.partial, any(parameter is p for p in tied)].append(parameter)
+        alike[shard.decay, shard.partial_over].append(parameter)
     groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay if decay else 0.0} for (decay, *_), own in alike.items()]
     # DeepSpeed's norm is one collective over the model's ranks a group: all of them need as many, or they hang.
-    count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.model, dist.ReduceOp.MAX)
+    count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.group("pp", "tp"), dist.ReduceOp.MAX)
     for _ in range(int(count) - len(groups)):
         largest = max(groups, key=lambda group: len(group["params"]))
         groups.append(largest | {"params": [largest["params"].pop()]})

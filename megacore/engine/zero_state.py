@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.mesh import Group
-from megacore.tensor_parallel.shard import Box, boxes_of_range, logical_name, piece_key, shard_of
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.shard import Box, boxes_of_range, logical_name, piece_key, shard_of
 
 KINDS = {"model/": None, "adam_m/": "exp_avg", "adam_v/": "exp_avg_sq"}  # of tensors in a checkpoint, and what AdamW calls them
 
@@ -30,13 +30,14 @@ class ZeroState:
         optimizer: torch.optim.Optimizer,
         zero: Any,
         access: Any,
-        dp: Group,
+        mesh: Mesh,
         place: str,
     ) -> None:
         """`zero` is DeepSpeed's wrapper of `optimizer`, `access` its functions for ZeRO 3's partitions (`deepspeed.utils`), `place`
         where the optimizer's state lives: none (on the device), cpu or nvme."""
         self.stage, self.parameters, self.optimizer, self.zero, self.access = stage, parameters, optimizer, zero, access
-        self.dp, self.offloads, self.swaps = dp, place != "none", place == "nvme"
+        self.mesh, self.offloads, self.swaps = mesh, place != "none", place == "nvme"
+        self.divided = mesh.token_axes if stage > 0 else ()  # axes over which a rank's part of the state is its own
         # The moments are made now rather than at the first step, so that a checkpoint can be read into them.
         is_torch = isinstance(optimizer, torch.optim.AdamW)
         for i, flat in enumerate(self.flats()):
@@ -84,7 +85,7 @@ class ZeroState:
                 stop = min(start + held.numel(), prod(shard.local_shape))  # stage 3 pads
                 for first, box in boxes_of_range(shard, start, max(start, stop)):
                     view = held[first - start : first - start + prod(box.local_shape)].view(box.local_shape)
-                    counted = box.counted and (self.stage > 0 or self.dp.rank == 0)
+                    counted = shard.is_first(but=self.divided)
                     pieces[piece_key(f"{prefix}{name}", pieces)] = (view, replace(box, counted=counted))
         return pieces
 
@@ -103,7 +104,7 @@ class ZeroState:
         held = get.safe_get_local_fp32_param(parameter) if kind is None else get.safe_get_local_optimizer_state(parameter, kind)
         if self.offloads:  # where there is room for all of them; what was read from disk is in a buffer that is used again
             held = held.to("cpu", copy=self.swaps)
-        return self.dp.rank * held.numel(), held.detach()
+        return self.mesh.gradient_group.rank * held.numel(), held.detach()
 
     @torch.no_grad()
     def publish(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:

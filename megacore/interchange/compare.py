@@ -11,7 +11,7 @@ from megacore.checkpoint.weights import load_weights
 from megacore.config import Config
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.gpt import DTYPES, whole_model
-from megacore.plan.flops import parameters
+from megacore.plan.parameters import parameters
 
 ROWS, LONGEST = 2, 64  # random tokens that both models read
 FP64_PARAMETERS = 200_000_000  # up to here both run in fp64, in 1.6 GB each
@@ -85,7 +85,7 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
 def own_logits(config: Config, reader: Reader, stored: torch.dtype, rows: Tensor) -> Tensor:
     """Our model's logits ``[batch, seq, vocab]``."""
     stage = whole_model(config).eval()
-    load_weights(reader, stage)
+    load_weights(reader, [stage])
     for parameter in stage.parameters():
         parameter.copy_(parameter.to(stored))
     return stage.logits(stage(rows)).view(*rows.shape, -1)

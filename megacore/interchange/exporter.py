@@ -10,13 +10,13 @@ from megacore.checkpoint import Layout, Reader, locate
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.distributed.shard import Shard
 from megacore.errors import ConfigError
 from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.interchange.families import family_for_config, tensors
 from megacore.interchange.folder import CONFIG, Folder, aside, write_json, write_weights
 from megacore.interchange.mapped import Mapped
 from megacore.interchange.tokenizer import write_tokenizer
-from megacore.tensor_parallel.shard import Shard
 
 
 def export_hf(

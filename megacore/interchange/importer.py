@@ -14,6 +14,7 @@ from megacore.checkpoint import Layout, Reader, save_stream
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.load import parse_override, place, resolve
+from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
 from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.interchange.families import family_for_hf, tensors
@@ -21,7 +22,6 @@ from megacore.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.interchange.mapped import Mapped, stored_name
 from megacore.interchange.nanogpt import HEAD, IGNORED, NanoGPT, nanogpt_tensors
 from megacore.interchange.tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
-from megacore.tensor_parallel.shard import Shard
 
 FILE_BYTES = 4 << 30
 LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from megacore.config import Config
@@ -79,24 +80,26 @@ def grouped_qkv(name: str, shape: Shape, peers: list[str]) -> Mapped:
     shapes = {peer: (kv_heads * n * head, *rest) for peer, n in counts.items()}
 
     def join(theirs: dict[str, Tensor]) -> Tensor:
-        return torch.cat([theirs[peer].reshape(kv_heads, n, head, *rest) for peer, n in counts.items()], 1)
+        rows = "(kv_heads n head) ... -> kv_heads n head ..."
+        return torch.cat([rearrange(theirs[peer], rows, n=n, head=head) for peer, n in counts.items()], 1)
 
     def split(ours: Tensor) -> dict[str, Tensor]:
         parts = ours.split(list(counts.values()), 1)
-        return {peer: part.reshape(shapes[peer]).contiguous() for peer, part in zip(peers, parts, strict=True)}
+        rows = "kv_heads n head ... -> (kv_heads n head) ..."
+        return {peer: rearrange(part, rows).contiguous() for peer, part in zip(peers, parts, strict=True)}
 
     return Mapped(name, shape, shapes, join, split)
 
 
 def fused_qkv(name: str, shape: Shape, peer: str) -> Mapped:
     """``[heads, 3, head, …]`` that the peer keeps as ``[…, 3 · heads · head]``."""
-    heads, three, head, *rest = shape
+    heads, three, _, *rest = shape
 
     def join(theirs: dict[str, Tensor]) -> Tensor:
-        return theirs[peer].t().reshape(three, heads, head, *rest).transpose(0, 1).contiguous()
+        return rearrange(theirs[peer], "... (three heads head) -> heads three head ...", three=three, heads=heads).contiguous()
 
     def split(ours: Tensor) -> dict[str, Tensor]:
-        return {peer: ours.transpose(0, 1).reshape(three * heads * head, *rest).t().contiguous()}
+        return {peer: rearrange(ours, "heads three head ... -> ... (three heads head)").contiguous()}
 
     return Mapped(name, shape, {peer: (*rest, prod(shape[:3]))}, join, split)
 

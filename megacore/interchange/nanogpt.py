@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from megacore.config import Config
@@ -117,9 +118,9 @@ def stacked_qkv(name: str, shape: Shape, peer: str) -> Mapped:
     heads, three, head, *rest = shape
 
     def join(theirs: dict[str, Tensor]) -> Tensor:
-        return theirs[peer].reshape(three, heads, head, *rest).transpose(0, 1).contiguous()
+        return rearrange(theirs[peer], "(three heads head) ... -> heads three head ...", three=three, heads=heads).contiguous()
 
     def split(ours: Tensor) -> dict[str, Tensor]:
-        return {peer: ours.transpose(0, 1).reshape(three * heads * head, *rest)}
+        return {peer: rearrange(ours, "heads three head ... -> (three heads head) ...").contiguous()}
 
     return Mapped(name, shape, {peer: (three * heads * head, *rest)}, join, split)

@@ -9,13 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
 from megacore.config.schema import LinearRope, Llama3Rope, resolved
+from megacore.distributed.cpu import is_widened
+from megacore.distributed.mesh import Group
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
-from megacore.mesh import Group
 from megacore.model.cache import latest_mask
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
-from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, is_emulated
+from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
 class Attention(nn.Module):
@@ -84,7 +85,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
-        if is_emulated(q):
+        if is_widened(q):
             return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
         if self.implementation == "sdpa":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.queries > 1)
@@ -95,7 +96,7 @@ class Attention(nn.Module):
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend` of the latest queries to all keys so far, of which there are more; by sdpa, whatever trains the model."""
-        if is_emulated(q):
+        if is_widened(q):
             return self.attend_all(q.float(), k.float(), v.float()).to(q.dtype)
         mask = latest_mask(q.shape[2], k.shape[2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=self.queries > 1)

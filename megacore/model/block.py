@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config
+from megacore.distributed.mesh import Group
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
-from megacore.mesh import Group
 from megacore.model.attention import Attention
 from megacore.model.context import Context
 from megacore.model.norm import Norm
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         self.up = ColumnLinear(
             model.hidden_size,
             (2, model.ffn_size) if gated else (model.ffn_size,),
-            split=1 if gated else 0,
+            dim=1 if gated else 0,
             bias=model.bias,
             init_std=model.init_std,
             group=group,

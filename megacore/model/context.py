@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megacore.distributed.mesh import Group
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.dropout import bias_dropout_residual
-from megacore.mesh import Group
 from megacore.model.cache import KeyValueCache
 from megacore.rng import key_of
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.caches import keep_inductor_private
-from megacore.comm import own_part
 from megacore.config import Config
-from megacore.mesh import SOLO, Group
+from megacore.distributed.comm import own_part
+from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
 from megacore.model.attention import rope_tables
 from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
@@ -20,8 +21,7 @@ from megacore.model.offload import ActivationOffload
 from megacore.rng import normal_slice
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
-from megacore.tensor_parallel.linear import column_linear, replicated
-from megacore.tensor_parallel.shard import new_parameter, shard_of
+from megacore.tensor_parallel.linear import column_linear
 
 BLOCKS: dict[str, type[nn.Module]] = {"gpt": Block}  # by `model.block`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -31,11 +31,12 @@ class Stage(nn.Module):
     """Blocks ``layers`` of a GPT, with the embeddings before the first block and the head behind the last.
 
     A parameter's name is the same in every layout (blocks keep their global index), which is what initialisation,
-    checkpoints and comparisons go by. Tied embeddings over several stages exist twice, under the same name; the first
-    stage's copy is the owner, and the engine sums the two gradients.
+    checkpoints and comparisons go by. Embeddings shared between two ranks exist twice, under the same name, and the engine
+    sums the two gradients.
     """
 
-    def __init__(self, config: Config, layers: range, group: Group, device: torch.device | str) -> None:
+    def __init__(self, config: Config, layers: range, group: Group, device: torch.device | str, tied: Group | None = None) -> None:
+        """`tied`: the two ranks that hold the embedding, one of them this, where it is shared between the ends of a pipeline."""
         super().__init__()
         model, train = config.model, config.train
         device, dtype = torch.device(device), DTYPES[train.precision]
@@ -44,9 +45,10 @@ class Stage(nn.Module):
         self.sequence = config.parallel.sequence and group.size > 1
         self.rope: tuple[Tensor, Tensor] | None = None
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = self._vocabulary(dtype, device, owner=self.first)
+            self.embedding = self._vocabulary(dtype, device, tied)
         if self.first and model.position == "learned":
-            table = replicated((config.max_positions, model.hidden_size), group, self.sequence, decay=True, init_std=model.init_std)
+            shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=self.sequence),)
+            table = Shard(shape, along, decay=True, init_std=model.init_std)
             self.position = new_parameter(table, dtype, device)
         if model.position == "rope":
             at_least_fp32 = torch.float64 if dtype == torch.float64 else torch.float32
@@ -55,7 +57,7 @@ class Stage(nn.Module):
         if self.last:
             self.norm = Norm(model, group, self.sequence, dtype, device)
             if not model.tie_embeddings:
-                self.head = self._vocabulary(dtype, device, owner=True)
+                self.head = self._vocabulary(dtype, device)
         initialise(self, train.seed)
         if train.compile:
             keep_inductor_private()
@@ -73,7 +75,7 @@ class Stage(nn.Module):
         """Of the device that computes."""
         return ActivationOffload(self.device)
 
-    def _vocabulary(self, dtype: torch.dtype, device: torch.device, *, owner: bool) -> VocabParallelEmbedding:
+    def _vocabulary(self, dtype: torch.dtype, device: torch.device, tied: Group | None = None) -> VocabParallelEmbedding:
         model = self.config.model
         return VocabParallelEmbedding(
             model.vocab_size,
@@ -83,7 +85,7 @@ class Stage(nn.Module):
             sequence=self.sequence,
             dtype=dtype,
             device=device,
-            owner=owner,
+            tied=tied,
         )
 
     def forward(self, x: Tensor, key: int = 0, cache: KeyValueCache | None = None, targets: Tensor | None = None) -> Tensor:
@@ -170,7 +172,9 @@ def initialise(module: nn.Module, seed: int) -> None:
         if shard.init_std is None:
             parameter.fill_(shard.fill)
             continue
-        dim = shard.dim or 0
-        start = shard.offset[dim]
-        values = normal_slice((seed, name), shard.global_shape, shard.init_std, dim, start, start + shard.local_shape[dim])
+        cut, *others = shard.cuts or (0,)
+        values = normal_slice((seed, name), shard.global_shape, shard.init_std, cut, *shard.interval(cut))
+        for dim in others:
+            start, stop = shard.interval(dim)
+            values = values.narrow(dim, start, stop - start)
         parameter.copy_(values)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.schema import Config, Model
+from megacore.distributed.mesh import Group
+from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.kernels.layernorm import layer_norm, rms_norm
-from megacore.mesh import Group
-from megacore.tensor_parallel.linear import replicated
-from megacore.tensor_parallel.shard import new_parameter
 
 
 class Norm(nn.Module):
@@ -19,9 +18,10 @@ class Norm(nn.Module):
         super().__init__()
         shape = (model.hidden_size,)
         self.rms, self.eps, self.implementation = model.norm == "rmsnorm", model.norm_eps, model.kernels
-        self.weight = new_parameter(replicated(shape, group, sequence, fill=1.0), dtype, device)
+        along = (replicated(group, partial=sequence),)
+        self.weight = new_parameter(Shard(shape, along, fill=1.0), dtype, device)
         has_bias = model.bias and not self.rms
-        self.bias = new_parameter(replicated(shape, group, sequence), dtype, device) if has_bias else None
+        self.bias = new_parameter(Shard(shape, along), dtype, device) if has_bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """``[tokens, hidden]`` → the same shape; with a residual (norm(x + residual), x + residual), in one pass."""
@@ -39,7 +39,7 @@ class HeadNorm(nn.Module):
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps, self.implementation = config.model.norm_eps, config.model.kernels
-        self.weight = new_parameter(replicated((config.head_size,), group, partial=True, fill=1.0), dtype, device)
+        self.weight = new_parameter(Shard((config.head_size,), (replicated(group, partial=True),), fill=1.0), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[…, head]`` → the same shape."""

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of a model, counted from its config, and the peaks of known devices.
+"""Floating-point operations of a model, counted from its config, and the peaks of known devices.
 
 Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads × head size (usually h),
 k = key/value heads × head size.
@@ -15,44 +15,9 @@ EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
 LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
 
 
-def block_parameters(config: Config, tensor: int = 1) -> int:
-    """Parameters of one transformer block on one of `tensor` ranks: attention, feed-forward and two norms."""
-    model, (a, k) = config.model, attention_sizes(config)
-    h, f, b, qkv_b = model.hidden_size, resolved(model.ffn_size), int(model.bias), int(resolved(model.qkv_bias))
-    up = (2 if model.activation == "swiglu" else 1) * f
-    # Split over the tensor ranks: query, key, value and up by columns (with their biases), output and down by rows.
-    split = (h + qkv_b) * (a + 2 * k) + a * h + (h + b) * up + f * h
-    # On every tensor rank: norms, and the biases of the row-split layers, which are added after the sum over ranks.
-    qk_norms = 2 * config.head_size if model.qk_norm else 0
-    return split // tensor + 2 * norm_parameters(config) + qk_norms + 2 * b * h
-
-
 def attention_sizes(config: Config) -> tuple[int, int]:
     """Features of all query heads, and of all key or value heads."""
     return config.model.num_heads * config.head_size, config.kv_heads * config.head_size
-
-
-def norm_parameters(config: Config) -> int:
-    """Parameters of one norm: a weight, and a bias where layernorms have one."""
-    has_bias = config.model.norm == "layernorm" and config.model.bias
-    return config.model.hidden_size * (2 if has_bias else 1)
-
-
-def vocabulary_parameters(config: Config, tensor: int = 1) -> int:
-    """Parameters of the token embedding, or of the LM head, on the fullest of `tensor` ranks: V·h, cut by rows."""
-    return -(-config.model.vocab_size // tensor) * config.model.hidden_size
-
-
-def position_parameters(config: Config) -> int:
-    """Parameters of the position embedding: a row a position if learned; rotary positions have none."""
-    return config.max_positions * config.model.hidden_size if config.model.position == "learned" else 0
-
-
-def parameters(config: Config) -> int:
-    """Logical parameters of the whole model, each counted once: a tied LM head is the embedding. The head has no bias."""
-    vocabularies = 1 if config.model.tie_embeddings else 2
-    ends = vocabularies * vocabulary_parameters(config) + position_parameters(config) + norm_parameters(config)
-    return config.model.num_layers * block_parameters(config) + ends
 
 
 def attention_flops(config: Config, causal: bool) -> float:

@@ -1,4 +1,4 @@
-"""Predicted memory of every pipeline stage, on its fullest rank, under each engine.
+"""Predicted memory of every rank of the pipeline, the fullest of its tensor ranks, under each engine.
 
 Counted are parameters, gradients, optimizer state and the activations that wait for their backward. Not counted are
 what CUDA, NCCL and the allocator keep for themselves and short-lived buffers: leave a tenth of the device or more.
@@ -27,20 +27,27 @@ from dataclasses import dataclass
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
-from megacore.pipeline.partition import stage_layers
-from megacore.pipeline.schedule import GENERATORS
-from megacore.pipeline.simulate import peak_live
-from megacore.plan.flops import attention_sizes, block_parameters, norm_parameters, position_parameters, vocabulary_parameters
+from megacore.plan.flops import attention_sizes
+from megacore.plan.optimizers import RULES
+from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
+from megacore.plan.partition import plan_of, stage_layers
+from megacore.plan.simulate import peak_held
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 SHORTEST_CHUNK = 1024  # tokens, of a chunked loss on a GPU
-OPTIMIZER_BYTES = {"bf16": 12, "fp16": 12, "fp32": 8, "fp64": 16}
+
+
+def optimizer_bytes(config: Config) -> int:
+    """Of a parameter: its master weight, where that is not the parameter itself, and what `optim.kind` keeps."""
+    wide = GRADIENT_BYTES[config.train.precision]
+    masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
+    return masters + wide * len(RULES[config.optim.kind].states)
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """Bytes on one rank of a stage, the fullest of its tensor ranks."""
+class RankMemory:
+    """Bytes on one rank of the pipeline, the fullest of its tensor ranks."""
 
     parameters: int
     gradients: int
@@ -57,19 +64,6 @@ class StageMemory:
     def total(self) -> int:
         """All of them together."""
         return self.held + self.activations + self.gathered
-
-
-def stage_parameters(config: Config) -> list[int]:
-    """Parameters that a rank of each stage holds, its copy of a tied embedding included."""
-    tensor, last = config.parallel.tensor, config.parallel.pipeline - 1
-    counts = [0] * config.parallel.pipeline
-    for virtual, layers in enumerate(stage_layers(config)):
-        counts[virtual % len(counts)] += len(layers) * block_parameters(config, tensor)
-    counts[0] += vocabulary_parameters(config, tensor) + position_parameters(config)
-    counts[last] += norm_parameters(config)
-    if not config.model.tie_embeddings or last > 0:
-        counts[last] += vocabulary_parameters(config, tensor)
-    return counts
 
 
 def block_activations(config: Config, recompute: str) -> int:
@@ -103,14 +97,11 @@ def block_activations(config: Config, recompute: str) -> int:
     return _shared(config, shared * tokens) + split * tokens // config.parallel.tensor
 
 
-def stage_activations(config: Config) -> list[int]:
-    """Bytes of activations on a rank of each stage at its peak: what every live microbatch keeps, and what the one at work adds."""
-    model, recompute = config.model, config.train.recompute
+def rank_activations(config: Config) -> list[int]:
+    """Bytes of activations on each rank of the pipeline at its peak: what every live forward keeps, and what the one at work adds."""
+    model, recompute, layers = config.model, config.train.recompute, stage_layers(config)
     tokens, element = _tokens(config), ELEMENT_BYTES[config.train.precision]
-    layers = [0] * config.parallel.pipeline
-    for virtual, held in enumerate(stage_layers(config)):
-        layers[virtual % len(layers)] += len(held)
-    kept = [n * block_activations(config, recompute) // config.parallel.chunks for n in layers]
+    kept = [len(own) * block_activations(config, recompute) for own in layers]
     working = [block_activations(config, "none") - block_activations(config, recompute)] * len(kept)
     if config.train.offload_activations:  # on the device are the block at work, and what comes back for the next
         kept, working = [0] * len(kept), [block_activations(config, "none") + block_activations(config, recompute)] * len(kept)
@@ -124,12 +115,13 @@ def stage_activations(config: Config) -> list[int]:
         working[-1] += element * rows * min(tokens, max(-(-tokens // 4), SHORTEST_CHUNK))
     else:
         kept[-1] += element * rows * tokens
-    plan = GENERATORS[config.parallel.schedule](config.parallel.pipeline, config.num_microbatches, config.parallel.chunks)
-    return [live * k + w for live, k, w in zip(peak_live(plan), kept, working, strict=True)]
+    plan = plan_of(config)
+    at_work = [max(working[stage] for stage in stages) for stages in plan.placement]
+    return [int(held) + most for held, most in zip(peak_held(plan, kept), at_work, strict=True)]
 
 
-def stage_memory(config: Config) -> list[StageMemory]:
-    """The memory of every stage of a resolved config."""
+def rank_memory(config: Config) -> list[RankMemory]:
+    """The memory of every rank of a resolved config's pipeline."""
     precision, data = config.train.precision, config.parallel.data
     assert isinstance(data, int)
     if config.engine.kind == "fsdp" and data > 1:
@@ -138,13 +130,13 @@ def stage_memory(config: Config) -> list[StageMemory]:
         return _deepspeed_memory(config)
     shares = data if config.engine.shard_optimizer else 1
     return [
-        StageMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * OPTIMIZER_BYTES[precision] // shares, activations)
-        for n, activations in zip(stage_parameters(config), stage_activations(config), strict=True)
+        RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * optimizer_bytes(config) // shares, activations)
+        for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True)
     ]
 
 
-def _fsdp_memory(config: Config) -> list[StageMemory]:
-    """`stage_memory` of the fsdp engine.
+def _fsdp_memory(config: Config) -> list[RankMemory]:
+    """`rank_memory` of the fsdp engine.
 
     Gathered for every pass: the outermost unit (embeddings, positions, final norm, head) all along, of the blocks the one at
     work, the next, and the buffer that this one arrives in; and gradients of a block, with the buffer in which they are summed.
@@ -153,22 +145,19 @@ def _fsdp_memory(config: Config) -> list[StageMemory]:
     precision, engine = config.train.precision, config.engine
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
     reshard = config.parallel.pipeline == 1 if engine.reshard is None else engine.reshard
-    block = block_parameters(config, config.parallel.tensor)
-    layers = [0] * config.parallel.pipeline
-    for virtual, own in enumerate(stage_layers(config)):
-        layers[virtual % len(layers)] += len(own)
+    tensor, states = config.parallel.tensor, len(RULES[config.optim.kind].states)
     memories = []
-    for n, blocks, activations in zip(stage_parameters(config), layers, stage_activations(config), strict=True):
-        outermost = n - blocks * block
+    for rank, activations in zip(held_by(config), rank_activations(config), strict=True):
+        n, blocks, block, outermost = rank.elements(tensor), rank.blocks, elements(rank.block, tensor), elements(rank.ends, tensor)
         gathered = outermost + min(blocks + 1, 3) * block if reshard else n
         waiting = outermost + 2 * block if reshard or config.num_microbatches == 1 else n
         held = 0 if engine.cpu_offload else -(-n * accumulate // config.shard_size)
-        memories.append(StageMemory(held, held, 2 * held, activations, compute * gathered + accumulate * waiting))
+        memories.append(RankMemory(held, held, states * held, activations, compute * gathered + accumulate * waiting))
     return memories
 
 
-def _deepspeed_memory(config: Config) -> list[StageMemory]:
-    """`stage_memory` of the deepspeed engine. Not counted are its buffers, whose sizes the ds_config names."""
+def _deepspeed_memory(config: Config) -> list[RankMemory]:
+    """`rank_memory` of the deepspeed engine. Not counted are its buffers, whose sizes the ds_config names."""
     precision, data = config.train.precision, config.parallel.data
     assert isinstance(data, int)
     zero = ds_settings(config)["zero_optimization"]
@@ -179,13 +168,13 @@ def _deepspeed_memory(config: Config) -> list[StageMemory]:
     shares = {part: data if yes else 1 for part, yes in divided.items()}
     block, layers = block_parameters(config, config.parallel.tensor), config.model.num_layers
     memories = []
-    for n, activations in zip(stage_parameters(config), stage_activations(config), strict=True):
+    for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True):
         parameters = 0 if away["param"] else n * ELEMENT_BYTES[precision] // shares["parameters"]
         gradients = 0 if away["optimizer"] else n * GRADIENT_BYTES[precision] // shares["gradients"]
-        optimizer = 0 if away["optimizer"] else n * (OPTIMIZER_BYTES[precision] + masters) // shares["optimizer"]
+        optimizer = 0 if away["optimizer"] else n * (optimizer_bytes(config) + masters) // shares["optimizer"]
         # Stage 3 has no pipeline: the ends are gathered in turn, and of the blocks the one at work and the next.
         gathered = ELEMENT_BYTES[precision] * max(2 * block, n - layers * block) if stage == 3 else 0
-        memories.append(StageMemory(parameters, gradients, optimizer, activations, gathered))
+        memories.append(RankMemory(parameters, gradients, optimizer, activations, gathered))
     return memories
 
 

@@ -1,4 +1,4 @@
-"""Predicted traffic: what a rank of every stage sends in a step, by group and operation, and how long that takes at least.
+"""Predicted traffic: what each rank of the pipeline sends in a step, by group and operation, and how long that takes at least.
 
 Notation: T tokens of a microbatch (b·s), h hidden size, t tensor ranks, d data ranks, Ψ parameters of a rank. A ring moves, of an
 all-reduced tensor of n elements, 2·n·(t-1)/t through every rank (Chan et al. 2007); of a gathered or scattered one, whose whole is n,
@@ -12,16 +12,17 @@ n·(t-1)/t; point to point, n. So, in elements a rank and step:
 | pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
 
-and at a step's ends (embedding, head, loss, partial gradients, tied embeddings, the gradient norm) what `stage_traffic` lists.
+and at a step's ends (embedding, head, loss, partial gradients, tied embeddings, the loss, the gradient norm) what `rank_traffic` lists.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megacore.config.schema import Config
-from megacore.pipeline.partition import stage_layers
-from megacore.plan.flops import norm_parameters, position_parameters
-from megacore.plan.memory import ELEMENT_BYTES, GRADIENT_BYTES, stage_parameters
+from megacore.plan.memory import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.plan.parameters import Held, held_by
+from megacore.plan.partition import plan_of
+from megacore.plan.simulate import SENDS
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Transfer:
     Elements: of the tensor that is reduced; of the whole that is gathered or scattered; of what is sent.
     """
 
-    group: str  # tp, dp, pp, tied (the two ends of the pipeline) or norm (the ranks over which the gradient's norm is summed)
+    group: str  # tp, dp, pp, tied (the two ends of the pipeline), loss or norm (all ranks, over which these are summed)
     operation: str  # all_reduce, all_gather, reduce_scatter or send
     size: int  # ranks of the group
     elements: int
@@ -62,19 +63,19 @@ def ring_share(operation: str, size: int) -> float:
     return rounds.get(operation, (size - 1) / size)
 
 
-def stage_traffic(config: Config) -> list[list[Transfer]]:
-    """What a rank of every stage sends in a step of the native engine, on its fullest tensor rank.
+def rank_traffic(config: Config) -> list[list[Transfer]]:
+    """What each rank of the pipeline sends in a step of the native engine, on its fullest tensor rank.
 
     Paddings are left out: the native engine lays every parameter on a multiple of 64 elements, and divides buckets evenly.
     """
-    layers = [0] * config.parallel.pipeline
-    for virtual, own in enumerate(stage_layers(config)):
-        layers[virtual % len(layers)] += len(own)
-    traffic, parameters = [], stage_parameters(config)
-    for stage, count in enumerate(layers):
-        first, last = stage == 0, stage == len(layers) - 1
-        partial = count * _partial_parameters(config) + _partial_ends(config, first, last)
-        found = [*_tensor(config, count, first, last), *_pipeline(config, first, last), *_data(config, stage, parameters[stage], partial)]
+    plan = plan_of(config)
+    ends = {rank for stage in (0, plan.stages - 1) for rank in plan.where[stage][:1]}
+    traffic = []
+    for rank, (stages, held) in enumerate(zip(plan.placement, held_by(config), strict=True)):
+        first, last = 0 in stages, plan.stages - 1 in stages
+        sends = sum(action.op in SENDS for action in plan.actions[rank])
+        ties = config.model.tie_embeddings and len(ends) > 1 and rank in ends
+        found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends), *_data(config, held, ties)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -97,19 +98,18 @@ def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transf
     return [over_tokens("all_reduce", (4 + again) * layers + first + last), statistics]
 
 
-def _pipeline(config: Config, first: bool, last: bool) -> list[Transfer]:
-    """Activations to the next stage and gradients to the one before."""
+def _pipeline(config: Config, sends: int) -> Transfer:
+    """Activations to the next stage and gradients to the one before, where another rank holds it."""
     tokens = config.train.micro_batch_size * config.train.seq_len // (config.parallel.tensor if config.parallel.sequence else 1)
-    sends = config.num_microbatches * ((not first) + (not last))
     element = ELEMENT_BYTES[config.train.precision]
-    return [Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)]
+    return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
 
 
-def _data(config: Config, stage: int, parameters: int, partial: int) -> list[Transfer]:
+def _data(config: Config, held: Held, ties: bool) -> list[Transfer]:
     """Gradients and parameters over dp, gradients that tensor ranks or the pipeline's ends have in parts, and the norm."""
     parallel, model = config.parallel, config.model
     d, t, p = int(parallel.data), parallel.tensor, parallel.pipeline
-    gradient = GRADIENT_BYTES[config.train.precision]
+    parameters, gradient = held.elements(t), GRADIENT_BYTES[config.train.precision]
     calls = max(1, round(parameters * gradient / (config.engine.bucket_mib * 2**20)))  # nearly: matrices and the rest have their own
     sharded = config.engine.shard_optimizer and d > 1
     if sharded:
@@ -119,28 +119,13 @@ def _data(config: Config, stage: int, parameters: int, partial: int) -> list[Tra
         ]
     else:
         found = [Transfer("dp", "all_reduce", d, parameters, gradient, calls)]
-    found.append(Transfer("tp", "all_reduce", t, partial, gradient, 1))
-    if model.tie_embeddings and p > 1 and stage in (0, p - 1):
+    found.append(Transfer("tp", "all_reduce", t, held.partial(), gradient, 1))
+    if ties:
         rows = -(-model.vocab_size // t) * model.hidden_size
         found.append(Transfer("tied", "all_reduce", 2, rows // (d if sharded else 1), gradient, 1))
-    found.append(Transfer("norm", "all_reduce", t * p * d, 1, 8, 1))  # over all ranks, so that they decide alike
+    # Over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the gradient norm.
+    found += [Transfer("loss", "all_reduce", t * p * d, 3, 8, 1), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
     return found
-
-
-def _partial_parameters(config: Config) -> int:
-    """Of a block, those that every tensor rank holds and applies to its own tokens, or (norms of heads) its own heads."""
-    model = config.model
-    count = 2 * config.head_size if model.qk_norm else 0
-    if config.parallel.sequence:
-        count += 2 * norm_parameters(config) + (2 * model.hidden_size if model.bias else 0)
-    return count
-
-
-def _partial_ends(config: Config, first: bool, last: bool) -> int:
-    """The same of positions and the final norm."""
-    if not config.parallel.sequence:
-        return 0
-    return position_parameters(config) * first + norm_parameters(config) * last
 
 
 def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:

@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megacore.distributed.place import free_port
+from megacore.distributed.processes import descendants
 from megacore.errors import ConfigError
-from megacore.processes import descendants
 from megacore.survive.faults import Fault
 from megacore.survive.supervisor import STOPPED, Supervisor, send
-from megacore.verify.workers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node {{ranks}} --master-port {{port}}"
@@ -230,7 +230,7 @@ def same_weights(one: Path, other: Path) -> bool:
     import torch
 
     from megacore import checkpoint
-    from megacore.tensor_parallel.shard import Shard
+    from megacore.distributed.shard import Shard
 
     readers = [checkpoint.Reader(checkpoint.locate(folder)) for folder in (one, other)]
     if readers[0].step != readers[1].step or readers[0].names != readers[1].names:

@@ -13,6 +13,7 @@ import torch
 
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
+from megacore.pipeline.runtime import Microbatch
 from megacore.train.trainer import Trainer
 
 LONGEST = 86400.0  # seconds
@@ -191,14 +192,14 @@ def folder_of(trainer: Trainer) -> Path:
 
 def install(fault: Fault) -> None:
     """Lets the fault strike in this process, if it is the rank."""
-    forward_backward = Trainer.forward_backward
+    next_batch = Trainer.next_batch
 
-    def struck(self: Trainer) -> torch.Tensor:
+    def struck(self: Trainer) -> list[Microbatch]:
         if self.step == fault.step and self.mesh.place.rank == fault.rank and strike_once(fault.mark(folder_of(self))):
             KINDS[fault.kind](self, fault)
-        return forward_backward(self)
+        return next_batch(self)
 
-    Trainer.forward_backward = struck  # type: ignore[method-assign]
+    Trainer.next_batch = struck  # type: ignore[method-assign]
 
 
 def strike_once(mark: Path) -> bool:

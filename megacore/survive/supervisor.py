@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from megacore.distributed.processes import ENDED, descendants, process_state
 from megacore.errors import ConfigError
-from megacore.processes import ENDED, descendants, process_state
 from megacore.survive.hosts import Fleet
 from megacore.survive.watch import Watch
 from megacore.train.stopping import STOP, requests

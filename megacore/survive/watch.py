@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from megacore.processes import ENDED, process_state
+from megacore.distributed.processes import ENDED, process_state
 from megacore.train.stopping import STOP
 
 ROOT = Path(__file__).resolve().parents[2]

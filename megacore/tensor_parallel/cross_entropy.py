@@ -4,11 +4,11 @@ from functools import partial
 
 from torch import Tensor
 
-from megacore.comm import all_gather, enter_tensor_parallel
+from megacore.distributed.comm import all_gather, enter_tensor_parallel
+from megacore.distributed.mesh import Group
 from megacore.kernels.cross_entropy import cross_entropy
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy
-from megacore.mesh import Group
 
 IGNORED = -100  # a target that is not counted: its loss and its gradient are zero
 

@@ -4,16 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.comm import leave_tensor_parallel
-from megacore.mesh import Group
-from megacore.tensor_parallel.shard import Shard, new_parameter
+from megacore.distributed.comm import leave_tensor_parallel
+from megacore.distributed.mesh import Group
+from megacore.distributed.shard import Shard, new_parameter, replicated, split
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token vectors, ``[vocab, hidden]`` cut along the vocabulary, in pieces of ``ceil(vocab / ranks)``.
 
     The last rank's piece may be shorter: nothing is padded, since no collective ever moves vocabulary rows.
-    The same weight serves as the LM head when embeddings are tied; `owner` is False for the last stage's copy.
+    The same weight serves as the LM head when embeddings are tied; `tied` are the two ranks that hold a copy each, if it is two.
     """
 
     def __init__(
@@ -26,12 +26,13 @@ class VocabParallelEmbedding(nn.Module):
         sequence: bool,
         dtype: torch.dtype,
         device: torch.device,
-        owner: bool = True,
+        tied: Group | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        shard = Shard((vocab_size, hidden_size), 0, group.rank, group.size, decay=True, owner=owner, init_std=init_std)
-        self.first_row = shard.start
+        along = (split(group, 0), *((replicated(tied, partial=True),) if tied else ()))
+        shard = Shard((vocab_size, hidden_size), along, decay=True, init_std=init_std)
+        self.first_row = shard.offset[0]
         self.weight = new_parameter(shard, dtype, device)
 
     def forward(self, tokens: Tensor) -> Tensor:

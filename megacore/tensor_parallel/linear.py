@@ -13,24 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.comm import Done, Work, all_gather, all_gather_start, all_reduce_start, leave_tensor_parallel, reduce_scatter_start
-from megacore.mesh import SOLO, Group
-from megacore.tensor_parallel.shard import Shard, new_parameter
-
-
-def _emulated_on_cpu() -> frozenset[torch.dtype]:
-    """The formats that this processor's oneDNN cannot multiply: PyTorch then does so one element at a time."""
-    questions = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    known = {dtype: getattr(torch.ops.mkldnn, name, None) for dtype, name in questions.items()}
-    return frozenset(dtype for dtype, supported in known.items() if supported is not None and not supported())
-
-
-EMULATED_ON_CPU = _emulated_on_cpu()
-
-
-def is_emulated(x: Tensor) -> bool:
-    """Whether products of such tensors are better done in fp32 and rounded: the same sums, as they accumulate in fp32 anyway."""
-    return x.device.type == "cpu" and x.dtype in EMULATED_ON_CPU
+from megacore.distributed.comm import (
+    Done,
+    Work,
+    all_gather,
+    all_gather_start,
+    all_reduce_start,
+    leave_tensor_parallel,
+    reduce_scatter_start,
+)
+from megacore.distributed.cpu import is_widened
+from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.shard import Shard, new_parameter, replicated, split
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,7 +32,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Emulated bf16 on a Zen 3 core: 8 GFLOP/s forward, 1 and 23 backward; through fp32 85, the conversions included.
     """
-    if is_emulated(x):
+    if is_widened(x):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
 
@@ -78,7 +72,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
     """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``."""
-    if group.size == 1 and not is_emulated(x):  # where it is, autograd would keep fp32 copies
+    if group.size == 1 and not is_widened(x):  # where it is, autograd would keep fp32 copies
         return F.linear(x, weight, bias)
     return _ColumnLinear.apply(x, weight, bias, group, sequence)
 
@@ -110,7 +104,7 @@ class _ActivationLinear(torch.autograd.Function):
 class ColumnLinear(nn.Module):
     """``y = x · Wᵀ + b`` with the outputs split over the tensor ranks; returns this rank's outputs.
 
-    `out_shape` names the outputs by one or more dims, of which `split` is cut: ``(2, ffn)`` cut along 1 holds a gate and
+    `out_shape` names the outputs by one or more dims, of which `dim` is cut: ``(2, ffn)`` cut along 1 holds a gate and
     an up projection of the same features. The logical weight is ``[*out_shape, in_size]``.
     """
 
@@ -119,7 +113,7 @@ class ColumnLinear(nn.Module):
         in_size: int,
         out_shape: tuple[int, ...],
         *,
-        split: int = 0,
+        dim: int = 0,
         bias: bool,
         init_std: float,
         group: Group,
@@ -129,9 +123,9 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        weight = Shard((*out_shape, in_size), split, group.rank, group.size, decay=True, init_std=init_std)
+        weight = Shard((*out_shape, in_size), (split(group, dim),), decay=True, init_std=init_std)
         self.weight = new_parameter(weight, dtype, device)
-        self.bias = new_parameter(Shard(out_shape, split, group.rank, group.size), dtype, device) if bias else None
+        self.bias = new_parameter(Shard(out_shape, (split(group, dim),)), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all tokens, flattened local outputs]``."""
@@ -163,8 +157,8 @@ class RowLinear(nn.Module):
         super().__init__()
         self.group, self.sequence = group, sequence
         self.activation, self.recompute = activation, recompute
-        self.weight = new_parameter(Shard((out_size, in_size), 1, group.rank, group.size, decay=True, init_std=init_std), dtype, device)
-        self.bias = new_parameter(replicated((out_size,), group, sequence), dtype, device) if bias else None
+        self.weight = new_parameter(Shard((out_size, in_size), (split(group, 1),), decay=True, init_std=init_std), dtype, device)
+        self.bias = new_parameter(Shard((out_size,), (replicated(group, partial=sequence),)), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens)."""
@@ -174,17 +168,3 @@ class RowLinear(nn.Module):
             part = column_linear(x if self.activation is None else self.activation(x), self.weight, None, SOLO, False)
         y = leave_tensor_parallel(part, self.group, self.sequence)
         return y if self.bias is None else y + self.bias
-
-
-def replicated(
-    shape: tuple[int, ...],
-    group: Group,
-    partial: bool,
-    *,
-    decay: bool = False,
-    fill: float = 0.0,
-    init_std: float | None = None,
-) -> Shard:
-    """The record of a parameter that every tensor rank holds whole and applies, if `partial`, to its own tokens or heads only."""
-    partial = partial and group.size > 1
-    return Shard(shape, None, group.rank, group.size, decay=decay, partial=partial, fill=fill, init_std=init_std)

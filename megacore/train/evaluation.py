@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.comm import all_reduce
 from megacore.config import Config
 from megacore.data.samples import EvalSamples
-from megacore.mesh import Mesh
-from megacore.pipeline import schedule
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Runtime
+from megacore.plan.partition import placement_of
+from megacore.plan.schedule import forward_only
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.loader import validation_batches
 
@@ -55,10 +56,10 @@ def evaluate(
     `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for; without, none are counted.
     `between` is called behind every batch; what it raises ends the evaluation.
     """
-    stage = runtime.stage
-    plan = schedule.forward_only(mesh.pp.size, config.num_microbatches)
+    plan = forward_only(placement_of(config), config.num_microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # losses, targets, bytes
-    stage.eval()
+    for stage in runtime.stages:
+        stage.eval()
     for batch in validation_batches(config, mesh, samples):
         sums[0] += runtime.run(plan, batch)
         for microbatch in batch:
@@ -67,9 +68,10 @@ def evaluate(
             if token_bytes is not None:
                 sums[2] += (token_bytes[microbatch.targets.masked_fill(~counted, 0)] * counted).sum()
         between()
-    stage.train()
-    # Data ranks add up; of the others, one tensor rank of the last stage speaks for all.
-    if not stage.last or mesh.tp_rank > 0:
+    for stage in runtime.stages:
+        stage.train()
+    # Ranks with other samples add up; of the others, the first tensor rank with the last stage speaks for all.
+    if not any(stage.last for stage in runtime.stages) or not mesh.speaks:
         sums.zero_()
     nats, targets, text_bytes = all_reduce(sums, mesh.world).tolist()
     return Evaluation(nats, int(targets), int(text_bytes))

@@ -10,6 +10,7 @@ from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
+from megacore.plan.optimizers import RULES
 
 
 class Inputs:
@@ -93,6 +94,11 @@ class Inputs:
                 wrong = f"engine.{name} in its state is {number!r:.40}"
                 raise CheckpointError(str(reader.path), wrong, "a number that is not negative; use an earlier checkpoint")
         reader.check_model(self.config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
+        kinds, kind = {name.partition("/")[0] for name in reader.names}, self.config.optim.kind
+        if lacking := [state for state in RULES[kind].states if state not in kinds]:
+            wrong = f"holds no {' and no '.join(lacking)}, which optim.kind={kind} goes on with"
+            right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
+            raise CheckpointError(str(reader.path), wrong, right)
         self._check_samples(self.config, reader)
         steps = self.config.train.steps
         if reader.step > steps:

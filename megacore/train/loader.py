@@ -11,7 +11,7 @@ import torch
 from megacore.config import Config
 from megacore.data.batches import dealt
 from megacore.data.samples import EvalSamples
-from megacore.mesh import Mesh
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Microbatch
 from megacore.rng import key_of
 
@@ -39,13 +39,15 @@ class Loader:
     def step(self, step: int) -> list[Microbatch]:
         """The microbatches of `step` (from 1), and begins to read those of the next."""
         if self.ahead is not None and self.ahead[0] == step:
-            self.mesh.ledger.worker = self.thread  # if it hangs, its line is what one wants to know
-            batch = self.ahead[1].result()
-            self.mesh.ledger.worker = None
+            batch = self.wait(self.ahead[1])
         else:
             batch = self._read(step)
         self.ahead = step + 1, self.executor.submit(self._read_ahead, step + 1)
         return batch
+
+    def wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
+        """What is being read ahead."""
+        return reading.result()
 
     def _read_ahead(self, step: int) -> list[Microbatch]:
         self.thread = threading.get_ident()
@@ -54,7 +56,7 @@ class Loader:
     def _read(self, step: int) -> list[Microbatch]:
         train = self.config.train
         microbatches = []
-        for indices in dealt(range(step, step + 1), self.mesh.dp.size, train)[0, self.mesh.dp.rank]:
+        for indices in dealt(range(step, step + 1), self.mesh.sample_group.size, train)[0, self.mesh.sample_group.rank]:
             tokens = self.stream.samples(indices)
             position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
             key = key_of(train.seed, step, position)  # by the microbatch's place in the global batch: the same in every layout
@@ -84,7 +86,7 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
         count = batches * train.global_batch_size
     for batch in range(batches):
         microbatches = []
-        for positions in dealt(range(batch + 1, batch + 2), mesh.dp.size, train)[0, mesh.dp.rank]:
+        for positions in dealt(range(batch + 1, batch + 2), mesh.sample_group.size, train)[0, mesh.sample_group.rank]:
             indices = positions * len(samples) // count  # past the end where the position is
             microbatches.append(place_microbatch(*samples.samples(indices), mesh.device))
         yield microbatches

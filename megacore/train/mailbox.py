@@ -1,13 +1,10 @@
 """A step's figures on their way from the device to the host, which no step waits for."""
 
-import time
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from megacore.ledger import FOR_DEVICE, Ledger
 
 LAG = 2  # steps after which a GPU's figures are read: by then they have long arrived
 
@@ -30,8 +27,7 @@ class Mailbox:
     On a CPU a step's figures are there at once; on a GPU they are taken `LAG` steps later, and the host is never further ahead.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, device: torch.device) -> None:
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.pinned = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
@@ -52,10 +48,10 @@ class Mailbox:
         while len(self.waiting) > (0 if all_of_them else self.lag):
             step, figures, arrived = self.waiting.popleft()
             if arrived is not None:
-                started, (phase, microbatch) = time.perf_counter(), self.ledger.phase
-                self.ledger.mark(FOR_DEVICE)
-                arrived.synchronize()
-                self.ledger.mark(phase, microbatch)
-                self.ledger.waited += time.perf_counter() - started  # a host that is late does not wait here
+                self.wait(arrived)
             due.append(Figures(step, *figures.tolist()))
         return due
+
+    def wait(self, arrived: torch.cuda.Event) -> None:
+        """Until the device has sent a step's figures."""
+        arrived.synchronize()

@@ -3,6 +3,8 @@
 import platform
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -26,9 +28,12 @@ class StepTimer:
             torch.cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
-    def exclude(self, seconds: float) -> None:
-        """Leaves out time that was no training step."""
-        self.excluded += seconds
+    @contextmanager
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """Leaves out the block, which is no part of a training step."""
+        started = self.now(device)
+        yield
+        self.excluded += self.now(device) - started
 
     def read(self) -> float:
         """Mean seconds a step, and starts anew. Call it when the device has been waited for."""

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from megacore.checkpoint import MeshRanks, Ranks, Reader
-from megacore.comm import broadcast_text
+from megacore.distributed.comm import broadcast_text
+from megacore.distributed.mesh import Mesh
 from megacore.errors import CheckpointError
-from megacore.mesh import Mesh
 from megacore.train.inputs import Inputs
 
 
@@ -26,7 +26,7 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
         if not whole and not weights:
             return None
         try:
-            return proved(Path(whole or weights), ranks, partial(mesh.ledger.mark, "checking a checkpoint")), not whole
+            return proved(Path(whole or weights), ranks, partial(mesh.progress, "checking a checkpoint")), not whole
         except CheckpointError as damage:
             if not whole:
                 raise

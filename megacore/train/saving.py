@@ -6,9 +6,9 @@ from pathlib import Path
 from megacore.checkpoint import MeshRanks, Saved, Saver
 from megacore.checkpoint.disk import size_text
 from megacore.config import Config
+from megacore.distributed.mesh import Mesh
 from megacore.engine.protocol import Engine
 from megacore.errors import CheckpointError
-from megacore.mesh import Mesh
 from megacore.train.logs import Logs
 
 

@@ -3,23 +3,21 @@
 from contextlib import nullcontext
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from megacore.checkpoint import MeshRanks, Reader
 from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.weights import WEIGHTS
-from megacore.comm import all_gather, all_reduce
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.engine.choose import build_engine, build_stage
-from megacore.engine.optimizer import learning_rate
+from megacore.distributed.comm import all_gather, all_reduce
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.shard import logical_name, shard_of
 from megacore.errors import LogError
-from megacore.mesh import Mesh
-from megacore.pipeline import schedule
-from megacore.pipeline.partition import stage_layers
-from megacore.pipeline.runtime import Runtime
-from megacore.tensor_parallel.shard import logical_name, shard_of
+from megacore.pipeline.runtime import Microbatch
+from megacore.plan.partition import placement_of, stage_layers
 from megacore.train.evaluation import evaluate
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
@@ -29,8 +27,31 @@ from megacore.train.meters import StepTimer, Utilisation, peak_memory
 from megacore.train.restoring import choose
 from megacore.train.saving import Saving
 from megacore.train.skips import Skips, TooManySkips
+from megacore.train.step import TrainStep
 from megacore.train.stopping import StopAgreed, StopRequest
-from megacore.train.stragglers import Stragglers
+
+
+class Watch(Protocol):
+    """What a trainer hears of itself from those who watch it (`survive/noting.py`)."""
+
+    def waited(self) -> float:
+        """Seconds that this rank waited for others since this was asked last."""
+
+    def stragglers(self, own: list[float], seconds: float) -> dict[int, float]:
+        """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step."""
+
+
+class Unwatched:
+    """A trainer that nobody watches."""
+
+    def waited(self) -> float:
+        """See `Watch`."""
+        return 0.0
+
+    def stragglers(self, own: list[float], seconds: float) -> dict[int, float]:
+        """See `Watch`."""
+        return {}
+
 
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
 
@@ -42,12 +63,8 @@ class Trainer:
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.is_writer = mesh.place.rank == 0
 
-        self.stage = build_stage(config, mesh)
-        self.engine = build_engine(config, self.stage, mesh)
-        self.runtime = Runtime(self.stage, self.engine, mesh.pp)
-        self.plan = schedule.build(
-            config.parallel.schedule, mesh.pp.size, config.num_microbatches, config.parallel.chunks, tied=config.model.tie_embeddings
-        )
+        self.train_step = TrainStep(config, mesh)
+        self.engine = self.train_step.engine
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
         self.resumed_step = 0
@@ -57,8 +74,8 @@ class Trainer:
         self.step = self.started = self.resume()
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
-        self.stragglers = Stragglers()
-        self.mailbox = Mailbox(mesh.device, mesh.ledger)
+        self.watch: Watch = Unwatched()
+        self.mailbox = Mailbox(mesh.device)
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks, self.engine.state()["skipped"])
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.logs)
@@ -111,45 +128,34 @@ class Trainer:
             raise LogError(f"{self.config.log.dir}/metrics.jsonl", f"cannot be written: {reason}", right)
 
     def loop(self) -> None:
-        """The loop."""
-        config, train, ledger = self.config, self.config.train, self.mesh.ledger
-        timer = StepTimer()
+        """Step after step. Reports, validations and saves wait for the device, so they happen on few of them."""
+        config, train = self.config, self.config.train
+        self.timer = StepTimer()
         while self.step < train.steps:
-            self.step = ledger.step = self.step + 1
-            lr = learning_rate(config.optim, self.step, train.steps)
-            share = self.forward_backward()
-            flags = (torch.full_like(share, float(flag)) for flag in (self.must_end, self.saving.failed))
-            loss, *sums = all_reduce(torch.stack([share, *flags]), self.mesh.world)
-            ledger.mark("optimizer step")
-            self.saving.hold_update()
-            statistics = self.engine.step(lr, loss)
-            self.mailbox.post(self.step, torch.stack([loss, *sums, statistics.grad_norm, statistics.skipped]))
-            timer.step()
-            ledger.mark("between steps")
+            self.step += 1
+            done = self.train_step(self.step, self.next_batch(), self.votes, self.saving.hold_update)
+            self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped]))
+            self.timer.step()
 
-            # Logging, validating and saving wait for the device, so they happen on few steps.
-            done = self.step == train.steps
-            logging = self.step % config.log.every == 0 or done
+            last = self.step == train.steps
+            logging = self.step % config.log.every == 0 or last
             due = self.mailbox.take(all_of_them=logging)
             self.saving.look(failed=any(figures.failures for figures in due))
             if logging:
-                self.report(due[-1], lr, timer)
+                self.report(due[-1], done.lr)
             if self.went_around(due):
                 continue
-            if any(figures.stops for figures in due) and not done:
+            if any(figures.stops for figures in due) and not last:
                 raise StopAgreed
-            evaluating = train.eval_every and self.step % train.eval_every == 0 and not done
-            saving = (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (config.checkpoint.last and done)
-            if evaluating or saving:
-                aside, waited = timer.now(self.mesh.device), ledger.waited
+            evaluating = train.eval_every and self.step % train.eval_every == 0 and not last
+            saving = (config.checkpoint.every and self.step % config.checkpoint.every == 0) or (config.checkpoint.last and last)
+            with self.timer.aside(self.mesh.device) if evaluating or saving else nullcontext():
                 if evaluating:
                     self.validate()
                 if saving:
                     self.save()
-                timer.exclude(timer.now(self.mesh.device) - aside)
-                ledger.waited = waited
-                if not done:
-                    self.obey()
+            if (evaluating or saving) and not last:
+                self.obey()
 
     def obey(self) -> None:
         """Raises `StopAgreed` if any rank must end, on all of them; waits for the device."""
@@ -194,30 +200,28 @@ class Trainer:
         """The step of the newest checkpoint that this run saved or went on from; 0 without one."""
         return max(self.saving.latest_step, self.resumed_step)
 
-    def forward_backward(self) -> torch.Tensor:
-        """Runs the microbatches of the current step, forward and backward; gradients are then with the engine, reduced.
+    def next_batch(self) -> list[Microbatch]:
+        """This rank's microbatches of the current step."""
+        return self.loader.step(self.step + self.ahead)
 
-        Returns this rank's share of the global batch's mean loss: shares add up to it over the world. fp64, on the device.
-        """
-        train = self.config.train
-        target_weight = 1.0 / (train.global_batch_size * train.seq_len)
-        self.mesh.ledger.mark("data")
-        loss = self.runtime.run(self.plan, self.loader.step(self.step + self.ahead), target_weight) * target_weight
-        # Only the last stage has losses, and each of its tensor ranks has the same.
-        return loss.double() if self.mesh.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)
+    def votes(self) -> tuple[float, float]:
+        """What ranks decide together: whether this one was asked to stop, and whether its save under way has failed."""
+        return float(self.must_end), float(self.saving.failed)
 
     def greet(self) -> None:
         """What is about to run, in a few lines."""
         config, train = self.config, self.config.train
-        data = self.mesh.dp.size
-        parameters = sum(prod(shard_of(p).local_shape) for p in self.stage.parameters())  # an engine may hold some elsewhere
+        data = self.mesh.sample_group.size
+        own = {p for stage in self.train_step.stages for p in stage.parameters()}
+        parameters = sum(prod(shard_of(p).local_shape) for p in own)  # an engine may hold some elsewhere
         self.logs.say(f"mesh: {self.mesh.describe()}")
         self.logs.say(
             f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
             f" × microbatches {config.num_microbatches} × data {data}"
         )
-        layers = stage_layers(config)[0]
-        self.logs.say(f"rank 0 holds layers {layers.start}–{layers.stop - 1}, {parameters:,} parameters in {train.precision}")
+        held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
+        layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
+        self.logs.say(f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}")
         if self.step == train.steps:
             self.logs.say(f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)")
         elif self.step:
@@ -225,11 +229,11 @@ class Trainer:
         elif self.origin:
             self.logs.say(f"starting from the weights of {self.origin}")
 
-    def report(self, figures: Figures, lr: float, timer: StepTimer) -> None:
+    def report(self, figures: Figures, lr: float) -> None:
         """Logs a step, which the device has done."""
-        steps = timer.steps
-        seconds = timer.read()
-        own = seconds - self.mesh.ledger.take_waited() / steps
+        steps = self.timer.steps
+        seconds = self.timer.read()
+        own = seconds - self.watch.waited() / steps
         mine = [[seconds, own, self.saving.read_seconds(), peak_memory(self.mesh.device)]]
         of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
         seconds, _, save_seconds, memory = of_all.amax(1).tolist()
@@ -250,15 +254,14 @@ class Trainer:
                 "memory_bytes": int(memory),
                 "skipped": int(figures.skipped),
             },
-            self.stragglers.named(of_all[1].tolist(), seconds),
+            self.watch.stragglers(of_all[1].tolist(), seconds),
         )
 
     def validate(self) -> float | None:
         """The mean loss over the validation set (or `eval_batches` of it), in nats a token; None without one."""
         if self.inputs.validation is None:
             return None
-        self.mesh.ledger.mark("validation")
-        loss = evaluate(self.config, self.runtime, self.mesh, self.inputs.validation, between=self.obey).loss
+        loss = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.obey).loss
         if self.step > self.started:  # else it is on record already
             self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
@@ -282,7 +285,6 @@ class Trainer:
 
     def save(self) -> None:
         """Saves a checkpoint of the step just done."""
-        self.mesh.ledger.mark("saving")
         self.saving.save(self.step, (self.step + self.ahead) * self.config.train.global_batch_size)
 
     def resume(self) -> int:
@@ -295,7 +297,7 @@ class Trainer:
         tensors = self.engine.tensors()
         for key, (tensor, box) in tensors.items():
             if not weights_alone or key.startswith(WEIGHTS):
-                self.mesh.ledger.mark("reading a checkpoint")
+                self.mesh.progress("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # Which also rounds the weights just read into the parameters that compute.
         self.engine.load_state(self.engine.state() if weights_alone else reader.state["engine"], tensors)

@@ -18,7 +18,7 @@ NOTHING = 1e-6
 
 # As they come about in a step; "own …" is what a run should have made of its own numbers, see `replay`.
 ORDER = (
-    "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v",
+    "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v", "momentum",
     "own parameter", "direction", "parameter", "valid_loss",
 )  # fmt: skip
 EVIDENCE = ("given", "copy")  # kinds that a record has for its replay alone

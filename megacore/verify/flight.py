@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from megacore.comm import Begun
-from megacore.ledger import Ledger
+from megacore.survive.ledger import Ledger
+from megacore.survive.noting import Begun
 
 NEVER = "never"
-UPDATE = "optimizer step"  # the phase that `record` marks
+UPDATE = "optimizer step"  # the phase that `survive.noting` marks
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megacore.checkpoint.weights import WEIGHTS
-from megacore.comm import all_reduce
 from megacore.config import load
-from megacore.engine.optimizer import learning_rate
-from megacore.mesh import Mesh, pick_device
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.distributed.shard import Box, Shard, logical_name, shard_of
 from megacore.model.gpt import DTYPES, Stage
-from megacore.pipeline.schedule import Action, Op
-from megacore.place import place_from_environment
+from megacore.plan.schedule import Action, Op
 from megacore.rng import normal_slice
-from megacore.tensor_parallel.shard import Box, Shard, logical_name, shard_of
+from megacore.survive.noting import note_mesh, note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
-from megacore.verify.flight import UPDATE, Flights
+from megacore.verify.flight import Flights
 from megacore.verify.trace import Trace
 
 SPREAD = 0.1  # of what is added to parameters that start constant
@@ -65,12 +65,13 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    with Flights(mesh.ledger) as flights:
-        trainer = Trainer(config, mesh, Inputs(config, place.rank))
+    ledger = note_mesh(mesh)
+    with Flights(ledger) as flights:
+        trainer = note_trainer(Trainer(config, mesh, Inputs(config, place.rank)), ledger)
         record = Record(out, place.rank)
         record.tensors("parameter 0", spread(trainer))
-        exact = config.train.precision == "fp64" or config.engine.kind != "native"
-        evidence = None if exact else Evidence(trainer.stage, mesh)
+        exact = config.train.precision == "fp64" or config.engine.kind != "native" or config.optim.kind != "adamw"
+        evidence = None if exact else Evidence(trainer.train_step.stages, mesh)
         take_steps(trainer, record, evidence, out, traced_step)
         record.figures(trainer.step, valid_loss=trainer.validate())
     record.flights = flights.spanning()
@@ -85,8 +86,8 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
 
 def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
     """Moves the parameters that start constant away from that; returns the first weights, as far as this rank has them."""
-    stage, engine = trainer.stage, trainer.engine
-    starts_constant = {name for name, p in stage.named_parameters() if shard_of(p).init_std is None}
+    stages, engine = trainer.train_step.stages, trainer.engine
+    starts_constant = {name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None}
     tensors = engine.tensors()
     weights = {key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)}
     for key, (held, box) in weights.items():
@@ -98,24 +99,23 @@ def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
 
 def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
     """All steps, each recorded, and one of them traced."""
-    config, mesh, engine, methods = trainer.config, trainer.mesh, trainer.engine, trainer.runtime.methods
+    config, mesh, engine, methods = trainer.config, trainer.mesh, trainer.engine, trainer.train_step.runtime.methods
     plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD)}
 
     def announced(op: Op, trace: Trace, action: Action) -> None:
-        trace.enter(action.microbatch * mesh.dp.size + mesh.dp.rank, op.value)
+        trace.enter(action.microbatch * mesh.sample_group.size + mesh.sample_group.rank, op.value)
         plain[op](action)
 
     for trainer.step in range(1, config.train.steps + 1):
-        mesh.ledger.step = trainer.step
-        with Trace(trainer.stage, out if trainer.step == traced_step else None, mesh.place.rank) as trace:
+        def before_update() -> None:
+            if evidence is not None:
+                evidence.take(trainer.step)
+            record.tensors(f"gradient {trainer.step}", engine.gradients())
+
+        with Trace(trainer.train_step.stages, out if trainer.step == traced_step else None, mesh.place.rank) as trace:
             methods.update({op: partial(announced, op, trace) for op in plain})
-            loss = all_reduce(trainer.forward_backward(), mesh.world).item()
-        if evidence is not None:
-            evidence.take(trainer.step)
-        record.tensors(f"gradient {trainer.step}", engine.gradients())
-        mesh.ledger.mark(UPDATE)
-        statistics = engine.step(learning_rate(config.optim, trainer.step, config.train.steps))
-        record.figures(trainer.step, loss, statistics.grad_norm.item())
+            figures = trainer.train_step(trainer.step, trainer.next_batch(), before_update=before_update)
+        record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
         for name, piece in engine.tensors().items():
             kind, _, logical = name.partition("/")
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
@@ -124,10 +124,11 @@ def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", ou
 class Evidence:
     """What a run's own numbers are held against (see `replay`): what backward gave, and what computed."""
 
-    def __init__(self, stage: Stage, mesh: Mesh) -> None:
-        self.stage, self.mesh = stage, mesh
-        self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in stage.named_parameters()}
-        for name, parameter in stage.named_parameters():
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+        self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
+        for name, parameter in self.parameters.items():
             # Runs before the gradient is accumulated, once a backward pass however often the parameter was used.
             parameter.register_hook(partial(self._add, name))
         self.given: dict[int, dict[str, Tensor]] = {}
@@ -145,21 +146,20 @@ class Evidence:
 
     def write(self, record: Record) -> None:
         """Sums over ranks, only now, so as not to hold up what a run does at the same time; collective."""
-        shards = {name: shard_of(parameter) for name, parameter in self.stage.named_parameters()}
+        shards = {name: shard_of(parameter) for name, parameter in self.parameters.items()}
         self.copies[len(self.given) + 1] = self._copies()  # that validated
         for step, held in self.copies.items():
             record.tensors(f"copy {step}", {name: (copy, shards[name]) for name, copy in held.items()})
         for step, given in self.given.items():
             for name, total in given.items():
-                all_reduce(total, self.mesh.dp)
-                if shards[name].partial:
-                    all_reduce(total, self.mesh.tp)
-            if self.mesh.tied is not None:
-                all_reduce(given["embedding.weight"], self.mesh.tied)
+                for axis in shards[name].partial_over:
+                    group = self.mesh.tied if axis == "tied" else self.mesh.group(axis)
+                    assert group is not None
+                    all_reduce(total, group)
             record.tensors(f"given {step}", {name: (total, shards[name]) for name, total in given.items()})
 
     def _copies(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().float() for name, parameter in self.stage.named_parameters()}
+        return {name: parameter.detach().float() for name, parameter in self.parameters.items()}
 
 
 def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.config.schema import Optim
 from megacore.data.order import derive_key, permute
+from megacore.distributed.shard import Shard, shard_of
 from megacore.model.gpt import DTYPES, Stage, whole_model
 from megacore.rng import key_of
-from megacore.tensor_parallel.shard import Shard, shard_of
 from megacore.verify.record import Record, noise
 from megacore.verify.replay import decays, rate
 from megacore.verify.trace import Trace
@@ -55,15 +56,15 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     record = Record(out)
     parameters = dict(model.named_parameters())
     record.tensors("parameter 0", whole(parameters))
-    first = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    second = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
+    state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
 
     corpus, length = tokens_of(config.data.train), train.seq_len
     count = (len(corpus) - 1) // length  # samples in an epoch, of which a proof needs no second
     order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
     for step in range(1, train.steps + 1):
         loss = 0.0
-        with Trace(model, out if step == traced_step else None) as trace:
+        with Trace([model], out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
                 starts = order[start : start + train.micro_batch_size] * length
@@ -85,17 +86,23 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         lr = rate(optim, step, train.steps)
         with torch.no_grad():
             for name, p in parameters.items():
-                g = gradients[name] * clip
-                first[name].lerp_(g, 1 - optim.beta1)
-                second[name].mul_(optim.beta2).addcmul_(g, g, value=1 - optim.beta2)
                 p.mul_(1 - lr * optim.weight_decay * decays(name, p.dim()))
-                denominator = (second[name] / (1 - optim.beta2**step)).sqrt_().add_(optim.eps)
-                p.addcdiv_(first[name] / (1 - optim.beta1**step), denominator, value=-lr)
+                p.sub_(lr * direction(optim, step, gradients[name] * clip, state[name]))
                 p.grad = None
-        for kind, values in (("parameter", parameters), ("adam_m", first), ("adam_v", second)):
-            record.tensors(f"{kind} {step}", whole(values))
+        record.tensors(f"parameter {step}", whole(parameters))
+        for kind in kinds:
+            record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
     record.figures(train.steps, valid_loss=validate(model, tokens_of(config.data.valid), length))
     record.close()
+
+
+def direction(optim: Optim, step: int, g: Tensor, held: dict[str, Tensor]) -> Tensor:
+    """What a parameter with gradient `g` goes against, at a rate of one; takes `g` into what the optimizer keeps of it."""
+    if optim.kind == "sgd":
+        return held["momentum"].mul_(optim.momentum).add_(g)
+    first = held["adam_m"].lerp_(g, 1 - optim.beta1) / (1 - optim.beta1**step)
+    second = held["adam_v"].mul_(optim.beta2).addcmul_(g, g, value=1 - optim.beta2) / (1 - optim.beta2**step)
+    return first / (second.sqrt() + optim.eps)
 
 
 def tokens_of(prefix: object) -> np.ndarray:

@@ -24,6 +24,7 @@ CAUSES = {
     "own copy": "what computes is not the master weights, rounded: first {name}",
     "own gradient": "the gradients are not the sum of what backward gave, microbatch by microbatch: first {name}",
     "own norm": "the gradient norm is not that of the gradients",
+    "momentum": "every gradient and the norm agree; the momentum (clipping, momentum) does not: first {name}",
     "own adam_m": "the first moments do not follow from the gradients (clipping, decay rates): first {name}",
     "own adam_v": "the second moments do not follow from the gradients (clipping, decay rates): first {name}",
     "own parameter": "the update does not follow from the moments (rate, weight decay, bias correction): first {name}",

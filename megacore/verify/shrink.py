@@ -11,8 +11,8 @@ from megacore.config import Config, load
 from megacore.config.load import flatten, resolve
 from megacore.config.schema import resolved
 from megacore.data.indexed import IndexedWriter
-from megacore.pipeline.partition import stage_layers
 from megacore.plan.flops import head_cost, layer_cost
+from megacore.plan.partition import stage_layers
 from megacore.verify.layouts import Layout
 
 HEAD_SIZE = 4

@@ -1,6 +1,7 @@
 """What every module computes for every microbatch, forward and backward, in the order in which it happens."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -9,19 +10,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megacore.distributed.shard import shard_of
 from megacore.model.gpt import Stage
-from megacore.tensor_parallel.shard import shard_of
 
 
 class Trace:
-    """While entered, records a stage's activations and their gradients; without a folder it does nothing.
+    """While entered, records the activations of a rank's stages and their gradients; without a folder it does nothing.
 
     An event's key is ``order|microbatch|direction|module|what|visit``: direction is forward, recompute (a forward pass
     within backward) or backward; what is an input or output, "weight" or another parameter (then its gradient).
     """
 
-    def __init__(self, stage: Stage, folder: Path | None, rank: int = 0) -> None:
-        self.stage, self.folder, self.rank = stage, folder, rank
+    def __init__(self, stages: Sequence[Stage], folder: Path | None, rank: int = 0) -> None:
+        self.stages, self.folder, self.rank = stages, folder, rank
         self.events: dict[str, Tensor] = {}
         self.visits: Counter[tuple[Any, ...]] = Counter()
         self.handles: list[Any] = []
@@ -50,19 +51,23 @@ class Trace:
     def __enter__(self) -> "Trace":
         if self.folder is None:
             return self
-        for name, module in self.stage.named_modules():
-            if module is not self.stage:
-                self._watch(name, module)
-        for name, parameter in self.stage.named_parameters():
-            tied = name == "embedding.weight" and not (self.stage.first and self.stage.last)
-            # One rank's share of a partial gradient, or one copy's of a tied one, equals nothing elsewhere.
-            if not shard_of(parameter).partial and not tied:
-                module, _, what = name.rpartition(".")
-                hook = lambda gradient, module=module, what=what: self._add(self.microbatch, "backward", module, what, gradient)  # noqa: E731
-                self.handles.append(parameter.register_hook(hook))
-        for name in ("logits", "loss"):
-            self._wrap(name)
+        for stage in self.stages:
+            for name, module in stage.named_modules():
+                if module is not stage:
+                    self._watch(name, module)
+            for name, parameter in stage.named_parameters():
+                self._watch_gradient(name, parameter)
+            for name in ("logits", "loss"):
+                self._wrap(stage, name)
         return self
+
+    def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Unless it is one rank's part of a microbatch's gradient, which equals nothing elsewhere."""
+        if {"tp", "tied"} & set(shard_of(parameter).partial_over):
+            return
+        module, _, what = name.rpartition(".")
+        hook = lambda gradient: self._add(self.microbatch, "backward", module, what, gradient)  # noqa: E731
+        self.handles.append(parameter.register_hook(hook))
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -76,22 +81,23 @@ class Trace:
         if not isinstance(module, nn.ModuleDict | nn.ModuleList):
             self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
-    def _wrap(self, name: str) -> None:
-        method = getattr(self.stage, name)
+    def _wrap(self, stage: Stage, name: str) -> None:
+        method = getattr(stage, name)
 
         def traced(*args: Any) -> Tensor:
             value = method(*args)
             self.note(name, "output", value)
             return value
 
-        setattr(self.stage, name, traced)
+        setattr(stage, name, traced)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.folder is None:
             return
         for handle in self.handles:
             handle.remove()
-        for name in ("logits", "loss"):
-            delattr(self.stage, name)
+        for stage in self.stages:
+            for name in ("logits", "loss"):
+                delattr(stage, name)
         if error is None:
             save_file({key: torch.atleast_1d(value) for key, value in self.events.items()}, self.folder / f"trace_{self.rank}.safetensors")

@@ -1,11 +1,8 @@
 """Processes that play the ranks, kept alive from one layout to the next: importing torch takes seconds."""
 
-import contextlib
 import json
 import os
-import random
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megacore.distributed.place import free_port, rank_environment
 from megacore.errors import ConfigError
 from megacore.verify.worker import PROTOCOL
 
@@ -132,18 +130,3 @@ class Workers:
         self.complaints[rank].seek(0)
         lines = self.complaints[rank].read().splitlines()
         raise RankFailed(rank, f"ended with status {status}{': ' + lines[-1] if lines else ''}", "\n".join(lines))
-
-
-def free_port() -> int:
-    """A port nobody listens on, below the range the kernel hands out to clients, so that none of them takes it first."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """The variables that torchrun sets on one node."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megacore import checkpoint
+from megacore.pipeline.runtime import Microbatch
 from megacore.train.skips import TooManySkips
+from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
 
@@ -17,23 +20,22 @@ OVERRIDES = ["train.steps=8", "checkpoint.every=2"]
 
 def poisoned_rank(config_path: str, overrides: list[str], log_dir: str, batches: list[int], value: float) -> list[int]:
     """A run in which the last rank's gradient is multiplied by `value` in some batches; returns the batches that were read."""
-    forward_backward = Trainer.forward_backward
+    next_batch, forward_backward = Trainer.next_batch, TrainStep.forward_backward
     read = []
 
-    def poisoned(self: Trainer) -> torch.Tensor:
-        share = forward_backward(self)
-        batch = self.step + self.ahead
-        read.append(batch)
-        if batch in batches and self.mesh.place.rank == self.mesh.place.world_size - 1:
+    def noted(self: Trainer) -> list[Microbatch]:
+        read.append(self.step + self.ahead)
+        return next_batch(self)
+
+    def poisoned(self: TrainStep, batch: list[Microbatch]) -> torch.Tensor:
+        share = forward_backward(self, batch)
+        if read[-1] in batches and self.mesh.place.rank == self.mesh.place.world_size - 1:
             for piece, _ in self.engine.gradients().values():
                 piece.mul_(value)
         return share
 
-    Trainer.forward_backward = poisoned  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Trainer, "next_batch", noted), mock.patch.object(TrainStep, "forward_backward", poisoned):
         training.run_rank(config_path, overrides, log_dir)
-    finally:
-        Trainer.forward_backward = forward_backward  # type: ignore[method-assign]
     return read
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import LocalTensor, Reader, find_latest, save, write
+from megacore.distributed.shard import Along, Shard
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
+from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 
 LAYERS = 3
@@ -49,8 +50,8 @@ def on_rank(stage: int, tp_rank: int, pp: int, tp: int) -> dict[str, LocalTensor
         key = name.split("/")[1]
         dim = SHAPES[key][1]
         if stage in stages[key]:
-            owner = stage == stages[key][0]
-            pieces[name] = (cut(whole, dim, tp_rank, tp), Shard(tuple(whole.shape), dim, tp_rank, tp, owner=owner))
+            along = (Along("tp", tp_rank, tp, dim=dim), Along("tied", stages[key].index(stage), len(stages[key]), partial=True))
+            pieces[name] = (cut(whole, dim, tp_rank, tp), Shard(tuple(whole.shape), along))
     return pieces
 
 
@@ -63,7 +64,8 @@ def save_as(
         tp_rank, dp_rank, stage = ranks.rank % tp, ranks.rank // tp % dp, ranks.rank // (tp * dp)
         pieces = on_rank(stage, tp_rank, pp, tp)
         if dp_rank > 0:  # a copy of what the first data rank writes
-            pieces = {name: (piece, replace(shard, owner=False)) for name, (piece, shard) in pieces.items()}
+            copies = Along("dp", dp_rank, dp)
+            pieces = {name: (held, replace(shard, along=(*shard.along, copies))) for name, (held, shard) in pieces.items()}
         change(ranks.rank, pieces)
         return save(directory, 7, pieces, {}, ranks=ranks, keep=1)
 
@@ -79,7 +81,7 @@ def test_any_layout_reads_what_any_other_wrote(saved, count, tmp_path):
     for name, whole in logical().items():
         for dim in (SHAPES[name.split("/")[1]][1], *range(whole.ndim)):  # also along a dim it was not cut along
             for index in range(count):
-                read = reader.read(name, Shard(tuple(whole.shape), dim, index, count))
+                read = reader.read(name, piece(tuple(whole.shape), dim, index, count))
                 assert read.dtype == whole.dtype and torch.equal(read, cut(whole, dim, index, count)), f"{name} dim {dim} piece {index}"
 
 
@@ -99,8 +101,9 @@ def lose_a_piece(rank: int, pieces: dict[str, LocalTensor]) -> None:
 
 def write_a_copy(rank: int, pieces: dict[str, LocalTensor]) -> None:
     if rank == 3:  # as if the tied embedding of the last stage were not marked as a copy
-        piece, shard = pieces["model/embedding.weight"]
-        pieces["model/embedding.weight"] = (piece, Shard(shard.global_shape, shard.dim, shard.index, shard.count))
+        held, shard = pieces["model/embedding.weight"]
+        along = tuple(along for along in shard.along if along.axis != "tied")
+        pieces["model/embedding.weight"] = (held, Shard(shard.global_shape, along))
 
 
 def widen(rank: int, pieces: dict[str, LocalTensor]) -> None:

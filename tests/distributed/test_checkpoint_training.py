@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from megacore import checkpoint
 from megacore.checkpoint import MeshRanks, Reader
@@ -23,9 +22,10 @@ from megacore.checkpoint.compare import compare
 from megacore.checkpoint.manifest import sealed
 from megacore.checkpoint.staging import Staging
 from megacore.config import load
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
 from megacore.errors import CheckpointError
-from megacore.mesh import Mesh, pick_device
-from megacore.place import place_from_environment
+from megacore.pipeline.runtime import Microbatch
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training
@@ -239,16 +239,16 @@ def full_rank(config_path: str, overrides: list[str], log_dir: str, full_at: int
         return write(descriptor, data)
 
     steps = []
-    compute = Trainer.forward_backward
+    next_batch = Trainer.next_batch
 
-    def noted(self: Trainer) -> torch.Tensor:
+    def noted(self: Trainer) -> list[Microbatch]:
         for thread in threading.enumerate():  # the save has failed before this step's boundary
             if thread.name == "checkpoint" and self.mesh.place.rank == 1:
                 thread.join()
         steps.append(self.step)
-        return compute(self)
+        return next_batch(self)
 
-    with mock.patch("os.write", refuse), mock.patch.object(Trainer, "forward_backward", noted):
+    with mock.patch("os.write", refuse), mock.patch.object(Trainer, "next_batch", noted):
         try:
             return str(training.run_rank(config_path, overrides, log_dir)), steps[-1]
         except Exception as error:

@@ -6,16 +6,19 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import load
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
 from megacore.engine.deepspeed import DeepSpeedEngine
-from megacore.mesh import Mesh, pick_device
-from megacore.place import place_from_environment
+from megacore.pipeline.runtime import Microbatch
 from megacore.train.inputs import Inputs
+from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
 from tests.training import Figures, difference, figures
@@ -122,18 +125,15 @@ def test_gradients_can_be_sent_in_bf16(pool: Any, corpus: Path, native: Any, tmp
 
 def overflowing_rank(config: str, overrides: list[str], log_dir: str) -> int:
     """A run whose third step has gradients that are not finite."""
-    whole = Trainer.forward_backward
+    whole = TrainStep.forward_backward
 
-    def forward_backward(self: Trainer) -> torch.Tensor:
+    def forward_backward(self: TrainStep, batch: list[Microbatch]) -> torch.Tensor:
         scale = type(self.engine).loss_gradient
-        self.engine.loss_gradient = lambda given: scale(self.engine, given) * (math.inf if self.step == 3 else 1.0)  # type: ignore[method-assign]
-        return whole(self)
+        self.engine.loss_gradient = lambda given: scale(self.engine, given) * (math.inf if self.number == 3 else 1.0)  # type: ignore[method-assign]
+        return whole(self, batch)
 
-    Trainer.forward_backward = forward_backward  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(TrainStep, "forward_backward", forward_backward):
         return training.run_rank(config, overrides, log_dir)
-    finally:
-        Trainer.forward_backward = whole  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("stage", "zero"), [(0, {}), (2, OFFLOAD), (3, {})])
@@ -174,11 +174,12 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     def note(module: torch.nn.Module, args: Any) -> None:
         gathered.update({p: StorageWeakRef(p.data.untyped_storage()) for p in module.parameters(recurse=False)})
 
-    for module in trainer.stage.modules():
+    (stage,) = trainer.train_step.stages
+    for module in stage.modules():
         module.register_forward_pre_hook(note)
     (batch, *_) = trainer.loader.step(1)
-    loss = trainer.runtime.module(batch.inputs, batch.key, targets=batch.targets)
-    names = {parameter: name for name, parameter in trainer.stage.named_parameters()}
+    loss = trainer.train_step.runtime.modules[0](batch.inputs, batch.key, targets=batch.targets)
+    names = {parameter: name for name, parameter in stage.named_parameters()}
     held = {names[parameter] for parameter, storage in gathered.items() if not storage.expired()}
     loss.backward()
     trainer.logs.close()
@@ -203,7 +204,7 @@ def gradients_rank(config_path: str, overrides: list[str], log_dir: str) -> dict
     mesh = Mesh(config, place, pick_device(config, place))
     trainer = Trainer(config, mesh, Inputs(config, place.rank))
     trainer.step = 1
-    trainer.forward_backward()
+    trainer.train_step.forward_backward(trainer.next_batch())
     found = {name: gradient.clone() for name, (gradient, _) in trainer.engine.gradients().items()}
     trainer.logs.close()
     trainer.engine.close()

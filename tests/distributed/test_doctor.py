@@ -11,14 +11,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from megacore import comm
 from megacore.config import load
-from megacore.ledger import Ledger, line_of
-from megacore.mesh import SOLO, Mesh, pick_device
-from megacore.place import place_from_environment
-from megacore.train import doctor as doctor_module
+from megacore.distributed import comm
+from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.survive import doctor as doctor_module
+from megacore.survive.ledger import Ledger, line_of
+from megacore.survive.noting import note_loader, note_mesh
+from megacore.survive.verdict import Verdict
 from megacore.train.loader import Loader
-from megacore.train.verdict import Verdict
 from tests import training
 
 WATCH = 1.0  # seconds that are a hang here
@@ -43,12 +44,13 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
         return "Z" if dying.exists() and str(pid) == dying.read_text() and time.time() - dying.stat().st_mtime > 2 * WATCH else "S"
 
     doctor_module.process_state = state_of  # type: ignore[assignment]
-    doctor = doctor_module.Doctor(mesh, WATCH, Path(folder))
+    ledger = note_mesh(mesh)
+    doctor = doctor_module.Doctor(mesh, ledger, WATCH, Path(folder))
     last = place.rank == place.world_size - 1
     x = torch.ones(3)
     for step in range(1, 4):
-        mesh.ledger.step = step
-        mesh.ledger.mark("forward", 0)
+        ledger.step = step
+        ledger.mark("forward", 0)
         if last and step == 2:
             if fault == "hang":
                 time.sleep(3 * WATCH)
@@ -59,7 +61,7 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
             elif fault == "slow":
                 for _ in range(8):  # longer than the watch, but always on the way
                     time.sleep(WATCH / 4)
-                    mesh.ledger.mark("forward", 1)
+                    ledger.mark("forward", 1)
         comm.all_reduce(x, mesh.tp)
         comm.all_reduce(x, mesh.world)
     doctor.close()
@@ -92,7 +94,7 @@ def test_a_rank_that_takes_its_time_to_die_is_dead(pool: Any, tmp_path: Path) ->
 def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
-    mesh = SimpleNamespace(ledger=Ledger(), dp=SOLO, device=torch.device("cpu"))
+    mesh, ledger = SimpleNamespace(sample_group=SOLO, device=torch.device("cpu")), Ledger()
     gone = threading.Event()
 
     class Remote:
@@ -102,14 +104,15 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
             return np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64)
 
     loader = Loader(config, cast(Mesh, mesh), Remote())
+    note_loader(loader, ledger)
     loader.step(1)
     main = threading.Thread(target=loader.step, args=(2,))
     main.start()
     deadline = time.monotonic() + 10
-    while mesh.ledger.worker is None and time.monotonic() < deadline:
+    while ledger.worker is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    where = line_of(mesh.ledger.worker or 0)
+    where = line_of(ledger.worker or 0)
     gone.set()
     main.join()
     assert "test_doctor.py" in where and where.endswith("(samples)")
-    assert mesh.ledger.worker is None
+    assert ledger.worker is None

@@ -18,12 +18,12 @@ from megacore.checkpoint.weights import load_weights
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedTokens
 from megacore.data.prepare import prepare
+from megacore.distributed.place import Place, place_from_environment
+from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.interchange.importer import PEERS, import_model
 from megacore.interchange.settings import read_gpt2
 from megacore.model.gpt import whole_model
-from megacore.place import Place, place_from_environment
-from megacore.tensor_parallel.shard import Shard
 from megacore.train.inputs import Inputs
 from tests import training
 from tests.pool import ROOT
@@ -104,7 +104,7 @@ def test_the_figure_is_the_mean_over_all_targets(pool: Any, text: Path, base: Pa
     """Against plain PyTorch: the corpus cut into windows of 16, the last one shorter. A mean of batches' means is another number."""
     figures = pool.run(1, figures_of, ["--checkpoint", str(base)], f"{tmp_path}/figures.json")[0]
     model = whole_model(config_of(text, base)).eval()
-    load_weights(Reader(locate(base)), model)
+    load_weights(Reader(locate(base)), [model])
     tokens = torch.from_numpy(IndexedTokens(str(text / "code_valid")).read(0, figures["targets"] + 1).astype("int64"))
     losses = []
     with torch.no_grad():

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megacore.config import load
-from megacore.engine.choose import build_engine, build_stage
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.fsdp import FSDPEngine
-from megacore.mesh import Mesh, pick_device
-from megacore.place import place_from_environment
 from tests import training
 from tests.training import Figures, difference, figures
 
@@ -134,15 +134,15 @@ def skipping_rank(config_path: str) -> dict[str, Any]:
     place = place_from_environment()
     config = load(config_path, [FSDP, "engine.shard_size=2"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    stage = build_stage(config, mesh)
-    engine = build_engine(config, stage, mesh)
+    (stage,) = build_stages(config, mesh)
+    engine = build_engine(config, [stage], mesh)
     assert isinstance(engine, FSDPEngine)
     held = {key: tensor.clone() for key, (tensor, _) in engine.tensors().items()}
     tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
     seen: dict[str, Any] = {"elements": sum(rows.master.numel() for rows in engine.rows)}
     for bad in (True, False):
         loss = stage.loss(stage(tokens), tokens)
-        engine.backward(engine.root(loss), engine.loss_gradient(1.0), last=True)
+        engine.backward(0, engine.root(loss), engine.loss_gradient(1.0), last=True)
         engine.reduce_gradients()
         if bad and place.rank == 1:
             engine.rows[5].gradient.view(-1)[0] = math.inf

@@ -10,8 +10,8 @@ import torch
 
 from launch.generate import run
 from megacore.config.load import resolve
+from megacore.distributed.place import place_from_environment
 from megacore.interchange.exporter import export_hf
-from megacore.place import place_from_environment
 from tests import training
 
 LAYOUTS = {

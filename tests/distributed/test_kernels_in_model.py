@@ -63,9 +63,9 @@ def test_triton_trains_as_eager_does(interpreting: Pool, tmp_path: Path, model: 
 def test_triton_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fail in the middle of the first step, with a message of Triton's."""
     from megacore.config import load
+    from megacore.distributed.mesh import pick_device
+    from megacore.distributed.place import Place
     from megacore.errors import ConfigError
-    from megacore.mesh import pick_device
-    from megacore.place import Place
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config: Any = load(training.write_config(tmp_path, "unused"), ["model.kernels=triton"]).config

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.memory import ENGINES, PARTS, ROOT, measure
 from megacore.config import load
-from megacore.mesh import Mesh, pick_device
-from megacore.place import place_from_environment
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
 from tests.engines import missing
 
 # Large enough that what is padded, to divide or to align, stays below a percent.

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.comm import all_reduce, broadcast_text
 from megacore.config import load
-from megacore.mesh import AXES, Mesh, coordinates, ranks_along
-from megacore.place import place_from_environment
+from megacore.distributed.axes import AXES, coordinates, ranks_along
+from megacore.distributed.comm import all_reduce, broadcast_text
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import place_from_environment
 from tests.training import write_config
 
+NAMES = [axis.name for axis in AXES]
 SHAPES = [(1, 1, 1), (1, 1, 4), (4, 1, 1), (2, 2, 2), (4, 3, 2), (3, 5, 4)]  # pp, dp, tp
 
 
@@ -22,12 +24,13 @@ SHAPES = [(1, 1, 1), (1, 1, 4), (4, 1, 1), (2, 2, 2), (4, 3, 2), (3, 5, 4)]  # p
 def test_coordinates_are_those_of_a_reshape(shape: tuple[int, int, int]) -> None:
     """Ranks that disagree about who is where exchange the wrong tensors."""
     mesh = np.arange(np.prod(shape)).reshape(shape)
-    assert [coordinates(rank, shape) for rank in range(mesh.size)] == list(np.ndindex(*shape))
+    sizes = dict(zip(NAMES, shape, strict=True))
+    assert [tuple(coordinates(rank, sizes).values()) for rank in range(mesh.size)] == list(np.ndindex(*shape))
     for rank in range(mesh.size):
-        here = coordinates(rank, shape)
+        here = coordinates(rank, sizes)
         for axes in (("pp",), ("dp",), ("tp",), ("pp", "tp"), ("tp", "pp"), ("pp", "dp", "tp"), ()):
-            along = mesh[tuple(slice(None) if axis in axes else at for axis, at in zip(AXES, here, strict=True))]
-            assert ranks_along(axes, rank, shape) == tuple(np.ravel(along))
+            along = mesh[tuple(slice(None) if axis in axes else at for axis, at in here.items())]
+            assert ranks_along(axes, rank, sizes) == tuple(np.ravel(along))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -36,12 +39,12 @@ def test_tensor_ranks_are_neighbours(shape: tuple[int, int, int]) -> None:
     tp = shape[2]
     for rank in range(int(np.prod(shape))):
         first = rank - rank % tp
-        assert ranks_along(("tp",), rank, shape) == tuple(range(first, first + tp))
+        assert ranks_along(("tp",), rank, dict(zip(NAMES, shape, strict=True))) == tuple(range(first, first + tp))
 
 
-def join(config_path: str, overrides: list[str]) -> Mesh:
+def join(config_path: str, overrides: list[str], used: list[tuple[str, ...]] | None = None) -> Mesh:
     place = place_from_environment()
-    return Mesh(load(config_path, overrides, place.world_size).config, place, torch.device("cpu"))
+    return Mesh(load(config_path, overrides, place.world_size).config, place, torch.device("cpu"), used=used or [])
 
 
 def listening() -> set[int]:
@@ -74,9 +77,9 @@ def test_what_listens_is_what_the_document_says(run_ranks: Callable[..., list[An
 
 def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
     """By group: the ranks it claims, the ranks that its sums come from, this rank's place in it, its timeout; and more."""
-    mesh = join(config_path, overrides)
+    mesh = join(config_path, overrides, [("pp", "tp")])
     found: dict[str, Any] = {}
-    for group in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.model, mesh.tied):
+    for group in (mesh.world, mesh.tp, mesh.group("dp"), mesh.pp, mesh.group("pp", "tp"), mesh.tied):
         if group is None:
             continue
         assert group.process_group is not None and group.size == group.process_group.size()
@@ -84,8 +87,8 @@ def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
         reached = tuple(all_reduce(one_hot, group).nonzero().flatten().tolist())
         timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout
         found[group.name] = group.ranks, reached, group.ranks[group.rank], timeout.total_seconds()
-    text = f"from rank {mesh.place.rank}, «ü»" if mesh.place.rank in mesh.dp.ranks[:1] else ""
-    found["text"] = broadcast_text(text, mesh.dp, mesh.device)
+    text = f"from rank {mesh.place.rank}, «ü»" if mesh.place.rank in mesh.sample_group.ranks[:1] else ""
+    found["text"] = broadcast_text(text, mesh.sample_group, mesh.device)
     found["description"] = mesh.describe()
     mesh.barrier()
     mesh.close()
@@ -104,7 +107,7 @@ def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_pat
             "tp": mesh[pp, dp, :],
             "dp": mesh[pp, :, tp],
             "pp": mesh[:, dp, tp],
-            "model": mesh[:, dp, :],
+            "pp×tp": mesh[:, dp, :],
             "tied": mesh[[0, -1], dp, tp],
         }
         assert {name: found[name] for name in right} == {
@@ -129,7 +132,7 @@ def mesh_of_one(config_path: str) -> list[tuple[int, bool]]:
     assert mesh.tied is None and not torch.distributed.is_initialized()
     mesh.barrier()
     mesh.close()
-    return [(group.size, group.process_group is None) for group in (mesh.world, mesh.tp, mesh.dp, mesh.pp, mesh.model)]
+    return [(group.size, group.process_group is None) for group in (mesh.world, mesh.tp, mesh.sample_group, mesh.pp, mesh.gradient_group)]
 
 
 def test_one_process_needs_no_process_group(run_ranks: Callable[..., Any], tmp_path: Any) -> None:

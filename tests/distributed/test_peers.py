@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from megacore.config import load
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import place_from_environment
+from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.interchange import mapped
 from megacore.interchange.families import family_for_hf, tensors
-from megacore.mesh import Mesh
 from megacore.model import attention, block
-from megacore.model.gpt import Stage
-from megacore.pipeline import schedule
-from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.place import place_from_environment
+from megacore.plan.partition import plan_of
 from tests import peers
 
 # Sums of some hundred terms, in another order: fp32 rounds to 6e-8, fp64 to 1e-16.
@@ -54,7 +53,7 @@ def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) 
     place = place_from_environment()
     config = load(config_path, overrides, place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
-    stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, mesh.device)
+    (stage,) = build_stages(config, mesh)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             parameter.copy_(slice_of(weights[name], parameter.shard.offset, parameter.shape))  # type: ignore[attr-defined]
@@ -67,11 +66,11 @@ def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) 
         return result
 
     stage.logits = logits  # type: ignore[method-assign]
-    engine = NativeEngine(config, stage, mesh)
-    plan = schedule.build("1f1b", mesh.pp.size, config.num_microbatches, tied=config.model.tie_embeddings)
+    engine = NativeEngine(config, [stage], mesh)
+    plan = plan_of(config)
     inputs, targets = (t.split(config.train.micro_batch_size) for t in peers.tokens())
     weight = 1 / peers.tokens()[0].numel()
-    loss = Runtime(stage, engine, mesh.pp).run(plan, [Microbatch(*pair) for pair in zip(inputs, targets, strict=True)], weight)
+    loss = Runtime([stage], engine, mesh.pp).run(plan, [Microbatch(*pair) for pair in zip(inputs, targets, strict=True)], weight)
     gradients = {name: Piece(g.clone(), shard.offset) for name, (g, shard) in engine.gradients().items()}
     found = Found(gradients, torch.cat(seen).detach() if seen else None, float(loss * weight))
     mesh.close()

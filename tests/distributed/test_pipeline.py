@@ -9,15 +9,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import load
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import place_from_environment
+from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
-from megacore.mesh import Mesh
-from megacore.model.gpt import Stage
-from megacore.pipeline import schedule
-from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.pipeline.schedule import Action, Op
-from megacore.pipeline.simulate import peak_live
-from megacore.place import place_from_environment
+from megacore.plan import schedule
+from megacore.plan.schedule import Action, Op
+from megacore.plan.simulate import peak_live
 from tests.training import VOCAB_SIZE, write_config
 
 STAGES = 4
@@ -34,7 +33,7 @@ class Watched(Runtime):
     def _forward(self, action: Action) -> None:
         super()._forward(action)
         if self.outputs:
-            self.seen["outputs"].append(StorageWeakRef(self.outputs[action.microbatch].untyped_storage()))
+            self.seen["outputs"].append(StorageWeakRef(self.outputs[action.microbatch, action.chunk].untyped_storage()))
         for kind, storages in self.seen.items():
             self.most[kind] = max(self.most[kind], sum(not storage.expired() for storage in storages))
 
@@ -52,21 +51,21 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
     mesh = Mesh(config, place, torch.device("cpu"))
     results = []
     for microbatches in numbers:
-        stage = Stage(config, stage_layers(config)[mesh.pp_rank], mesh.tp, mesh.device)
-        runtime = Watched(stage, NativeEngine(config, stage, mesh), mesh.pp)
+        stages = build_stages(config, mesh)
+        runtime = Watched(stages, NativeEngine(config, stages, mesh), mesh.pp)
         plan = schedule.build(name, STAGES, microbatches, tied=True)
         shape = (microbatches, 2, config.train.micro_batch_size, config.train.seq_len)
         tokens = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
         batch = [Microbatch(inputs, targets) for inputs, targets in tokens]
         loss = runtime.run(plan, batch, 1.0)
         left = {kind: sum(not s.expired() for s in storages) for kind, storages in runtime.seen.items()}
-        held = len(runtime.inputs) + len(runtime.outputs) + len(runtime.roots) + len(runtime.gradients)
+        kept = (runtime.inputs, runtime.outputs, runtime.roots, runtime.input_gradients, runtime.output_gradients)
         results.append(
             {
                 "peak_live": runtime.peak_live,
                 "most": runtime.most,
                 "left": left,
-                "held": held + len(runtime.sending),
+                "held": sum(map(len, kept)) + len(runtime.sending),
                 "loss": loss.item(),
                 "seen": {kind: len(storages) for kind, storages in runtime.seen.items()},
             }

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore import comm, shared_memory
 from megacore.config import load
-from megacore.mesh import Group, Mesh, pick_device
-from megacore.place import place_from_environment
-from megacore.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
-from megacore.train.failure import lost_peer
+from megacore.distributed import comm, shared_memory
+from megacore.distributed.mesh import Group, Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.distributed.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
+from megacore.distributed.wire import Wire
+from megacore.survive.failure import lost_peer
 from tests import training
 
 ROUNDS = 40
@@ -48,15 +49,22 @@ def results(group: Group, dtype: torch.dtype, rows: int, seed: int) -> list[torc
     return [started, gathered, comm.all_reduce(x.clone(), group), comm.reduce_scatter(x, group), inside, scalar]
 
 
+def without(group: Group) -> Group:
+    """The same ranks, over gloo alone."""
+    assert group.wire is not None
+    return replace(group, wire=Wire(group.wire.process_group, group.size))
+
+
 def compared_with_gloo(config_path: str) -> tuple[bool, list[str]]:
     """Whether memory is shared, and where it differs from gloo."""
     mesh = opened(config_path)
     apart = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
         for rows in (1, 7, 5000):  # the last does not fit
-            pairs = zip(results(mesh.tp, dtype, rows, rows), results(replace(mesh.tp, shared=None), dtype, rows, rows), strict=True)
+            pairs = zip(results(mesh.tp, dtype, rows, rows), results(without(mesh.tp), dtype, rows, rows), strict=True)
             apart += [f"{dtype} {rows} operation {i}" for i, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
-    shared = mesh.tp.shared is not None and not mesh.tp.shared.carries(torch.empty(5000, 3))
+    wire = mesh.tp.wire
+    shared = wire is not None and wire.shared is not None and not wire.carries(torch.empty(5000, 3))
     mesh.close()
     return shared, apart
 
@@ -116,9 +124,9 @@ def apart(config_path: str) -> bool:
     elsewhere = "elsewhere" if place_from_environment().rank == 1 else shared_memory.machine()
     with patch.object(shared_memory, "machine", lambda: elsewhere):
         mesh = opened(config_path)
-    other = replace(mesh.tp)
+    wire = mesh.tp.wire
     mesh.close()
-    return other.shared is None
+    return wire is not None and wire.shared is None
 
 
 def test_ranks_of_two_machines_use_the_network(pool: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.processes import ENDED, descendants, process_state
+from megacore.distributed.processes import ENDED, descendants, process_state
 from megacore.survive.hosts import Fleet
 from megacore.survive.supervisor import Supervisor
 from megacore.train.stopping import STOP

@@ -14,14 +14,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.distributed.mesh import Group
+from megacore.distributed.shard import shard_of
+from megacore.distributed.wire import Wire
 from megacore.kernels.swiglu import swiglu
-from megacore.mesh import Group
 from megacore.rng import key_of
 from megacore.tensor_parallel import embedding, linear
 from megacore.tensor_parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
-from megacore.tensor_parallel.shard import shard_of
+from tests.pieces import dim_of
 
 TOKENS, HIDDEN, FFN, VOCAB = 8, 12, 16, 13  # 13 rows over 4 ranks: 4 + 4 + 4 + 1
 TOLERANCE = 1e-12
@@ -71,7 +73,7 @@ CASES = {
         partial(COLUMN, (4, 3, 2), bias=False), lambda x, p: torch.einsum("ti,abci->tabc", x, p["weight"]), (TOKENS, HIDDEN), "tokens", 1
     ),
     "column, gate and up": Case(
-        partial(COLUMN, (2, FFN), split=1, bias=True),
+        partial(COLUMN, (2, FFN), dim=1, bias=True),
         lambda x, p: torch.einsum("ti,goi->tgo", x, p["weight"]) + p["bias"],
         (TOKENS, HIDDEN),
         "tokens",
@@ -93,7 +95,8 @@ def join() -> Group:
     """All ranks as one tensor group."""
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    return Group("tp", tuple(range(world)), dist.get_rank(), dist.group.WORLD if world > 1 else None)
+    assert dist.group.WORLD is not None
+    return Group("tp", tuple(range(world)), dist.get_rank(), Wire(dist.group.WORLD, world) if world > 1 else None)
 
 
 def own(whole: Tensor, cut: int | str | None, group: Group, sequence: bool) -> Tensor:
@@ -132,7 +135,7 @@ def run_layer(name: str, case: Case, group: Group, sequence: bool) -> Held:
     module = case.build(**options)
     for key, parameter in module.named_parameters():
         shard = shard_of(parameter)
-        parameter.data.copy_(own(numbers(name + key, *shard.global_shape), shard.dim, group, sequence))
+        parameter.data.copy_(own(numbers(name + key, *shard.global_shape), dim_of(shard), group, sequence))
     x = own(inputs(name, case), case.x_cut, group, sequence).contiguous()
     if x.is_floating_point():
         x.requires_grad_()
@@ -142,7 +145,7 @@ def run_layer(name: str, case: Case, group: Group, sequence: bool) -> Held:
     grads = {}
     for key, parameter in module.named_parameters():
         assert parameter.grad is not None
-        grads[key] = parameter.grad, shard_of(parameter).dim, shard_of(parameter).partial
+        grads[key] = parameter.grad, dim_of(shard_of(parameter)), bool(shard_of(parameter).partial_over)
     return Held(y.detach().view(upstream.shape), x.grad, grads)
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.breakdown import measured_step, shares
 from benchmarks.training import RandomStream, Training
-from megacore import comm
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.mesh import Mesh, pick_device
-from megacore.place import place_from_environment
-from megacore.plan.memory import stage_parameters
-from megacore.plan.traffic import Transfer, sent_by_group, stage_traffic
+from megacore.distributed import comm
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.plan.parameters import rank_parameters
+from megacore.plan.traffic import Transfer, rank_traffic, sent_by_group
 from megacore.tensor_parallel import linear
 
 TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2
@@ -64,7 +64,7 @@ def step_on_a_rank(layout: dict[str, dict[str, Any]], twice: bool = False) -> tu
 
     with patch.object(linear, "leave_tensor_parallel", doubled if twice else linear.leave_tensor_parallel):
         step = measured_step(training)
-    result = mesh.pp_rank, step.transfers, shares([step], mesh)
+    result = mesh.pp.rank, step.transfers, shares([step], mesh)
     mesh.close()
     return result
 
@@ -84,7 +84,7 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
     parallel = config.parallel
     ranks = pool.run(parallel.tensor * parallel.pipeline * int(parallel.data), step_on_a_rank, LAYOUTS[name])
     for stage, transfers, shares_of_time in ranks:
-        planned = stage_traffic(config)[stage]
+        planned = rank_traffic(config)[stage]
         assert elements(transfers) == elements(planned)
         assert [t.calls for t in transfers if t.group == "pp"] == [t.calls for t in planned if t.group == "pp"]
         assert sum(shares_of_time.values()) == pytest.approx(100, abs=1)
@@ -93,7 +93,7 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
 def test_a_sum_done_twice_is_seen(pool: Any) -> None:
     """The check itself: with every row-parallel sum done twice, the count must not match."""
     for stage, transfers, _ in pool.run(2, step_on_a_rank, LAYOUTS["tp"], True):
-        extra = elements(transfers) - elements(stage_traffic(configured(LAYOUTS["tp"]))[stage])
+        extra = elements(transfers) - elements(rank_traffic(configured(LAYOUTS["tp"]))[stage])
         assert extra == {("tp", "all_reduce", 2, 4): 2 * LAYERS * MICROBATCHES * TOKENS * HIDDEN}
 
 
@@ -101,7 +101,7 @@ def sent(layout: str, layers: int = LAYERS) -> list[dict[str, float]]:
     """Bytes by group that a rank of each stage sends."""
     return [
         sent_by_group(transfers)
-        for transfers in stage_traffic(configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}))
+        for transfers in rank_traffic(configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}))
     ]
 
 
@@ -113,6 +113,6 @@ def test_formulas_are_the_published_ones() -> None:
         partial = 4 * 2 * half * 6 * HIDDEN if layout == "sp" else 0  # a block's norms and row-parallel biases, once a step
         assert two["tp"] - one["tp"] == published * activations * half + partial, layout
     assert [stage["pp"] for stage in sent("pp")] == [activations, activations]
-    (psi,) = stage_parameters(configured(LAYOUTS["dp"]))
+    (psi,) = rank_parameters(configured(LAYOUTS["dp"]))
     assert sent("dp")[0]["dp"] == 4 * 2 * psi * half
     assert sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half  # gradients in fp32, parameters in bf16

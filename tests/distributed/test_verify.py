@@ -124,9 +124,9 @@ def nothing_is_a_number() -> Iterator[None]:
 @contextlib.contextmanager
 def with_parameters_of_other_kinds() -> Iterator[None]:
     """A block with a scalar that it applies to its own tokens, and with a vector that nothing depends on."""
+    from megacore.distributed.shard import new_parameter
     from megacore.model.block import Block
     from megacore.tensor_parallel.linear import replicated
-    from megacore.tensor_parallel.shard import new_parameter
 
     init, forward = Block.__init__, Block.forward
 

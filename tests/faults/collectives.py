@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megacore import comm
+from megacore.distributed import comm
 
 
 def not_started(x: Tensor, group: Any) -> comm.Done:

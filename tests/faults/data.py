@@ -5,9 +5,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from megacore import checkpoint, comm
+from megacore import checkpoint
 from megacore.data import batches, coverage
 from megacore.data.samples import EvalSamples
+from megacore.distributed import comm
 from megacore.engine import native, reduce
 from megacore.train import loader, trainer
 from tests.faults import both, fault
@@ -41,7 +42,13 @@ def data_reduction_doubled() -> Any:
 )
 def data_reduction_over_tensor_ranks() -> Any:
     build = native.GradientReducer
-    return patch(native, "GradientReducer", lambda buffers, dp, tp: build(buffers, tp, dp))
+
+    def over_tensor_ranks(buffers: Any, mesh: Any) -> Any:
+        reducer = build(buffers, mesh)
+        reducer.group = mesh.tp
+        return reducer
+
+    return patch(native, "GradientReducer", over_tensor_ranks)
 
 
 @fault(
@@ -69,7 +76,7 @@ def data_ranks_read_the_same() -> Any:
 
     def first_only(self: Any, config: Any, mesh: Any, stream: Any) -> None:
         init(self, config, mesh, stream)
-        self.mesh = mock.Mock(dp=mock.Mock(size=mesh.dp.size, rank=0), device=mesh.device)
+        self.mesh = mock.Mock(sample_group=mock.Mock(size=mesh.sample_group.size, rank=0), device=mesh.device)
 
     return patch(loader.Loader, "__init__", first_only)
 
@@ -99,7 +106,7 @@ def step_lost_between_layouts() -> Any:
 @fault("the loss is the mean over a rank's own tokens", "dp2", "gradient of the loss, microbatch 0, backward")
 def loss_mean_per_rank() -> Any:
     gradient = native.NativeEngine.loss_gradient
-    return patch(native.NativeEngine, "loss_gradient", lambda self, scale: gradient(self, scale * self.mesh.dp.size))
+    return patch(native.NativeEngine, "loss_gradient", lambda self, scale: gradient(self, scale * self.mesh.gradient_group.size))
 
 
 @fault("the loss is summed over microbatches, not averaged", "one", "gradient of the loss, microbatch 0, backward")
@@ -116,9 +123,9 @@ def loss_summed_over_microbatches() -> Any:
 def gradients_overwritten() -> Any:
     backward = native.NativeEngine.backward
 
-    def alone(self: Any, output: Any, gradient: Tensor, *, last: bool) -> None:
+    def alone(self: Any, *args: Any, **options: Any) -> None:
         self.reducer.clear()
-        backward(self, output, gradient, last=last)
+        backward(self, *args, **options)
 
     return patch(native.NativeEngine, "backward", alone)
 

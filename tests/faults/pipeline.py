@@ -7,11 +7,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore import comm
-from megacore.engine import native, stepper
+from megacore.distributed import comm
+from megacore.engine import native, rules, stepper
 from megacore.model import context, norm
 from megacore.pipeline import runtime
-from megacore.tensor_parallel import linear
 from tests.faults import fault
 
 patch = mock.patch.object
@@ -71,9 +70,9 @@ def graph_of_another_microbatch() -> Any:
     backward = runtime.Runtime._backward
 
     def oldest_first(self: Any, action: Any) -> None:
-        if not self.stage.last:
-            oldest, roots = min(self.roots), self.roots
-            roots[oldest], roots[action.microbatch] = roots[action.microbatch], roots[oldest]
+        if not self.stages[action.chunk].last:
+            oldest, newest, roots = min(self.roots), (action.microbatch, action.chunk), self.roots
+            roots[oldest], roots[newest] = roots[newest], roots[oldest]
         backward(self, action)
 
     return patch(runtime.Runtime, "_backward", oldest_first)
@@ -121,8 +120,8 @@ def clip_by_squared_norm() -> Any:
     "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first blocks.0.norm1.weight",
 )
 def weight_decay_on_norms() -> Any:
-    make = linear.replicated
-    return patch(norm, "replicated", lambda *args, **options: make(*args, **(options | {"decay": True})))
+    make = norm.Shard
+    return patch(norm, "Shard", lambda *args, **options: make(*args, **(options | {"decay": True})))
 
 
 @fault(
@@ -131,13 +130,13 @@ def weight_decay_on_norms() -> Any:
     "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
 )
 def no_bias_correction() -> Any:
-    step = stepper.AdamW.step
+    step = rules.AdamW.step
 
     def late(self: Any, *rest: Any) -> None:
         self.updates.fill_(1e6)
         step(self, *rest)
 
-    return patch(stepper.AdamW, "step", late)
+    return patch(rules.AdamW, "step", late)
 
 
 @fault(
@@ -146,11 +145,11 @@ def no_bias_correction() -> Any:
     "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first embedding.weight",
 )
 def moments_in_low_precision() -> Any:
-    step = stepper.AdamW.step
+    step = rules.AdamW.step
 
     def rounded(self: Any, *rest: Any) -> None:
         step(self, *rest)
         for moment in chain(self.first_moments, self.second_moments):
             moment.copy_(moment.float())
 
-    return patch(stepper.AdamW, "step", rounded)
+    return patch(rules.AdamW, "step", rounded)

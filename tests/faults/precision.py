@@ -3,8 +3,6 @@
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-
 from megacore.engine import native
 from megacore.kernels import adamw
 from tests.faults import fault
@@ -17,10 +15,10 @@ NOT_THE_SUM = "the gradients are not the sum of what backward gave, microbatch b
 def gradients_overwritten_in_16_bits() -> Any:
     backward = native.NativeEngine.backward
 
-    def alone(self: Any, output: Any, gradient: Tensor, *, last: bool) -> None:
+    def alone(self: Any, *args: Any, **options: Any) -> None:
         if self.buffers[0].rounds:
             self.reducer.clear()
-        backward(self, output, gradient, last=last)
+        backward(self, *args, **options)
 
     return patch(native.NativeEngine, "backward", alone)
 
@@ -29,8 +27,8 @@ def gradients_overwritten_in_16_bits() -> Any:
 def gradients_accumulated_in_16_bits() -> Any:
     backward = native.NativeEngine.backward
 
-    def rounded(self: Any, output: Any, gradient: Tensor, *, last: bool) -> None:
-        backward(self, output, gradient, last=last)
+    def rounded(self: Any, *args: Any, **options: Any) -> None:
+        backward(self, *args, **options)
         for buffer in self.buffers:
             if buffer.rounds:
                 buffer.gradients.copy_(buffer.gradients.bfloat16())
@@ -64,7 +62,7 @@ def tied_copy_behind() -> Any:
     step = native.NativeEngine.step
 
     def stale(self: Any, *rest: Any) -> Any:
-        stage = self.module
+        (stage,) = self.modules
         behind = stage.last and not stage.first and self.buffers[0].rounds
         before = stage.embedding.weight.detach().clone() if behind else None
         statistics = step(self, *rest)

@@ -6,7 +6,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from megacore import comm
+from megacore.distributed import comm
 from megacore.engine import gather, reduce
 from tests.faults import both, fault
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from megacore.data import samples
 from megacore.kernels import linear_cross_entropy
 from megacore.model import gpt
-from megacore.tensor_parallel import linear
-from megacore.verify import record
+from megacore.train import step
 from tests.faults import fault
 
 patch = mock.patch.object
@@ -66,8 +65,8 @@ def last_chunk_kept() -> Any:
     "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
 )
 def rate_a_step_behind() -> Any:
-    rate = record.learning_rate
-    return patch(record, "learning_rate", lambda optim, step, steps: rate(optim, max(1, step - 1), steps))
+    rate = step.learning_rate
+    return patch(step, "learning_rate", lambda optim, number, steps: rate(optim, max(1, number - 1), steps))
 
 
 @fault(
@@ -77,8 +76,8 @@ def rate_a_step_behind() -> Any:
     "model.position=learned",
 )
 def positions_without_decay() -> Any:
-    make = linear.replicated
-    return patch(gpt, "replicated", lambda *rest, **options: make(*rest, **(options | {"decay": False})))
+    make = gpt.Shard
+    return patch(gpt, "Shard", lambda *rest, **options: make(*rest, **(options | {"decay": False})))
 
 
 @fault("samples begin one token late", "one", "module embedding, its input, microbatch 0, forward")

@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore import comm
+from megacore.distributed import comm
+from megacore.distributed.mesh import SOLO
 from megacore.engine import choose, reduce
-from megacore.mesh import SOLO
 from megacore.model import context, gpt, norm
 from megacore.tensor_parallel import cross_entropy, embedding, linear
 from megacore.train import trainer
@@ -77,7 +77,7 @@ def row_output_summed_over_data() -> Any:
         stage = build(config, layers, group, device)
         for layer in stage.modules():
             if isinstance(layer, linear.RowLinear):
-                layer.group = RANK.mesh.dp
+                layer.group = RANK.mesh.sample_group
         return stage
 
     return both(remembered_mesh(), patch(choose, "Stage", wrong))
@@ -123,7 +123,7 @@ def partial_gradients_unsummed() -> Any:
 )
 def head_norm_gradients_unsummed() -> Any:
     make = norm.replicated
-    return patch(norm, "replicated", lambda shape, group, partial, **options: make(shape, group, False, **options))
+    return patch(norm, "replicated", lambda group, *, partial: make(group))
 
 
 @fault("the embedding of split vocabulary is not summed", "tp2", "module embedding, its output, microbatch 0, forward")
@@ -162,8 +162,8 @@ def softmax_over_own_vocabulary() -> Any:
 def gate_and_up_cut_as_one() -> Any:
     init = linear.ColumnLinear.__init__
 
-    def wrong(self: Any, in_size: int, out_shape: tuple[int, ...], *, split: int = 0, **rest: Any) -> None:
-        init(self, in_size, out_shape, split=0, **rest)
+    def wrong(self: Any, in_size: int, out_shape: tuple[int, ...], *, dim: int = 0, **rest: Any) -> None:
+        init(self, in_size, out_shape, dim=0, **rest)
 
     return patch(linear.ColumnLinear, "__init__", wrong)
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 from megacore.engine.native import NativeEngine
 from megacore.engine.optimizer import learning_rate
-from megacore.train import evaluation, trainer
+from megacore.train import evaluation, step, trainer
 from tests.faults import both, fault
 
 patch = mock.patch.object
@@ -20,10 +20,10 @@ patch = mock.patch.object
 def rate_of_the_step_before() -> Any:
     report = trainer.Trainer.report
 
-    def right(self: Any, figures: Any, lr: float, timer: Any) -> None:
-        report(self, figures, learning_rate(self.config.optim, self.step, self.config.train.steps), timer)
+    def right(self: Any, figures: Any, lr: float) -> None:
+        report(self, figures, learning_rate(self.config.optim, self.step, self.config.train.steps))
 
-    late = patch(trainer, "learning_rate", lambda optim, step, steps: learning_rate(optim, max(1, step - 1), steps))
+    late = patch(step, "learning_rate", lambda optim, number, steps: learning_rate(optim, max(1, number - 1), steps))
     return both(late, patch(trainer.Trainer, "report", right))
 
 
@@ -32,7 +32,7 @@ def warmup_begins_again() -> Any:
     loop = trainer.Trainer.loop
 
     def from_the_start(self: Any) -> None:
-        with patch(trainer, "learning_rate", lambda optim, step, steps: learning_rate(optim, step - self.started, steps)):
+        with patch(step, "learning_rate", lambda optim, number, steps: learning_rate(optim, number - self.started, steps)):
             loop(self)
 
     return patch(trainer.Trainer, "loop", from_the_start)

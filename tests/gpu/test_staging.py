@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megacore.checkpoint import Alone, Reader, Saver
-from megacore.tensor_parallel.shard import Shard
+from megacore.distributed.shard import Shard
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

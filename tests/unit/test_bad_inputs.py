@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from launch import checkpoint, drill, evaluate, generate, plan, prepare, pretrain, samples, supervise, verify
 from megacore.checkpoint.manifest import MANIFEST, sealed, unsealed
+from megacore.distributed.place import Place
 from megacore.errors import UserError
-from megacore.place import Place
 from tests.conversion import random_run
 
 SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process has

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megacore.engine.guard import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
+from megacore.survive.stragglers import Stragglers, outliers
 from megacore.train.mailbox import Figures
 from megacore.train.skips import Skips, TooManySkips
-from megacore.train.stragglers import Stragglers, outliers
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.rounds import Contender, Race, Record
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
-from megacore.plan.traffic import Line, seconds_by_group, stage_traffic
+from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 
 
@@ -34,7 +34,7 @@ def test_planner_times_a_step_by_fitted_lines() -> None:
         "train": {"seq_len": 32, "micro_batch_size": 1, "global_batch_size": 2, "precision": "fp32"},
         "parallel": {"tensor": 2},
     }
-    (transfers,) = stage_traffic(resolve(sections, [], "small", 2).config)
+    (transfers,) = rank_traffic(resolve(sections, [], "small", 2).config)
     calls = 2 * (3 * 4 + 2)
     assert seconds_by_group(transfers, {("tp", "all_reduce"): Line(1.0, 0.0)}) == {"tp": calls}
     assert seconds_by_group(transfers, {("tp", "all_reduce"): Line(0.0, 1.0)}) == {"tp": calls * 32 * 64 * 4}

@@ -18,8 +18,8 @@ from megacore.checkpoint import Reader, find_latest, locate, save
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
 from tests.manifests import aged, edit_manifest
+from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 
 FILES = ("rank_00000.safetensors", "rank_00001.safetensors", MANIFEST)
@@ -34,8 +34,8 @@ def save_both(directory: Path) -> tuple[Path, Path]:
             generator = torch.Generator().manual_seed(step)
             pieces = {}
             for name in ("model/v", "model/w"):
-                whole, shard = torch.randn(8, 6, generator=generator), Shard((8, 6), 0, ranks.rank, 2)
-                pieces[name] = (whole[shard.start :][:4], shard)
+                whole, shard = torch.randn(8, 6, generator=generator), piece((8, 6), 0, ranks.rank, 2)
+                pieces[name] = (whole[shard.offset[0] :][:4], shard)
             return save(directory, step, pieces, STATE, ranks=ranks, keep=2)
 
         return work
@@ -164,9 +164,9 @@ def test_reading_compares_with_digests_without_being_asked_to(tmp_path: Path) ->
     content[-1] ^= 1
     file.write_bytes(content)
     reader = Reader(locate(tmp_path))
-    reader.read("model/w", Shard((8, 6), 0, 0, 2))  # of the other file
+    reader.read("model/w", piece((8, 6), 0, 0, 2))  # of the other file
     with pytest.raises(CheckpointError, match="tensor model/w has changed in rank_00001"):
-        reader.read("model/w", Shard((8, 6), 0, 1, 2))
+        reader.read("model/w", piece((8, 6), 0, 1, 2))
 
 
 def set_slice(**values: Any) -> Callable[[dict[str, Any]], object]:

@@ -18,10 +18,11 @@ from torch import Tensor
 from launch.checkpoint import run
 from megacore.checkpoint import Alone, Reader, Saver, disk, find_latest, locate, read, save
 from megacore.checkpoint.commit import set_aside
+from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Box, Shard
 from tests import crashes
 from tests.manifests import edit_manifest
+from tests.pieces import piece
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "checkpoint.py"
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -66,7 +67,7 @@ def test_read_into_converts_the_dtype_of_a_slice(tmp_path):
     whole = torch.randn(5, 3, dtype=torch.float64)
     reader = Reader(save_alone(tmp_path, 1, {"w": whole}))
     parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    reader.read_into("w", Shard((5, 3), dim=0, index=1, count=3), parameter)
+    reader.read_into("w", piece((5, 3), 0, 1, 3), parameter)
     assert torch.equal(parameter, whole[2:4].to(torch.bfloat16))
 
 
@@ -306,7 +307,7 @@ def test_staging_memory_is_used_again(tmp_path):
 
 def test_slices_that_do_not_tile_are_not_committed(tmp_path):
     """A rank that saves one of two halves, and nobody the other: an error at the save, not at the next start."""
-    half = {"w": (torch.ones(2, 3), Shard((4, 3), dim=0, index=0, count=2))}
+    half = {"w": (torch.ones(2, 3), piece((4, 3), 0, 0, 2))}
     with pytest.raises(CheckpointError, match="tensor w has slices for 6 of its 12 elements"):
         save(tmp_path, 1, half, {}, keep=1)
     assert find_latest(tmp_path) is None

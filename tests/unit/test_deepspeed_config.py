@@ -1,11 +1,8 @@
 """A ds_config is completed from the run's config, or refused in one line that names the key, the reason and what works instead."""
 
-import contextlib
 import json
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 
 from megacore.config import Config, load
 from megacore.config.deepspeed import KNOWN, ds_settings
-from megacore.engine.deepspeed import discard_abandoned
 from megacore.errors import ConfigError
 from tests.training import write_config
 
@@ -145,15 +141,3 @@ print(json.dumps({name: [field.alias or key for key, field in model.model_fields
     for section, theirs in json.loads(run.stdout.splitlines()[-1]).items():
         ours = set(KNOWN[section].split())
         assert ours <= set(theirs), f"{section}: {ours - set(theirs)} is gone"
-
-
-def test_a_killed_compilation_does_not_block_the_next_run(tmp_path: Path) -> None:
-    """PyTorch waits for its lock for ever: one that its owner cannot delete any more must go, one that somebody has must stay."""
-    lock = tmp_path / "lock"
-    for minutes, owned, stays in ((0, False, True), (60, True, True), (60, False, False)):
-        lock.touch()
-        os.utime(lock, (then := time.time() - 60 * minutes, then))
-        with lock.open() if owned else contextlib.nullcontext():
-            discard_abandoned(lock)
-        assert lock.exists() == stays, (minutes, owned)
-    discard_abandoned(lock)

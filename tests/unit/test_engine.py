@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megacore.comm import Done
 from megacore.config import Config, load
 from megacore.config.schema import Optim
+from megacore.distributed.comm import Done
+from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.place import Place
+from megacore.distributed.shard import Along, shard_of
 from megacore.engine import reduce
 from megacore.engine.native import NativeEngine
 from megacore.engine.optimizer import LossScale, fill_buffers, learning_rate
 from megacore.engine.reduce import GradientReducer
-from megacore.mesh import SOLO, Group, Mesh
 from megacore.model.gpt import Stage, whole_model
-from megacore.pipeline import schedule
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.place import Place
-from megacore.tensor_parallel.shard import shard_of
+from megacore.plan import schedule
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def configure(tmp_path: Path) -> Configure:
 
 def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
     stage = whole_model(config)
-    return stage, NativeEngine(config, stage, Mesh(config, Place(), CPU))
+    return stage, NativeEngine(config, [stage], Mesh(config, Place(), CPU))
 
 
 def batch_of(config: Config, step: int) -> list[Microbatch]:
@@ -54,7 +54,7 @@ def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) ->
     """Forward and backward of a step's whole batch; its mean loss."""
     plan = schedule.build(config.parallel.schedule, 1, config.num_microbatches, tied=config.model.tie_embeddings)
     weight = 1 / (config.train.global_batch_size * config.train.seq_len)
-    return Runtime(stage, engine, SOLO).run(plan, batch_of(config, step), weight) * weight
+    return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), weight) * weight
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def backward_of(engine: NativeEngine, stage: Stage, gradient: float, times: int 
     """Accumulates `times` × `gradient` into every element of every parameter, through autograd in the parameters' dtype."""
     for i in range(times):
         total = sum((p.sum() * 1.0 for p in stage.parameters()), torch.zeros((), dtype=next(stage.parameters()).dtype))
-        engine.backward(get_gradient_edge(total), torch.full_like(total, gradient), last=i == times - 1)
+        engine.backward(0, get_gradient_edge(total), torch.full_like(total, gradient), last=i == times - 1)
     engine.reduce_gradients()
 
 
@@ -232,8 +232,8 @@ def test_learning_rate_without_room() -> None:
         assert [learning_rate(cut, step, 20) for step in (1, 15, 20)] == pytest.approx([1 / 30, 0.5, 2 / 3])
 
 
-def reducer_of(config: Config, stage: Stage, tp: Group = SOLO) -> GradientReducer:
-    return GradientReducer(fill_buffers(stage, config.engine.bucket_mib), SOLO, tp)
+def reducer_of(config: Config, stage: Stage) -> GradientReducer:
+    return GradientReducer(fill_buffers([stage], config.engine.bucket_mib), Mesh(config, Place(), CPU))
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
@@ -264,7 +264,7 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
     # As sequence parallelism marks them: norms' gradients are of this rank's tokens only.
     for parameter in stage.parameters():
         if shard_of(parameter).fill:
-            parameter.shard = replace(shard_of(parameter), partial=True)  # type: ignore[attr-defined]
+            parameter.shard = replace(shard_of(parameter), along=(Along("tp", 0, 2, partial=True),))  # type: ignore[attr-defined]
     started: list[tuple[str, int]] = []
 
     def record(kind: str) -> Callable[[Tensor, Group], Done]:
@@ -280,12 +280,12 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
     for last in (False, False, True):
         if last:
             assert not started
-            reducer.arm()
+            reducer.arm(0)
         inputs = torch.zeros(2, 16, dtype=torch.long)
         stage.loss(stage(inputs), inputs).backward()
     within = len(started)
     reducer.finish()
-    starts = [(buffer.partial, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
+    starts = [(buffer.summed_over, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
     whole = [("data", start) for partial, start in starts if not partial]
     partial = [(kind, start) for partial, start in starts if partial for kind in ("tensor", "data")]
     assert len(whole) > 4 and partial
@@ -303,7 +303,7 @@ def test_reduction_overlaps_backward(configure: Configure, monkeypatch: pytest.M
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(done.append)
     reducer = reducer_of(config, stage)
-    reducer.arm()
+    reducer.arm(0)
     inputs = torch.zeros(2, 16, dtype=torch.long)
     stage.loss(stage(inputs), inputs).backward()
     assert started == sorted(started) and started[0] < len(done) / 2, f"starts behind gradient {started} of {len(done)}"

@@ -10,8 +10,8 @@ import torch
 
 from megacore.checkpoint import Reader, locate, save
 from megacore.config.load import parse_override
+from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
-from megacore.tensor_parallel.shard import Shard
 from tests.commands import ROOT, run_script
 from tests.conversion import random_run
 

@@ -14,28 +14,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The longest matching prefix counts. A new file in a room is on the room's floor; a new room needs a line here.
-FLOORS = {
-    "megacore": 0, "megacore.caches": 0, "megacore.cli": 0, "megacore.errors": 0, "megacore.place": 0, "megacore.processes": 0,
-    "megacore.reasons": 0, "megacore.files": 0,
-    "megacore.config.": 0, "megacore.plan.": 0,
-    "megacore.pipeline.schedule": 0, "megacore.pipeline.simulate": 0, "megacore.pipeline.partition": 0, "megacore.pipeline.plot": 0,
-    "megacore.kernels.": 0,
-    "megacore.mesh": 1, "megacore.comm": 1, "megacore.rng": 1, "megacore.ledger": 1, "megacore.shared_memory": 1,
-    "megacore.tensor_parallel.": 2,
-    "megacore.model.": 3, "megacore.data.": 3, "megacore.train.meters": 3,
-    "megacore.pipeline.runtime": 4, "megacore.checkpoint.": 4, "megacore.generation.": 4,
-    "megacore.engine.protocol": 4, "megacore.engine.reduce": 4, "megacore.engine.optimizer": 4, "megacore.engine.stepper": 4,
-    "megacore.engine.guard": 4,
-    "megacore.engine.": 5, "megacore.interchange.": 5,
-    "megacore.train.": 6,
-    "megacore.verify.": 6, "megacore.survive.": 6,
-    "launch.": 7, "benchmarks.": 7, "tests.": 7,
-}  # fmt: skip
+# Rooms from the ground up. A room imports those before it and itself; rooms of one line do not import each other.
+ROOMS = [
+    ["megacore.errors"],
+    ["megacore.files", "megacore.caches", "megacore.rng"],
+    ["megacore.config.", "megacore.kernels."],
+    ["megacore.plan."],
+    ["megacore.distributed."],
+    ["megacore.cli", "megacore.tensor_parallel.", "megacore.data."],
+    ["megacore.model."],
+    ["megacore.engine.", "megacore.checkpoint."],
+    ["megacore.pipeline.", "megacore.interchange."],
+    ["megacore.train."],
+    ["megacore.survive."],
+    ["megacore.verify."],
+    ["launch.", "benchmarks."],
+    ["tests."],
+]
+FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
-# Third-party packages of floor 0; those in the second set not at import time, only where something is drawn.
-FLOOR_0_PACKAGES: dict[str, tuple[set[str], set[str]]] = {"megacore.kernels.": ({"torch", "triton"}, set())}
-FLOOR_0_DEFAULT = ({"pydantic"}, {"matplotlib", "rich"})
+# What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
+TORCH_FREE = (
+    "megacore.errors", "megacore.files", "megacore.caches", "megacore.cli", "megacore.config.", "megacore.plan.",
+    "megacore.distributed.place", "megacore.distributed.axes", "megacore.distributed.processes", "megacore.distributed.reasons",
+)  # fmt: skip
+# Third-party packages that they may import: those in the second set not at import time, only where something is drawn.
+TORCH_FREE_PACKAGES = ({"pydantic"}, {"matplotlib", "rich"})
+KERNEL_PACKAGES = {"torch", "triton"}  # and no others in megacore.kernels
 
 # The one module that may call torch.load, with `weights_only=True` spelt out: it then builds tensors and plain values, and calls nothing.
 RESTRICTED_LOADER = "megacore.interchange.nanogpt"
@@ -103,40 +108,61 @@ def resolve(name: str, known: set[str]) -> str:
     return name
 
 
-def floor_of(name: str, packages: set[str]) -> int | None:
-    """A module's floor, None if nobody gave it one. A package's own file is run by every import of anything inside it:
-    it stands on the lowest floor of its room."""
-    if name in packages and name != "megacore":
-        inside = [floor for prefix, floor in FLOORS.items() if prefix.startswith(name + ".")]
-        return min(inside) if inside else floor_of(name + ".", set())
-    if name in FLOORS:
-        return FLOORS[name]
-    prefixes = [prefix for prefix in FLOORS if prefix.endswith(".") and name.startswith(prefix)]
-    return FLOORS[max(prefixes, key=len)] if prefixes else None
+def room_of(name: str) -> str | None:
+    """The room that a module stands in, None if nobody gave it one. A package's own file is in its room."""
+    return next((room for room in FLOORS if name == room.rstrip(".") or (room.endswith(".") and name.startswith(room))), None)
+
+
+def is_torch_free(name: str) -> bool:
+    """Whether a module may be imported before torch. A package's own file, which every import of what is inside it runs, is no more
+    than a docstring (`test_packages_hold_nothing_of_their_own`)."""
+    return any(name == free or (free.endswith(".") and name.startswith(free)) for free in TORCH_FREE)
 
 
 def violations(files: list[Source]) -> list[str]:
-    """One line for each import that a floor forbids, and each module without a floor."""
-    known, packages = {file.name for file in files}, {file.name for file in files if file.is_package}
+    """One line for each import that a floor forbids, and each module without one."""
+    known = {file.name for file in files}
     found = []
     for file in files:
-        floor = floor_of(file.name, packages)
-        if floor is None:
+        room = room_of(file.name)
+        if file.name in ("megacore", "launch", "benchmarks", "tests"):
+            continue
+        if room is None:
             found.append(f"{file.name}: stands on no floor")
             continue
-        eager, lazy = next((sets for prefix, sets in FLOOR_0_PACKAGES.items() if file.name.startswith(prefix)), FLOOR_0_DEFAULT)
         for imported in file.imports():
             where = f"{file.name}:{imported.line}"
-            target, top = resolve(imported.module, known), imported.top
-            if top in ("megacore", "launch", "benchmarks", "tests"):
-                below = floor_of(target, packages) if target in known else floor_of(imported.module, packages)
-                if below is None:
-                    found.append(f"{where}: imports {imported.module}, which stands on no floor")
-                elif below > floor:
-                    found.append(f"{where}: floor {floor} imports {target} on floor {below}")
-            elif floor == 0 and top not in sys.stdlib_module_names and top not in eager and not (imported.lazy and top in lazy):
-                found.append(f"{where}: floor 0 imports {top}{', even if lazily' if imported.lazy else ''}")
+            target = resolve(imported.module, known)
+            if imported.top not in ("megacore", "launch", "benchmarks", "tests"):
+                found += foreign(file, imported, where)
+            elif target == "megacore":
+                continue
+            elif (other := room_of(target if target in known else imported.module)) is None:
+                found.append(f"{where}: imports {imported.module}, which stands on no floor")
+            elif other != room and FLOORS[other] >= FLOORS[room]:
+                found.append(f"{where}: {room.rstrip('.')} on floor {FLOORS[room]} imports {target} on floor {FLOORS[other]}")
+            elif is_torch_free(file.name) and not is_torch_free(target):
+                found.append(f"{where}: comes before torch and imports {target}, which does not")
     return found
+
+
+def foreign(file: Source, imported: Import, where: str) -> Iterator[str]:
+    """A package that is neither Python's nor ours, where it may not be imported."""
+    top, late = imported.top, ", even if lazily" if imported.lazy else ""
+    if top in sys.stdlib_module_names:
+        return
+    if file.name.startswith("megacore.kernels.") and top not in KERNEL_PACKAGES:
+        yield f"{where}: a kernel imports {top}{late}"
+    if is_torch_free(file.name) and top not in TORCH_FREE_PACKAGES[0] and not (imported.lazy and top in TORCH_FREE_PACKAGES[1]):
+        yield f"{where}: comes before torch and imports {top}{late}"
+
+
+def test_packages_hold_nothing_of_their_own():
+    """A package's own file is run by every import of anything inside it: code there would stand on every floor at once."""
+    allowed = {"megacore", "megacore.kernels", "megacore.config", "megacore.checkpoint", "benchmarks"}
+    for file in sources():
+        if file.is_package and file.name not in allowed:
+            assert all(isinstance(node, ast.Expr) for node in file.tree.body), file.name
 
 
 def test_imports_go_down_only():
@@ -146,7 +172,7 @@ def test_imports_go_down_only():
 def test_every_room_is_read():
     """If a folder moved, the test above would pass because it reads nothing."""
     names = {source.name for source in sources()}
-    assert {"megacore.errors", "megacore.kernels.softmax", "megacore.pipeline.schedule", "megacore.config.schema"} <= names
+    assert {"megacore.errors", "megacore.kernels.softmax", "megacore.plan.schedule", "megacore.config.schema"} <= names
     assert any(name.startswith("launch.") for name in names)
 
 
@@ -185,24 +211,25 @@ def build(root: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "path, code, complaint",
     [
-        ("megacore/model/gpt.py", "from megacore.engine.native import step", "floor 3 imports megacore.engine.native on floor 5"),
-        ("megacore/model/gpt.py", "def f():\n    import megacore.engine.native", "floor 3 imports megacore.engine.native on floor 5"),
-        ("megacore/model/gpt.py", "from ..engine import native", "floor 3 imports megacore.engine.native on floor 5"),
-        ("megacore/model/__init__.py", "from ..engine.native import step", "floor 3 imports megacore.engine.native on floor 5"),
-        ("megacore/engine/__init__.py", "from .native import step", "floor 4 imports megacore.engine.native on floor 5"),
-        ("megacore/data/order.py", "import launch.pretrain", "floor 3 imports launch.pretrain on floor 7"),
+        ("megacore/model/gpt.py", "from megacore.engine.native import step", "megacore.model on floor 6 imports megacore.engine.native"),
+        ("megacore/model/gpt.py", "def f():\n    import megacore.engine.native", "imports megacore.engine.native on floor 7"),
+        ("megacore/model/gpt.py", "from ..engine import native", "imports megacore.engine.native on floor 7"),
+        ("megacore/model/__init__.py", "from ..engine.native import step", "imports megacore.engine.native on floor 7"),
+        ("megacore/checkpoint/read.py", "import megacore.engine.native", "checkpoint on floor 7 imports megacore.engine.native on floor 7"),
+        ("megacore/data/order.py", "import launch.pretrain", "megacore.data on floor 5 imports launch.pretrain on floor 12"),
         ("megacore/attic.py", "", "stands on no floor"),
-        ("megacore/pipeline/attic.py", "", "stands on no floor"),
-        ("megacore/pipeline/schedule.py", "import torch", "floor 0 imports torch"),
-        ("megacore/pipeline/plot.py", "import matplotlib.pyplot", "floor 0 imports matplotlib"),
-        ("megacore/plan/memory.py", "def f():\n    import numpy", "floor 0 imports numpy, even if lazily"),
-        ("kernels/softmax.py", "import numpy", "floor 0 imports numpy"),
-        ("kernels/softmax.py", "from megacore.comm import all_reduce", "floor 0 imports megacore.comm on floor 1"),
+        ("megacore/attic/old.py", "", "stands on no floor"),
+        ("megacore/plan/schedule.py", "import torch", "comes before torch and imports torch"),
+        ("megacore/plan/plot.py", "import matplotlib.pyplot", "comes before torch and imports matplotlib"),
+        ("megacore/plan/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
+        ("megacore/cli.py", "from megacore.distributed import comm", "comes before torch and imports megacore.distributed.comm"),
+        ("kernels/softmax.py", "import numpy", "a kernel imports numpy"),
+        ("kernels/softmax.py", "from megacore.distributed.comm import all_reduce", "imports megacore.distributed.comm on floor 4"),
     ],
-)  # fmt: skip
+)
 def test_planted_imports_are_reported(tmp_path, path, code, complaint):
     """Each fault is planted alone among harmless files; a check that reads less than it claims would stay silent."""
-    harmless = ["megacore/__init__.py", "megacore/comm.py", "launch/pretrain.py"]
+    harmless = ["megacore/__init__.py", "megacore/distributed/comm.py", "launch/pretrain.py"]
     harmless += ["megacore/engine/__init__.py", "megacore/engine/native.py"]
     build(tmp_path, dict.fromkeys(harmless, "") | {path: code})
     found = violations(sources(tmp_path))
@@ -213,7 +240,7 @@ def test_allowed_imports_pass(tmp_path):
     """The check forbids no more than the floors do: downwards, sideways, lazily drawn, standard library."""
     gpt = """
 import json, torch, triton
-from megacore.comm import all_reduce
+from megacore.distributed.comm import all_reduce
 from megacore import errors
 from megacore.kernels.softmax import causal_softmax
 from . import block
@@ -226,8 +253,9 @@ if TYPE_CHECKING:
 def draw():
     from matplotlib import pyplot
 """
-    empty = ("megacore/__init__.py", "megacore/errors.py", "megacore/comm.py", "megacore/model/__init__.py", "megacore/model/block.py")
-    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/pipeline/plot.py": plot}
+    files = ("__init__", "errors", "distributed/comm", "model/__init__", "model/block")
+    empty = [f"megacore/{name}.py" for name in files]
+    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/plan/plot.py": plot}
     build(tmp_path, dict.fromkeys(empty, "") | full)
     assert violations(sources(tmp_path)) == []
 
@@ -237,8 +265,8 @@ UNPICKLING = ["import pickle", "def f():\n    from shelve import open", "torch.l
 
 @pytest.mark.parametrize("code", UNPICKLING)
 def test_planted_unpickling_is_reported(tmp_path, code):
-    build(tmp_path, {"megacore/comm.py": code})
-    assert len(unpickling(read_source(tmp_path / "megacore/comm.py", tmp_path))) == 1
+    build(tmp_path, {"megacore/distributed/comm.py": code})
+    assert len(unpickling(read_source(tmp_path / "megacore/distributed/comm.py", tmp_path))) == 1
 
 
 @pytest.mark.parametrize(
@@ -248,7 +276,7 @@ def test_planted_unpickling_is_reported(tmp_path, code):
         ("megacore/interchange/nanogpt.py", "torch.load(path)", False),
         ("megacore/interchange/nanogpt.py", "torch.load(path, weights_only=False)", False),
         ("megacore/interchange/nanogpt.py", "torch.load(path, weights_only=trusted)", False),
-        ("megacore/comm.py", "torch.load(path, weights_only=True)", False),
+        ("megacore/distributed/comm.py", "torch.load(path, weights_only=True)", False),
     ],
 )
 def test_only_one_module_loads_torch_files_and_only_without_code(tmp_path, path, code, allowed):

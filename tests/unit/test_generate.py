@@ -11,16 +11,16 @@ from launch.generate import run
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.data.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
 from megacore.errors import UserError
 from megacore.generation import decoding
-from megacore.generation.decoding import Decoder
-from megacore.generation.sampling import Sampler
-from megacore.generation.text import TextStream
-from megacore.mesh import Mesh
 from megacore.model import attention
 from megacore.model.cache import KeyValueCache
+from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage, whole_model
-from megacore.place import Place
+from megacore.model.sampling import Sampler
+from megacore.model.text import TextStream
 from tests import training
 
 WINDOW, VOCAB_SIZE = 12, 61
@@ -47,7 +47,7 @@ def config_of(**model: Any) -> Config:
 
 def decoder_of(config: Config) -> Decoder:
     """The config's model, on this process alone."""
-    return Decoder(whole_model(config).eval(), Mesh(config, Place(), torch.device("cpu")))
+    return Decoder([whole_model(config).eval()], Mesh(config, Place(), torch.device("cpu")))
 
 
 def full_logits(model: Stage, tokens: list[int]) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_cache_does_not_change_the_text(model: str) -> None:
     for temperature in (0.0, 1.0):
         samplers = [Sampler(temperature, 20, 0.9, 7, VOCAB_SIZE) for _ in range(2)]
         text = list(decoder.generate(PROMPT, 3 * WINDOW, samplers[0]))
-        assert text == written_by_full_passes(decoder.stage, 3 * WINDOW, samplers[1])
+        assert text == written_by_full_passes(decoder.stages[0], 3 * WINDOW, samplers[1])
         assert len(set(text)) > 2, "a text of one token would prove nothing"
 
 
@@ -86,7 +86,7 @@ def worst_logits(config: Config, pieces: tuple[int, ...]) -> float:
         logits = decoder.read(tokens[read : read + size])
         read += size
         assert logits is not None
-        worst = max(worst, float((logits - full_logits(decoder.stage, tokens[:read])).abs().max()))
+        worst = max(worst, float((logits - full_logits(decoder.stages[0], tokens[:read])).abs().max()))
     return worst
 
 
@@ -145,7 +145,7 @@ def test_a_long_prompt_is_seen_from_its_end() -> None:
     decoder = decoder_of(config_of())
     greedy = Sampler(0.0, 1, 1.0, 0, VOCAB_SIZE)
     prompt = [i % VOCAB_SIZE for i in range(3 * WINDOW)]
-    assert next(decoder.generate(prompt, 1, greedy)) == greedy.choose(full_logits(decoder.stage, prompt[-WINDOW:]))
+    assert next(decoder.generate(prompt, 1, greedy)) == greedy.choose(full_logits(decoder.stages[0], prompt[-WINDOW:]))
 
 
 # --- which token ------------------------------------------------------------------------------------------------------

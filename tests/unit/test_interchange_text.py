@@ -8,10 +8,10 @@ import torch
 
 from launch.generate import run as generate
 from megacore.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-from megacore.generation.text import TextStream
 from megacore.interchange import tokenizer
-from megacore.place import Place
+from megacore.model.text import TextStream
 from tests.conversion import export, random_run, take_in
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")

@@ -12,15 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config, load
+from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.shard import shard_of
 from megacore.kernels.rope import rope
-from megacore.mesh import SOLO, Group
 from megacore.model.attention import rope_tables
 from megacore.model.context import Context
 from megacore.model.gpt import Stage, whole_model
 from megacore.model.norm import Norm
-from megacore.plan.flops import parameters
-from megacore.tensor_parallel.shard import shard_of
+from megacore.plan.parameters import parameters
 from megacore.train.loader import Loader
+from tests.pieces import dim_of
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
@@ -151,10 +152,11 @@ def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: 
     counted = 0
     for stage in range(pp):
         layers = range(5 * stage // pp, 5 * (stage + 1) // pp)
-        ranks = [Stage(config, layers, Group("tp", tuple(range(tp)), rank), CPU) for rank in range(tp)]
+        tied = Group("tied", (0, 1), stage // (pp - 1)) if pp > 1 and stage in (0, pp - 1) and config.model.tie_embeddings else None
+        ranks = [Stage(config, layers, Group("tp", tuple(range(tp)), rank), CPU, tied) for rank in range(tp)]
         counted += sum(p.numel() for rank in ranks for p in rank.parameters() if shard_of(p).counted)
         for pieces in zip(*(rank.named_parameters() for rank in ranks), strict=True):
-            name, dim = pieces[0][0], shard_of(pieces[0][1]).dim
+            name, dim = pieces[0][0], dim_of(shard_of(pieces[0][1]))
             held = [piece.detach() for _, piece in pieces]
             for logical in held if dim is None else [torch.cat(held, dim)]:
                 assert torch.equal(logical, whole[name]), name
@@ -291,7 +293,7 @@ def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
         config = configure(f"parallel.data={data}", world=data)
         found = {}
         for rank in range(data):
-            mesh: Any = SimpleNamespace(dp=Group("dp", tuple(range(data)), rank), device=CPU)
+            mesh: Any = SimpleNamespace(sample_group=Group("dp", tuple(range(data)), rank), device=CPU)
             for step in (1, 2):
                 for microbatch in Loader(config, mesh, stream).step(step):
                     found[step, int(microbatch.inputs[0, 0])] = microbatch.key

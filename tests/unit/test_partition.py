@@ -7,8 +7,8 @@ import pytest
 
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.pipeline.partition import split_layers, stage_costs, stage_layers
 from megacore.plan.flops import embedding_cost, head_cost, layer_cost
+from megacore.plan.partition import split_layers, stage_costs, stage_layers
 
 
 def worst(sizes: list[int], layer: float, first: float, last: float) -> float:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.distributed.place import Place, hostfile_of, place_from_environment
 from megacore.errors import ConfigError
-from megacore.place import Place, hostfile_of, place_from_environment
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 # Rank 5 of 8, the second of four on its machine, as each launcher says it.

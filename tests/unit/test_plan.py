@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config import Config, load
 from megacore.config.load import resolve
+from megacore.distributed import cpu
+from megacore.distributed.mesh import Group
+from megacore.distributed.shard import shard_of
 from megacore.kernels import layernorm
-from megacore.mesh import Group
 from megacore.model.gpt import Stage, whole_model
-from megacore.pipeline.partition import stage_layers
 from megacore.plan.flops import (
     DEVICE_NAMES,
     DEVICE_PEAKS,
@@ -24,11 +26,11 @@ from megacore.plan.flops import (
     hardware_flops_per_token,
     head_flops,
     layer_cost,
-    parameters,
     peak_flops,
 )
-from megacore.plan.memory import StageMemory, block_activations, stage_activations, stage_memory, stage_parameters
-from megacore.tensor_parallel import linear
+from megacore.plan.memory import RankMemory, block_activations, rank_activations, rank_memory
+from megacore.plan.parameters import block_list, ends_list, parameters, rank_parameters
+from megacore.plan.partition import stage_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +67,22 @@ def test_parameters_of_a_rank_are_the_stages(variant: dict[str, Any]) -> None:
     config = make(variant, {"tensor": 2, "pipeline": 2})
     ranks = Group("tp", (0, 1), 0)
     built = [sum(p.numel() for p in Stage(config, layers, ranks, "cpu").parameters()) for layers in stage_layers(config)]
-    assert stage_parameters(config) == built
+    assert rank_parameters(config) == built
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_list_of_parameters_is_what_the_layers_state(variant: dict[str, Any], sequence: bool) -> None:
+    """A shape, a cut or a partial gradient that a layer states otherwise: memory or traffic would be predicted for another model."""
+    config = make(variant, {"tensor": 2, "pipeline": 2, "sequence": sequence})
+    for stage, layers in enumerate(stage_layers(config)):
+        built = {name: shard_of(p) for name, p in Stage(config, layers, Group("tp", (0, 1), 0), "cpu").named_parameters()}
+        blocks = [replace(p, name=f"blocks.{layer}.{p.name}") for layer in layers for p in block_list(config)]
+        listed = {p.name: p for p in (*blocks, *ends_list(config, stage))}
+        assert listed.keys() == built.keys()
+        for name, shard in built.items():
+            found = (shard.global_shape, shard.cuts[0] if shard.cuts else None, bool(shard.partial_over))
+            assert found == (listed[name].shape, listed[name].dim, listed[name].partial), name
 
 
 @pytest.mark.parametrize(
@@ -161,7 +178,7 @@ def saved_bytes(config: Config) -> int:
 def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], train: dict[str, Any]) -> None:
     """The formula would miss a tensor that a block keeps. The norms' statistics, two numbers a token, are left out of it."""
     # As on a device with bf16: where it is emulated, attention keeps fp32 copies, which the formula is not about.
-    monkeypatch.setattr(linear, "EMULATED_ON_CPU", frozenset())
+    monkeypatch.setattr(cpu, "WIDENED", set())
     # And with a fused RMS norm, which keeps its input alone; PyTorch has one for CPUs in layernorm's form only.
     monkeypatch.setattr(layernorm.F, "rms_norm", lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps))
     three, one = make(model, **train), make(model | {"num_layers": 1}, **train)
@@ -183,25 +200,25 @@ def test_first_stages_hold_more_activations() -> None:
     """Under 1F1B stage i of equal ones holds min(stages - i, microbatches) microbatches; under GPipe all hold all."""
     config = make({"num_layers": 4}, {"pipeline": 4})
     block = block_activations(config, "none")
-    assert [round(n / block) for n in stage_activations(config)[:3]] == [4, 3, 2]
+    assert [round(n / block) for n in rank_activations(config)[:3]] == [4, 3, 2]
     gpipe = make({"num_layers": 4}, {"pipeline": 4, "schedule": "gpipe"}, global_batch_size=16)
-    assert [round(n / block) for n in stage_activations(gpipe)[:3]] == [8, 8, 8]
+    assert [round(n / block) for n in rank_activations(gpipe)[:3]] == [8, 8, 8]
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 18), ("fp16", 18), ("fp32", 16), ("fp64", 32)])
 def test_bytes_a_parameter(precision: str, size: int) -> None:
     """Parameter, gradient, master weight and moments of the native engine."""
-    memory = stage_memory(config := make(precision=precision))[0]
+    memory = rank_memory(config := make(precision=precision))[0]
     assert memory.total - memory.activations == size * parameters(config)
 
 
 def test_bytes_a_parameter_under_fsdp() -> None:
     """All of it is divided among the data ranks that share a copy; in host memory the device has what is gathered alone."""
 
-    def memory(engine: dict[str, Any], **train: Any) -> StageMemory:
+    def memory(engine: dict[str, Any], **train: Any) -> RankMemory:
         sections = {"model": {"num_layers": 4}, "engine": {"kind": "fsdp"} | engine, "train": {"precision": "bf16"} | train}
-        (stage,) = stage_memory(config := resolve(sections, [], "fsdp", 8).config)
-        assert stage.activations == stage_activations(config)[0] and stage.gathered < 18 * parameters(config)
+        (stage,) = rank_memory(config := resolve(sections, [], "fsdp", 8).config)
+        assert stage.activations == rank_activations(config)[0] and stage.gathered < 18 * parameters(config)
         return stage
 
     n = parameters(resolve({"model": {"num_layers": 4}}, [], "native", 8).config)
@@ -256,7 +273,7 @@ def test_every_config_has_its_hardware() -> None:
 def test_configs_fit_their_hardware(name: str) -> None:
     """Out of memory on the machines that the config is meant for; a tenth is left for CUDA, NCCL and the allocator."""
     gib = HARDWARE[name][1]
-    assert max(memory.total for memory in stage_memory(resolved(name))) < 0.9 * gib * 2**30
+    assert max(memory.total for memory in rank_memory(resolved(name))) < 0.9 * gib * 2**30
 
 
 @pytest.mark.parametrize("name", sorted(HARDWARE.keys() - {"shakespeare_char"}))  # which keeps to a batch of 12, for comparison

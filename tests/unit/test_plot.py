@@ -7,9 +7,9 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from megacore.pipeline.plot import BREAK, EDGE, MOST_BOXES, Scale, draw, find_cuts
-from megacore.pipeline.schedule import build
-from megacore.pipeline.simulate import COMPUTE, Timeline, simulate
+from megacore.plan.plot import BREAK, EDGE, MOST_BOXES, Scale, draw, find_cuts
+from megacore.plan.schedule import build
+from megacore.plan.simulate import COMPUTE, Timeline, simulate
 
 COSTS = {"equal": (1.0, 1.0), "a heavy last stage": (1.0, 1.37), "a heavy first stage": (1.21, 1.0)}
 

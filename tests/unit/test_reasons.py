@@ -10,23 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from megacore import reasons
+from megacore.distributed import reasons
+from megacore.distributed.place import Place, free_port, rank_environment
 from megacore.errors import DataError
-from megacore.place import Place
-from megacore.verify.workers import free_port, rank_environment
 from tests.pool import ROOT
 
 MISTAKE = "from megacore.errors import DataError; error = DataError('corpus', 'is missing', 'a corpus')"
 SAY = f"""
-from megacore import reasons
-from megacore.place import place_from_environment
+from megacore.distributed import reasons
+from megacore.distributed.place import place_from_environment
 {MISTAKE}
 reasons.GRACE_SECONDS = 0.0
 reasons.say_once(error, place_from_environment())
 """
 SPEAK_FOR_EVER = """
 import time
-from megacore import reasons
+from megacore.distributed import reasons
 reasons.first_of_job(lambda: (print("speaking", flush=True), time.sleep(100)))
 """
 

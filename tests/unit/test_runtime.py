@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import Config, load
+from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.place import Place
 from megacore.engine.native import NativeEngine
-from megacore.mesh import SOLO, Mesh
 from megacore.model.gpt import Stage, whole_model
-from megacore.pipeline import schedule
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.pipeline.simulate import peak_live
-from megacore.place import Place
+from megacore.plan import schedule
+from megacore.plan.simulate import peak_live
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from tests.training import VOCAB_SIZE, write_config
 
@@ -34,7 +34,7 @@ def configure(tmp_path: Path) -> Configure:
 
 def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
     stage = whole_model(config)
-    return stage, NativeEngine(config, stage, Mesh(config, Place(), torch.device("cpu")))
+    return stage, NativeEngine(config, [stage], Mesh(config, Place(), torch.device("cpu")))
 
 
 def batch_of(config: Config, microbatches: int) -> list[Microbatch]:
@@ -51,7 +51,7 @@ def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure,
     config = configure("model.dropout=0.1")
     stage, engine = engine_of(config)
     batch = batch_of(config, microbatches)
-    loss = Runtime(stage, engine, SOLO).run(schedule.build(name, 1, microbatches), batch, 0.125)
+    loss = Runtime([stage], engine, SOLO).run(schedule.build(name, 1, microbatches), batch, 0.125)
 
     copy = whole_model(config)
     losses = torch.stack([copy.loss(copy(m.inputs, m.key), m.targets) for m in batch])
@@ -83,7 +83,7 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
     """Memory would grow with the microbatches: under 1F1B one stage holds one at a time, under GPipe all of them."""
     config = configure()
     stage, engine = engine_of(config)
-    runtime = Runtime(stage, engine, SOLO)
+    runtime = Runtime([stage], engine, SOLO)
     plan = schedule.build(name, 1, microbatches)
     most = 0
     forward, gc_was_enabled = runtime.methods[schedule.Op.FORWARD], gc.isenabled()
@@ -103,7 +103,8 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
     assert len(seen) == 2 * microbatches and alive == 0
     assert runtime.peak_live == peak_live(plan)[0] == (microbatches if name == "gpipe" else 1)
     assert most == 2 * runtime.peak_live
-    assert not (runtime.inputs or runtime.outputs or runtime.roots or runtime.gradients or runtime.sending)
+    assert not any((runtime.inputs, runtime.outputs, runtime.roots, runtime.sending))
+    assert not any((runtime.input_gradients, runtime.output_gradients))
 
 
 def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> None:
@@ -114,9 +115,9 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     targets = batch[1].targets.clone()
     targets[0, 3:] = IGNORED
     batch[1] = Microbatch(batch[1].inputs, targets)
-    runtime = Runtime(stage, None, SOLO)
+    runtime = Runtime([stage], None, SOLO)
     with watched(stage) as seen:
-        loss = runtime.run(schedule.forward_only(1, 3), batch)
+        loss = runtime.run(schedule.forward_only(schedule.looped(1), 3), batch)
         assert all(storage.expired() for storage in seen)
     plain = whole_model(configure())
     right = sum(float(plain.loss(plain(m.inputs), m.targets).detach()) for m in batch)

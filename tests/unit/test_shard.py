@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from megacore.tensor_parallel.shard import Box, boxes_of_range, logical_name, piece_key
+from megacore.distributed.shard import Box, boxes_of_range, logical_name, piece_key
 
 
 def test_a_range_of_elements_is_cut_into_boxes_that_hold_just_them() -> None:

@@ -41,8 +41,9 @@ def test_the_tour_names_what_matters() -> None:
 
 
 def test_a_wrong_name_is_reported() -> None:
-    assert wrong_in("`megacore/mesh.py` · `Mesh`, `Mush`, and `run` in `megacore/mesh.py`, `megacore/nowhere.py`") == [
+    text = "`megacore/distributed/mesh.py` · `Mesh`, `Mush`, and `run` in `megacore/distributed/mesh.py`, `megacore/nowhere.py`"
+    assert wrong_in(text) == [
         "megacore/nowhere.py",
-        "megacore/mesh.py · Mush",
-        "megacore/mesh.py · run",
+        "megacore/distributed/mesh.py · Mush",
+        "megacore/distributed/mesh.py · run",
     ]

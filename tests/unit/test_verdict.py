@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.ledger import FOR_DEVICE, KEPT, Ledger, line_of
-from megacore.train.verdict import Seat, Snapshot, Verdict, judge
+from megacore.survive.ledger import FOR_DEVICE, KEPT, Ledger, line_of
+from megacore.survive.verdict import Seat, Snapshot, Verdict, judge
 
 PATIENCE = 60.0
 TP = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}  # channels of the tensor groups of tp 2 × pp 2, ranks 0–3

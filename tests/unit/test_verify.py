@@ -11,12 +11,12 @@ import torch
 
 from megacore.config import load
 from megacore.config.schema import Optim
+from megacore.distributed.shard import Shard
 from megacore.engine.optimizer import learning_rate
 from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.gpt import whole_model
-from megacore.pipeline.partition import stage_layers
-from megacore.tensor_parallel.shard import Shard
+from megacore.plan.partition import stage_layers
 from megacore.verify.bounds import Bounds
 from megacore.verify.compare import Difference, Records, against_reference, missing
 from megacore.verify.flight import Flight, in_flight
@@ -25,6 +25,7 @@ from megacore.verify.locate import apart
 from megacore.verify.record import Record
 from megacore.verify.replay import cancelled, directions, rate, rounded
 from megacore.verify.shrink import load_whole, shrink, unevenness, with_stages, write_case
+from tests.pieces import piece
 
 CONFIGS = sorted(Path(__file__).resolve().parents[2].glob("configs/*.json"))
 
@@ -212,9 +213,9 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, 
 
 def records(folder: Path, pieces: list[tuple[torch.Tensor, Shard]], loss: float = 2.0) -> Records:
     folder.mkdir()
-    for rank, piece in enumerate(pieces):
+    for rank, held in enumerate(pieces):
         record = Record(folder, rank)
-        record.tensors("gradient 1", {"weight": piece})
+        record.tensors("gradient 1", {"weight": held})
         record.figures(1, loss, 1.0)
         record.close()
     return Records(folder, len(pieces))
@@ -224,7 +225,7 @@ def test_a_replica_that_differs_is_found_on_its_rank(tmp_path: Path) -> None:
     """Comparing one copy only would miss gradients of a norm that differ by rank."""
     whole = torch.arange(8, dtype=torch.float64).view(4, 2) + 1
     reference = records(tmp_path / "reference", [(whole, Shard((4, 2)))])
-    copies = [(whole, Shard((4, 2), count=2)), (whole * (1 + 1e-7), Shard((4, 2), index=1, count=2))]
+    copies = [(whole, piece((4, 2), None, 0, 2)), (whole * (1 + 1e-7), piece((4, 2), None, 1, 2))]
     found = {(d.name, d.rank): d.relative for d in against_reference(records(tmp_path / "layout", copies), reference)}
     assert found["weight", 0] == 0 and math.isclose(found["weight", 1], 1e-7, rel_tol=1e-6)
     assert found["loss", 0] == found["loss", 1] == 0
@@ -234,7 +235,7 @@ def test_slices_are_compared_where_they_belong(tmp_path: Path) -> None:
     """Uneven pieces: 5 rows over 2 ranks. Swapped pieces must not pass."""
     whole = torch.randn(5, 2, dtype=torch.float64)
     reference = records(tmp_path / "reference", [(whole, Shard((5, 2)))])
-    shards = [Shard((5, 2), 0, index, 2) for index in range(2)]
+    shards = [piece((5, 2), 0, index, 2) for index in range(2)]
     layout = records(tmp_path / "layout", [(whole[:3], shards[0]), (whole[3:], shards[1])])
     assert max(d.relative for d in against_reference(layout, reference)) == 0 and missing(layout, reference) == []
     assert missing(records(tmp_path / "half", [(whole[:3], shards[0])]), reference) == ["gradient of weight, step 1"]

@@ -7,11 +7,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.comm import all_gather, broadcast
-from megacore.generation.sampling import Sampler
-from megacore.mesh import Group, Mesh
+from megacore.distributed.comm import all_gather, broadcast
+from megacore.distributed.mesh import Group, Mesh
 from megacore.model.cache import KeyValueCache
 from megacore.model.gpt import DTYPES, Stage
+from megacore.model.sampling import Sampler
+from megacore.plan.partition import placement_of
+from megacore.plan.schedule import Plan
 
 
 class Decoder:
@@ -22,21 +24,23 @@ class Decoder:
     position would change.
     """
 
-    def __init__(self, stage: Stage, mesh: Mesh) -> None:
-        assert mesh.dp.size == 1 and not stage.sequence and not stage.training
-        self.stage, self.mesh = stage, mesh
-        self.cache = KeyValueCache(1, stage.config.max_positions)
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
+        assert mesh.sample_group.size == 1 and not any(stage.sequence or stage.training for stage in stages)
+        self.stages, self.mesh, self.config = stages, mesh, stages[0].config
+        plan = Plan((), placement_of(self.config))
+        self.where, self.held = plan.where, plan.placement[mesh.pp.rank]
+        self.caches = [KeyValueCache(1, self.config.max_positions) for _ in stages]
 
     def generate(self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None) -> Iterator[int]:
         """Up to `count` tokens behind `prompt`, as they are chosen, the same on every rank; none after `end`."""
         assert prompt
-        window = self.cache.capacity
+        window = self.config.max_positions
         tokens = list(prompt)
         unread = tokens[-window:]
-        self.cache.clear()
+        self._forget()
         for _ in range(count):
-            if self.cache.length + len(unread) > window:
-                self.cache.clear()
+            if self.caches[0].length + len(unread) > window:
+                self._forget()
                 unread = tokens[-max(1, window // 2) :]
             token = self._agree(self.read(unread), sampler)
             yield token
@@ -45,25 +49,31 @@ class Decoder:
             tokens.append(token)
             unread = [token]
 
+    def _forget(self) -> None:
+        for cache in self.caches:
+            cache.clear()
+
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor | None:
         """Passes the next tokens of the text through the model; the logits ``[vocab]`` behind the last, None before the last stage."""
-        stage, pp = self.stage, self.mesh.pp
-        if stage.first:
-            x = torch.tensor([tokens], device=self.mesh.device)
-        else:
-            dtype = DTYPES[stage.config.train.precision]
-            x = torch.empty(len(tokens), stage.config.model.hidden_size, dtype=dtype, device=self.mesh.device)
-            dist.recv(x, pp.ranks[pp.rank - 1], group=pp.process_group)
-        x = stage(x, cache=self.cache)
-        if not stage.last:
-            dist.send(x, pp.ranks[pp.rank + 1], group=pp.process_group)
-            return None
-        return gather_vocabulary(stage.logits(x[-1:])[0], self.mesh.tp, stage.config.model.vocab_size)
+        pp, model = self.mesh.pp, self.config.model
+        x, logits = torch.tensor([tokens], device=self.mesh.device), None
+        for chunk in sorted(range(len(self.held)), key=self.held.__getitem__):  # in the model's order
+            number, stage = self.held[chunk], self.stages[chunk]
+            before, after = (self.where.get(other, (pp.rank, 0))[0] for other in (number - 1, number + 1))
+            if before != pp.rank:
+                x = torch.empty(len(tokens), model.hidden_size, dtype=DTYPES[self.config.train.precision], device=self.mesh.device)
+                dist.recv(x, pp.ranks[before], group=pp.process_group)
+            x = stage(x, cache=self.caches[chunk])
+            if after != pp.rank:
+                dist.send(x, pp.ranks[after], group=pp.process_group)
+            if stage.last:
+                logits = gather_vocabulary(stage.logits(x[-1:])[0], self.mesh.tp, model.vocab_size)
+        return logits
 
     def _agree(self, logits: Tensor | None, sampler: Sampler) -> int:
         """The last stage's first tensor rank chooses, and tells all."""
-        chooser = self.mesh.world.size - self.mesh.tp.size
+        chooser = self.where[len(self.where) - 1][0] * (self.mesh.world.size // self.mesh.pp.size)
         chosen = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
         if self.mesh.world.rank == chooser:
             assert logits is not None

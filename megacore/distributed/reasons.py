@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from megacore.distributed.place import Place
 from megacore.errors import UserError
-from megacore.place import Place
 
 GRACE_SECONDS = 5.0  # for a launcher to end the other ranks of a job in which one has ended
 MEETING_SECONDS = 60.0  # for rank 0 of another machine to come where the ranks meet

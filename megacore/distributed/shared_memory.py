@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.processes import ENDED, process_state
+from megacore.distributed.processes import ENDED, process_state
 
 SLOTS = 2  # an operation may begin while the one before is still waited for
 LARGEST_SLOT = 64 * 2**20  # bytes: what is larger, sockets carry as well

@@ -1,11 +1,43 @@
-"""How CPU ranks compute: threads, freed memory, and which library multiplies fp32 matrices."""
+"""What megacore does for CPUs alone, each with a switch in the config's section `cpu`: threads, freed memory, which library multiplies
+fp32 matrices, and 16-bit formats that a processor can only emulate. (Shared memory between ranks: `shared_memory.py`.)
+"""
 
 import ctypes
 import os
 
 import torch
+from torch import Tensor
+
+from megacore.config import Config
 
 EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 inputs would give about 3e-3
+
+
+def set_up_cpu(config: Config, local_world_size: int) -> None:
+    """Sets up this process to compute as one of a machine's ranks."""
+    share_cores(local_world_size)
+    if config.cpu.onednn:
+        multiply_with_onednn()
+    if config.cpu.keep_memory:
+        keep_freed_memory()
+    WIDENED.clear()
+    if config.cpu.widen:
+        WIDENED.update(emulated_formats())
+
+
+def emulated_formats() -> set[torch.dtype]:
+    """The formats that this processor's oneDNN cannot multiply: PyTorch then does so one element at a time."""
+    questions = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    known = {dtype: getattr(torch.ops.mkldnn, name, None) for dtype, name in questions.items()}
+    return {dtype for dtype, supported in known.items() if supported is not None and not supported()}
+
+
+WIDENED = emulated_formats()  # whose products are done in fp32
+
+
+def is_widened(x: Tensor) -> bool:
+    """Whether products of such tensors are done in fp32 and rounded: the same sums, as they accumulate in fp32 anyway."""
+    return x.device.type == "cpu" and x.dtype in WIDENED
 
 
 def share_cores(local_world_size: int) -> None:

@@ -1,7 +1,10 @@
 """Where a process stands among all that a launcher started. Standard library only: read before torch is imported."""
 
+import contextlib
 import os
+import random
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +113,18 @@ def hostfile_of(arguments: list[str], folder: Path) -> str | None:
             value = value if equals else following
             return value if value and not (folder / value).is_file() else None
     return None
+
+
+def free_port() -> int:
+    """A port nobody listens on, below the range the kernel hands out to clients, so that none of them takes it first."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables that torchrun sets on one node."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}

@@ -11,8 +11,8 @@ from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.pipeline.schedule import Op
-from megacore.pipeline.simulate import COMPUTE, SENDS, Span, Timeline
+from megacore.plan.schedule import Op
+from megacore.plan.simulate import COMPUTE, SENDS, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

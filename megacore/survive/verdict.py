@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.ledger import FOR_DEVICE
-from megacore.processes import ENDED, STOPPED
+from megacore.distributed.processes import ENDED, STOPPED
+from megacore.survive.ledger import FOR_DEVICE
 
 SHOWN = 4  # ranks named one by one
 

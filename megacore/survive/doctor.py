@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megacore.ledger import line_of
-from megacore.mesh import Mesh
-from megacore.processes import ENDED, STOPPED, process_state
-from megacore.reasons import record
-from megacore.train.verdict import Seat, Snapshot, Verdict, judge
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.processes import ENDED, STOPPED, process_state
+from megacore.distributed.reasons import record
+from megacore.survive.ledger import Ledger, line_of
+from megacore.survive.verdict import Seat, Snapshot, Verdict, judge
 
 START_UP = 4.0  # times as long may pass until the first step is done: compiling, reading a checkpoint
 ANSWER_SECONDS = 3.0  # for a rank to publish its ledger
@@ -37,10 +37,10 @@ NOBODY = Seat(0, "unknown", 0, "still joining")
 class Doctor:
     """One rank's part of it. `close` before the rank leaves the mesh."""
 
-    def __init__(self, mesh: Mesh, seconds: float, folder: Path) -> None:
+    def __init__(self, mesh: Mesh, ledger: Ledger, seconds: float, folder: Path) -> None:
         """Starts watching; `seconds` in which nothing happens are a hang. `folder`: for what NCCL has to say then."""
         assert mesh.store is not None
-        self.ledger, self.rank, self.world_size, self.seconds = mesh.ledger, mesh.place.rank, mesh.place.world_size, seconds
+        self.ledger, self.rank, self.world_size, self.seconds = ledger, mesh.place.rank, mesh.place.world_size, seconds
         self.folder = folder if mesh.backend == "nccl" else None
         self.local_rank = mesh.place.local_rank
         first = self.rank - self.local_rank
@@ -48,7 +48,7 @@ class Doctor:
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
         self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # for a verdict: twice what its judge waits, and some
-        place = f"pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
+        place = mesh.place_name
         self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), place)
         self.store = dist.PrefixStore("doctor", mesh.store.clone())  # type: ignore[attr-defined]
         self.answers = 0  # of the store
@@ -126,7 +126,7 @@ class Doctor:
     def snapshot(self) -> Snapshot:
         """This rank's ledger now."""
         ledger = self.ledger
-        waiting, (phase, microbatch) = ledger.waiting, ledger.phase
+        waiting, (phase, microbatch, chunk) = ledger.waiting, ledger.phase
         keys = {id(channel): key for key, channel in list(ledger.channels.items())}
         channels = {}
         for key, channel in list(ledger.channels.items()):
@@ -137,7 +137,7 @@ class Doctor:
         return Snapshot(
             self.rank,
             ledger.step,
-            phase if microbatch is None else f"{phase} of microbatch {microbatch}",
+            phase if microbatch < 0 else f"{phase} of microbatch {microbatch}" + (f", chunk {chunk}" if chunk else ""),
             line_of(ledger.worker or self.main),
             self.idle,
             None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),

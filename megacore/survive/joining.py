@@ -8,13 +8,15 @@ import torch
 
 from megacore.config import Config
 from megacore.config.schema import resolved
+from megacore.distributed.cpu import set_up_cpu
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
 from megacore.errors import UserError
-from megacore.mesh import Mesh
-from megacore.place import Place
-from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
+from megacore.survive.doctor import Doctor, prepare_flight_recorder
+from megacore.survive.failure import fail
+from megacore.survive.ledger import Ledger
+from megacore.survive.noting import note_mesh
 from megacore.train.determinism import compute_deterministically
-from megacore.train.doctor import Doctor, prepare_flight_recorder
-from megacore.train.failure import fail
 
 
 @contextmanager
@@ -28,12 +30,11 @@ def own_mistakes() -> Iterator[None]:
 
 
 @contextmanager
-def joined(config: Config, place: Place, device: torch.device) -> Iterator[Mesh]:
-    """The mesh, for as long as the block runs; whatever is raised in it ends the job with this rank's reason."""
+def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple[Mesh, Ledger]]:
+    """The mesh and this rank's ledger of it, for as long as the block runs; whatever is raised in it ends the job with this rank's
+    reason."""
     if device.type == "cpu":
-        share_cores(place.local_world_size)
-        multiply_with_onednn()
-        keep_freed_memory()
+        set_up_cpu(config, place.local_world_size)
     if config.train.deterministic:
         with own_mistakes():
             compute_deterministically()
@@ -42,9 +43,10 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[Mesh]
         if device.type == "cuda":
             prepare_flight_recorder()
         mesh = Mesh(config, place, device)
+        ledger = note_mesh(mesh)
         if mesh.store is not None and config.parallel.hang_seconds is not None:
-            doctor = Doctor(mesh, config.parallel.hang_seconds, Path(resolved(config.log.dir)))
-        yield mesh
+            doctor = Doctor(mesh, ledger, config.parallel.hang_seconds, Path(resolved(config.log.dir)))
+        yield mesh, ledger
     except BaseException as error:
         fail(error, place, mesh, doctor)
         raise

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds, chosen by cost.
+"""What a config asks of the pipeline: its plan, which stages each rank holds, and which layers each stage, chosen by cost.
 
 The embedding stands on the first stage, the final norm, LM head and loss on the last. In a small model the head costs as
 much as several layers, so an even split would leave every stage waiting for the last one.
@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from megacore.config.schema import Config
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
+from megacore.plan.schedule import Placement, Plan, build, placement
 
 
 def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float) -> list[range]:
@@ -63,15 +64,26 @@ def _cost(layer_cost: float, extra: float, layers: int) -> float:
     return layers * layer_cost + extra
 
 
+def plan_of(config: Config) -> Plan:
+    """What every rank of a resolved config's pipeline does in a step."""
+    parallel = config.parallel
+    return build(parallel.schedule, parallel.pipeline, config.num_microbatches, parallel.chunks, tied=config.model.tie_embeddings)
+
+
+def placement_of(config: Config) -> Placement:
+    """Which stages each rank of a resolved config's pipeline holds."""
+    return placement(config.parallel.schedule, config.parallel.pipeline, config.parallel.chunks)
+
+
 def stage_layers(config: Config) -> list[range]:
-    """The layers of every virtual stage (``chunk * pipeline + stage``) of a resolved config."""
-    virtual_stages = config.parallel.pipeline * config.parallel.chunks
+    """The layers of every stage of a resolved config."""
+    stages = config.parallel.pipeline * config.parallel.chunks
     layer, first, last = layer_cost(config).total, embedding_cost(config).total, head_cost(config).total
-    return split_layers(config.model.num_layers, virtual_stages, layer, first, last)
+    return split_layers(config.model.num_layers, stages, layer, first, last)
 
 
 def stage_costs(config: Config) -> list[Cost]:
-    """Work of every virtual stage in FLOPs a token, recomputation included."""
+    """Work of every stage in FLOPs a token, recomputation included."""
     costs = [layer_cost(config) * len(layers) for layers in stage_layers(config)]
     costs[0] += embedding_cost(config)
     costs[-1] += head_cost(config)

@@ -69,15 +69,15 @@ class Ledger:
     def __init__(self) -> None:
         self.events = 0  # all that was noted: while it stands still, so does the rank
         self.step = 0
-        self.phase: tuple[str, int | None] = ("starting", None)
+        self.phase: tuple[str, int, int] = ("starting", -1, -1)  # with microbatch and chunk, where it has them
         self.waiting: Channel | None = None
         self.worker: int | None = None  # the thread of this process for whose work the main one waits
         self.waited = 0.0  # seconds spent waiting for other ranks
         self.channels: dict[str, Channel] = {}
 
-    def mark(self, phase: str, microbatch: int | None = None) -> None:
-        """Notes what comes next; also the work of engines that bring their own collectives is then told apart."""
-        self.phase = (phase, microbatch)
+    def mark(self, phase: str, microbatch: int = -1, chunk: int = -1) -> None:
+        """Notes what comes next, or goes on; also the work of engines that bring their own collectives is then told apart."""
+        self.phase = (phase, microbatch, chunk)
         self.events += 1
 
     def take_waited(self) -> float:

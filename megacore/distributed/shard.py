@@ -1,4 +1,4 @@
-"""The shard record: which slice of which logical tensor a parameter on this rank is.
+"""The shard record: which slice of which logical tensor a parameter on this rank is, and who else holds it.
 
 Initialisation, checkpoints, gradient norms and verification are all driven by it, so that none of
 them knows how a layer was split.
@@ -8,9 +8,21 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import count
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class Group(Protocol):
+    """What is needed of a `mesh.Group`, which is built on this."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -24,48 +36,92 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Where a local parameter stands in its logical tensor.
+class Along:
+    """What a parameter is along one axis of the mesh, whose `count` ranks share it: this one is `index` of them.
 
-    A logical tensor of ``global_shape`` is cut along ``dim`` into ``count`` consecutive pieces of
-    ``ceil(size / count)`` (the last may be shorter: nothing is ever padded); this rank holds piece
-    ``index``. ``dim=None`` means every tensor-parallel rank holds the whole.
+    *Split* along `dim`: a rank holds one of `count` consecutive pieces of ``ceil(size / count)`` (the last may be shorter: nothing
+    is ever padded). *Replicated* without one: every rank holds the same, and computes the same gradient. *Replicated with partial
+    gradients* if `partial`: each rank's gradient is a part of the sum, because it sees its own tokens or heads only.
+    """
+
+    axis: str
+    index: int
+    count: int
+    dim: int | None = None
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a local parameter stands in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
+
+    The slice that is drawn, the axes over which its gradient is summed, its weight in the norm, and which copy is saved follow
+    from `along`, and from nothing else. A layer states the axes that it knows, also those of one rank; `Mesh.placed` adds the
+    others. Split along a dim twice, the second axis cuts the piece of the first.
     """
 
     global_shape: tuple[int, ...]
-    dim: int | None = None
-    index: int = 0
-    count: int = 1
+    along: tuple[Along, ...] = ()
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
-    partial: bool = False  # replicated, but each tensor rank sees only its own tokens or heads: gradients must be summed over tp
-    owner: bool = True  # False for the second copy of a tied tensor: not counted in norms, not saved
     init_std: float | None = None  # normal with this deviation; None: filled with `fill`
     fill: float = 0.0
 
-    @property
-    def start(self) -> int:
-        """First index along `dim` that this rank holds."""
-        assert self.dim is not None
-        return min(self.index * -(-self.global_shape[self.dim] // self.count), self.global_shape[self.dim])
+    def interval(self, dim: int) -> tuple[int, int]:
+        """First index along `dim` that this rank holds, and the one behind its last."""
+        start, stop = 0, self.global_shape[dim]
+        for along in self.along:
+            if along.dim == dim:
+                piece = -(-(stop - start) // along.count)
+                start, stop = min(start + along.index * piece, stop), min(start + (along.index + 1) * piece, stop)
+        return start, stop
 
     @property
     def offset(self) -> tuple[int, ...]:
         """Position of the local tensor's first element in the logical tensor."""
-        return tuple(self.start if d == self.dim else 0 for d in range(len(self.global_shape)))
+        return tuple(self.interval(dim)[0] for dim in range(len(self.global_shape)))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the piece that this rank holds."""
-        if self.dim is None:
-            return self.global_shape
-        size = self.global_shape[self.dim]
-        stop = min((self.index + 1) * -(-size // self.count), size)
-        return tuple(stop - self.start if d == self.dim else n for d, n in enumerate(self.global_shape))
+        return tuple(stop - start for start, stop in map(self.interval, range(len(self.global_shape))))
+
+    @property
+    def partial_over(self) -> tuple[str, ...]:
+        """The axes over which its gradient is summed."""
+        return tuple(along.axis for along in self.along if along.partial and along.count > 1)
+
+    @property
+    def split_over(self) -> tuple[str, ...]:
+        """The axes over which the logical tensor is divided."""
+        return tuple(along.axis for along in self.along if along.dim is not None and along.count > 1)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The dims along which it is cut, or would be with more ranks; the same in every layout."""
+        return tuple(dict.fromkeys(along.dim for along in self.along if along.dim is not None))
+
+    def copies(self, but: Container[str] = ()) -> int:
+        """How many ranks hold this piece, along all axes `but` some: in a norm over all ranks, each counts one part of so many."""
+        return prod(along.count for along in self.along if along.dim is None and along.axis not in but)
+
+    def is_first(self, but: Container[str] = ()) -> bool:
+        """Whether this rank's copy is the first of them."""
+        return not any(along.index for along in self.along if along.dim is None and along.axis not in but)
 
     @property
     def counted(self) -> bool:
-        """Whether this rank's copy is the one that counts (in norms) and is saved (in checkpoints)."""
-        return self.owner and (self.dim is not None or self.index == 0)
+        """Whether this rank's copy is the one that is saved."""
+        return self.is_first()
+
+
+def split(group: Group, dim: int) -> Along:
+    """Cut along `dim` over the ranks of a group."""
+    return Along(group.name, group.rank, group.size, dim=dim)
+
+
+def replicated(group: Group, *, partial: bool = False) -> Along:
+    """Whole on every rank of a group; with `partial`, each applies it to its own tokens or heads only."""
+    return Along(group.name, group.rank, group.size, partial=partial)
 
 
 def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tuple[int, Box]]:

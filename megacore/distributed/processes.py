@@ -1,6 +1,5 @@
 """What the kernel knows of other processes of this machine (Linux)."""
 
-import contextlib
 from pathlib import Path
 
 ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states of a process: its parent may not have noticed yet; stopped by a signal, or traced
@@ -29,16 +28,3 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += children.get(each, [])
     return found[1:]
-
-
-def is_open(path: Path) -> bool:
-    """Whether a process of this user on this machine has the file open (Linux)."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            for descriptor in (process / "fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    if descriptor.samefile(path):
-                        return True
-        except OSError:
-            continue  # it has ended, or is another user's
-    return False

@@ -9,11 +9,11 @@ import traceback
 import torch.distributed as dist
 
 from megacore.cli import INTERRUPTED
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
+from megacore.distributed.reasons import GRACE_SECONDS, record, say_once
 from megacore.errors import UserError
-from megacore.mesh import Mesh
-from megacore.place import Place
-from megacore.reasons import GRACE_SECONDS, record, say_once
-from megacore.train.doctor import Doctor, say
+from megacore.survive.doctor import Doctor, say
 
 # What gloo and NCCL say when the other side is gone.
 LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket error", "remote process", "timed out")
@@ -43,7 +43,7 @@ def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor |
         if doctor is not None:
             doctor.ask(f"{type(error).__name__}: {first_line}")
         time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
-    where = "" if mesh is None else f", pp {mesh.pp_rank}, dp {mesh.dp_rank}, tp {mesh.tp_rank}"
+    where = "" if mesh is None else f", {mesh.place_name}"
     report = "".join(traceback.format_exception(error))
     reason = f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
     say(report + reason)

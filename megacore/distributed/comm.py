@@ -1,4 +1,4 @@
-"""Collectives over a `Group`, plain and with gradients. Over a group of one each is the identity. Each is noted in the rank's ledger.
+"""Collectives over a `Group`, plain and with gradients. Over a group of one each is the identity.
 
 Tensors are ``[tokens, …]``: with the token dim first a rank's tokens are contiguous, so gathering and scattering
 them is one collective and no copy.
@@ -10,13 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.ledger import Channel
-from megacore.mesh import Group
-from megacore.shared_memory import Parts
-
-# torch 2.13 renamed these two; 2.11 has the old names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from megacore.distributed.mesh import Group
+from megacore.distributed.wire import Work
 
 
 class Done:
@@ -26,62 +21,28 @@ class Done:
         """Returns at once."""
 
 
-class Begun:
-    """The handle of a collective that is under way."""
-
-    __slots__ = ("channel", "number", "work")
-
-    def __init__(self, work: dist.Work | Parts, channel: Channel, number: int) -> None:
-        self.work, self.channel, self.number = work, channel, number
-
-    def wait(self) -> None:
-        """Returns when the result can be used."""
-        with self.channel.waiting_for(self.number):
-            self.work.wait()
-
-
-class Exchanged:
-    """The handle of an exchange of parts; once waited for, their sum is in `out`."""
-
-    def __init__(self, work: Begun, parts: Tensor, out: Tensor) -> None:
-        self.work, self.parts, self.out = work, parts, out
-
-    def wait(self) -> None:
-        """Waits, and adds up; in the order of the ranks."""
-        self.work.wait()
-        with torch.no_grad():
-            torch.sum(self.parts, 0, out=self.out)
-
-
-Work = Done | Begun | Exchanged
-
-
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduces `x` in place over the group."""
-    if op == dist.ReduceOp.SUM and group.shared is not None and group.shared.carries(x):
-        all_reduce_start(x, group).wait()
-    elif group.process_group is not None:
-        with group.channel.during(group.name, "all_reduce", x):
-            dist.all_reduce(x, op, group=group.process_group)
+    if group.wire is None:
+        return x
+    if op == dist.ReduceOp.SUM and group.wire.carries(x):
+        group.wire.start_all_reduce(x).wait()
+    else:
+        group.wire.all_reduce(x, op)
     return x
 
 
 def all_reduce_start(x: Tensor, group: Group) -> Work:
     """Begins to sum `x` in place over the group; `x` must not be touched before `wait()`."""
-    if group.process_group is None:
-        return Done()
-    number = group.channel.begin(group.name, "all_reduce", x)
-    if group.shared is not None and group.shared.carries(x):
-        return Begun(group.shared.all_reduce(x), group.channel, number)
-    return Begun(dist.all_reduce(x, group=group.process_group, async_op=True), group.channel, number)
+    return Done() if group.wire is None else group.wire.start_all_reduce(x)
 
 
 def all_gather_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Begins to gather `[n, …]` of every rank into `[size · n, …]`."""
-    if group.process_group is None:
+    if group.wire is None:
         return x, Done()
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    return out, _all_gather_into(out, x.contiguous(), group)
+    return out, group.wire.start_all_gather(x.contiguous(), out)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -93,10 +54,10 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 def reduce_scatter_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
     """Begins to sum `[size · n, …]` over the group, of which each rank keeps its `[n, …]`."""
-    if group.process_group is None:
+    if group.wire is None:
         return x, Done()
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    return out, _reduce_scatter_into(out, x.contiguous(), group)
+    return out, group.wire.start_reduce_scatter(x.contiguous(), out)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -108,37 +69,12 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 def reduce_scatter_inside(x: Tensor, group: Group) -> Work:
     """Begins to sum `[size · n]` over the group; this rank's `[n]` of it then holds the sum, the rest nothing of use."""
-    if group.process_group is None:
-        return Done()
-    return _reduce_scatter_into(own_part(x, group), x, group)
-
-
-def _reduce_scatter_into(out: Tensor, x: Tensor, group: Group) -> Work:
-    """Begins to sum contiguous `[size · n, …]` over the group, of which `out` gets this rank's `[n, …]`; it may lie in `x`."""
-    number = group.channel.begin(group.name, "reduce_scatter", x)
-    if group.shared is not None and group.shared.carries(x):
-        return Begun(group.shared.reduce_scatter(x, out), group.channel, number)
-    if x.device.type != "cpu":
-        return Begun(_reduce_scatter(out, x, group=group.process_group, async_op=True), group.channel, number)
-    # gloo sums all of it on every rank, as an all-reduce: 2.0 times the time of this between 2 ranks, 2.6 between 4 (4 MiB).
-    parts = torch.empty_like(x)
-    work = Begun(dist.all_to_all_single(parts, x, group=group.process_group, async_op=True), group.channel, number)
-    return Exchanged(work, parts.view(group.size, *out.shape), out)
+    return Done() if group.wire is None else group.wire.start_reduce_scatter(x, own_part(x, group))
 
 
 def all_gather_inside(x: Tensor, group: Group) -> Work:
     """Begins to fill `[size · n]` with every rank's own `[n]` of it."""
-    if group.process_group is None:
-        return Done()
-    return _all_gather_into(x, own_part(x, group), group)
-
-
-def _all_gather_into(out: Tensor, x: Tensor, group: Group) -> Work:
-    """Begins to gather contiguous `[n, …]` of every rank into `[size · n, …]`; `x` may lie in it."""
-    number = group.channel.begin(group.name, "all_gather", x)
-    if group.shared is not None and group.shared.carries(x):
-        return Begun(group.shared.all_gather(x, out), group.channel, number)
-    return Begun(_all_gather(out, x, group=group.process_group, async_op=True), group.channel, number)
+    return Done() if group.wire is None else group.wire.start_all_gather(own_part(x, group), x)
 
 
 def own_part(x: Tensor, group: Group) -> Tensor:
@@ -204,15 +140,14 @@ def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """Fills `x` with what the group's rank `source` has in it."""
-    if group.process_group is not None:
-        with group.channel.during(group.name, "broadcast", x):
-            dist.broadcast(x, group.ranks[source], group=group.process_group)
+    if group.wire is not None:
+        group.wire.broadcast(x, group.ranks[source])
     return x
 
 
 def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4096, source: int = 0) -> str:
     """The `text` of the group's rank `source` on every rank, without pickle; at most `limit` bytes of UTF-8."""
-    if group.process_group is None:
+    if group.wire is None:
         return text
     encoded = text.encode()
     assert len(encoded) <= limit

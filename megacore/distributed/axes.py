@@ -1,0 +1,51 @@
+"""The axes of the mesh as data: their names, their order, and what ranks along each of them do. Standard library only."""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh.
+
+    `samples` answers who reads which samples, `tokens` who sums which gradients: two questions, since ranks may read the same
+    samples and compute on different tokens of them.
+    """
+
+    name: str
+    title: str  # its key in `parallel`, which has its size
+    layers: bool = False  # ranks along it hold different layers: nothing is copied
+    samples: bool = False  # they read different samples
+    tokens: bool = False  # they compute on different tokens: gradients of what they all hold are parts of a sum
+
+
+# From the outermost, whose neighbours are far apart in rank, to the innermost: tensor ranks are neighbours, on one node, where the
+# links are fastest and every layer communicates; pipeline ranks have the least traffic.
+AXES = (
+    Axis("pp", "pipeline", layers=True),
+    Axis("dp", "data", samples=True, tokens=True),
+    Axis("tp", "tensor"),
+)
+
+
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Where a rank stands along each axis; `sizes` go from the outermost axis to the innermost."""
+    found = {}
+    for name, size in reversed(list(sizes.items())):
+        rank, found[name] = divmod(rank, size)
+    return {name: found[name] for name in sizes}
+
+
+def ranks_along(axes: Container[str], rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The ranks, ascending, that agree with `rank` on every axis but `axes`."""
+    ranks, stride = [0], prod(sizes.values())
+    for name, at in coordinates(rank, sizes).items():
+        stride //= sizes[name]
+        ranks = [first + stride * i for first in ranks for i in (range(sizes[name]) if name in axes else (at,))]
+    return tuple(ranks)
+
+
+def describe(axes: Sequence[Axis], sizes: Mapping[str, int]) -> str:
+    """Such as `pipeline 2 × data 4 × tensor 2`."""
+    return " × ".join(f"{axis.title} {sizes[axis.name]}" for axis in axes)

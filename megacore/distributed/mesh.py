@@ -1,0 +1,241 @@
+"""The mesh of ranks: named axes (`axes.AXES`), and the process groups along products of them.
+
+A `Mesh` is built once, after the config is checked, and handed down; a layer takes the `Group` that it needs.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megacore.config import Config
+from megacore.distributed.axes import AXES, Axis, coordinates, describe, ranks_along
+from megacore.distributed.place import Place
+from megacore.distributed.shard import Along, Shard
+from megacore.distributed.shared_memory import join
+from megacore.distributed.wire import Wire
+from megacore.errors import ConfigError
+from megacore.plan.memory import ELEMENT_BYTES
+from megacore.plan.partition import placement_of
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along some axes that share the other coordinates. A group of one has no `wire`: every collective is the identity."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # this process's position in `ranks`
+    wire: Wire | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The communicator, for libraries that bring their own collectives."""
+        return None if self.wire is None else self.wire.process_group
+
+
+SOLO = Group("solo", (0,), 0)
+
+
+class Mesh:
+    """The process groups of one rank, and its coordinates.
+
+    `group("dp", "tp")` is the group along a product of axes. One communicator serves all groups of equal ranks. `used` says along
+    which products a config communicates; only these are made, in one order on every rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        device: torch.device,
+        axes: Sequence[Axis] = AXES,
+        sizes: Mapping[str, int] | None = None,
+        used: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        """Joins the ranks; collective. Raises nothing of its own: `config` is already checked against the world size.
+
+        Whoever adds to `axes` gives the `sizes` of those that `config.parallel` does not have, and the further products `used`.
+        """
+        p = config.parallel
+        self.place, self.device, self.axes = place, device, axes
+        self.sizes = {axis.name: (sizes or {}).get(axis.name) or getattr(p, axis.title) for axis in axes}
+        self.coordinates = coordinates(place.rank, self.sizes)
+        self.shard_size = config.shard_size
+        self.progress: Callable[[str], None] = lambda what: None  # called in the midst of what takes long; watchers replace it
+        self.store: dist.Store | None = None  # through which the ranks have met
+        self.timeout = timedelta(seconds=p.timeout_seconds)
+        self.backend = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
+        if place.world_size > 1:
+            os.environ.setdefault("MASTER_ADDR", place.master_address)
+            os.environ.setdefault("MASTER_PORT", str(place.master_port))
+            self.store, *_ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=self.timeout))
+            # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
+            dist.init_process_group(self.backend, store=self.store, rank=place.rank, world_size=place.world_size, timeout=self.timeout)
+        everyone = tuple(range(place.world_size))
+        self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {
+            everyone: dist.group.WORLD if place.world_size > 1 else None
+        }
+        self.groups: dict[tuple[str, ...], Group] = {}
+        self.world = self._create("world", everyone)
+        for product in (*self._used(config), *used):
+            self.groups[product] = self._create("×".join(product), self._ranks_along(product))
+        self.tied = self._ends(config)
+        if config.parallel.shared_memory:
+            self._share_memory(config)
+        if self.backend == "nccl":
+            self._connect()
+
+    def group(self, *axes: str) -> Group:
+        """The ranks along a product of axes, this one among them; of those products that `_used` lists, or of one rank."""
+        if axes not in self.groups:
+            ranks = self._ranks_along(axes)
+            assert ranks in self.communicators or len(ranks) == 1, f"no group along {axes}: `Mesh._used` does not list it"
+            self.groups[axes] = self._create("×".join(axes), ranks)
+        return self.groups[axes]
+
+    @property
+    def tp(self) -> Group:
+        """The tensor ranks, which share every layer's products."""
+        return self.group("tp")
+
+    @property
+    def pp(self) -> Group:
+        """The ranks of the pipeline."""
+        return self.group("pp")
+
+    @property
+    def sample_group(self) -> Group:
+        """The ranks that read different samples."""
+        return self.group(*(axis.name for axis in self.axes if axis.samples))
+
+    @property
+    def gradient_group(self) -> Group:
+        """The ranks that compute on different tokens with copies of the same parameters, and sum their gradients."""
+        return self.group(*self.token_axes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Along which tokens are divided."""
+        return tuple(axis.name for axis in self.axes if axis.tokens)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's losses count: of ranks that compute them on the same tokens, one."""
+        return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
+
+    @property
+    def place_name(self) -> str:
+        """Where this rank stands, such as `pp 0, dp 1, tp 0`."""
+        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates.items())
+
+    def placed(self, shard: Shard) -> Shard:
+        """A layer's record with what it leaves open: along all other axes the parameter is a copy, and where tokens are divided
+        its gradient is a part of the sum."""
+        stated = {along.axis for along in shard.along}
+        copied = [axis for axis in self.axes if axis.name not in stated and not axis.layers and self.sizes[axis.name] > 1]
+        states = (Along(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
+        return replace(shard, along=(*shard.along, *states))
+
+    def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
+        """The products of axes along which a config communicates."""
+        yield ("tp",)
+        yield tuple(axis.name for axis in self.axes if axis.samples)
+        yield self.token_axes
+        yield ("pp",)
+        if config.engine.kind == "fsdp":
+            yield ("shard",)
+            yield ("replicate",)
+        if config.engine.kind == "deepspeed":
+            yield ("pp", "tp")
+
+    def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """Also along `shard` and `replicate`, into which the fsdp engine divides the ranks that sum gradients: neighbours share,
+        since they are on one node, and what is gathered most often moves least far."""
+        if axes in (("shard",), ("replicate",)):
+            ranks = ranks_along(self.token_axes, self.place.rank, self.sizes)
+            at, size = ranks.index(self.place.rank), self.shard_size
+            return ranks[at - at % size : at - at % size + size] if axes == ("shard",) else ranks[at % size :: size]
+        return ranks_along(axes, self.place.rank, self.sizes)
+
+    def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """A group, whose communicator is made if there is none of the same ranks yet: each costs memory and start-up time."""
+        if len(ranks) > 1 and ranks not in self.communicators:
+            # With local synchronisation only a group's members meet to create it, so a rank creates its handful of groups, not the
+            # whole cluster's; the same order on every rank.
+            self.communicators[ranks] = dist.new_group(
+                ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name
+            )
+        process_group = self.communicators[ranks] if len(ranks) > 1 else None
+        wire = None if process_group is None else Wire(process_group, len(ranks))
+        return Group(name, ranks, ranks.index(self.place.rank), wire)
+
+    def _ends(self, config: Config) -> Group | None:
+        """The ranks that hold the first and the last stage, where they are two, share embeddings, and this is one of them."""
+        placement = placement_of(config)
+        last = max(stage for stages in placement for stage in stages)
+        ends = tuple(self.pp.ranks[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
+        if not config.model.tie_embeddings or len(ends) < 2 or self.place.rank not in ends:
+            return None
+        return self._create("tied", ends)
+
+    def _share_memory(self, config: Config) -> None:
+        """Lets tensor ranks that compute on one machine's CPU share memory for what they exchange in every layer."""
+        train, tp, timeout = config.train, self.tp, config.parallel.timeout_seconds
+        if tp.wire is None or self.device.type != "cpu":
+            return
+        assert self.store is not None
+        size = train.micro_batch_size * train.seq_len * config.model.hidden_size * ELEMENT_BYTES[train.precision]
+        key = "shared/" + "-".join(map(str, tp.ranks))
+        crowded = self.place.local_world_size > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
+        tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, crowded=crowded, timeout=timeout)
+
+    def _connect(self) -> None:
+        """Lets NCCL set up its communicators now, in one order on every rank: a group whose first operation were a batch of
+        sends and receives would need all of its ranks in that batch, and a pipeline's first batch has two."""
+        for communicator in self.communicators.values():
+            if communicator is not None:
+                dist.all_reduce(torch.zeros(1, device=self.device), group=communicator)
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        if self.world.wire is not None:
+            self.world.wire.barrier([self.device.index] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Leaves the groups, unless an engine has done so."""
+        if self.world.process_group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def describe(self) -> str:
+        """One line: the axes and their sizes."""
+        world, memory = self.place.world_size, " and shared memory" if self.tp.wire is not None and self.tp.wire.shared else ""
+        return f"{describe(self.axes, self.sizes)} = " + (f"{world} ranks, {self.backend}{memory}" if world > 1 else "1 rank")
+
+
+def pick_device(config: Config, place: Place) -> torch.device:
+    """The device that this rank computes on; raises `ConfigError` where `train.device` cannot be had."""
+    wanted = config.train.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        if config.model.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError("model.kernels", "triton needs a GPU, and this rank computes on the CPU", "auto, or TRITON_INTERPRET=1")
+        if config.parallel.backend == "nccl":
+            raise ConfigError("parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo")
+        return torch.device("cpu")
+    if config.parallel.backend == "gloo":
+        raise ConfigError("parallel.backend", "gloo moves no GPU tensors between stages", "auto or nccl; or train.device=cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("train.device", "cuda was asked for and PyTorch sees no GPU", "auto or cpu")
+    if place.local_rank >= torch.cuda.device_count():
+        wrong = f"local rank {place.local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}"
+        raise ConfigError("train.device", wrong, "at most one rank a GPU, or cpu")
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,89 @@
+"""The operations of one group: over its communicator, or where it fits through memory that the group's ranks share.
+
+Layers and engines call `comm`; this is the one place where torch.distributed is. Whoever wants to see what is sent, or to know where a
+rank waits, replaces methods of a `Wire` (`survive/ledger.py`, `benchmarks/wire.py`): without watchers it is as it stands here.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.distributed.shared_memory import SharedMemory
+
+# torch 2.13 renamed these two; 2.11 has the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Work(Protocol):
+    """The handle of an operation that is under way."""
+
+    def wait(self) -> object:
+        """Returns when the result can be used."""
+
+
+class Exchanged:
+    """The handle of an exchange of parts; once waited for, their sum is in `out`."""
+
+    def __init__(self, work: Work, parts: Tensor, out: Tensor) -> None:
+        self.work, self.parts, self.out = work, parts, out
+
+    def wait(self) -> None:
+        """Waits, and adds up; in the order of the ranks."""
+        self.work.wait()
+        with torch.no_grad():
+            torch.sum(self.parts, 0, out=self.out)
+
+
+class Wire:
+    """What a group of more than one rank does together. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
+
+    def __init__(self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None) -> None:
+        self.process_group, self.size, self.shared = process_group, size, shared
+
+    def carries(self, x: Tensor) -> bool:
+        """Whether `x` goes through shared memory."""
+        return self.shared is not None and self.shared.carries(x)
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduces `x` in place."""
+        dist.all_reduce(x, op, group=self.process_group)
+
+    def start_all_reduce(self, x: Tensor) -> Work:
+        """Begins to sum `x` in place."""
+        if self.shared is not None and self.shared.carries(x):
+            return self.shared.all_reduce(x)
+        return dist.all_reduce(x, group=self.process_group, async_op=True)
+
+    def start_all_gather(self, x: Tensor, out: Tensor) -> Work:
+        """Begins to gather `[n, …]` of every rank into `out`, ``[size · n, …]``; `x` may lie in it."""
+        if self.shared is not None and self.shared.carries(x):
+            return self.shared.all_gather(x, out)
+        return _all_gather(out, x, group=self.process_group, async_op=True)
+
+    def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Work:
+        """Begins to sum ``[size · n, …]``, of which `out` gets this rank's `[n, …]`; it may lie in `x`."""
+        if self.shared is not None and self.shared.carries(x):
+            return self.shared.reduce_scatter(x, out)
+        if x.device.type != "cpu":
+            return _reduce_scatter(out, x, group=self.process_group, async_op=True)
+        # gloo sums all of it on every rank, as an all-reduce: 2.0 times the time of this between 2 ranks, 2.6 between 4 (4 MiB).
+        parts = torch.empty_like(x)
+        work = dist.all_to_all_single(parts, x, group=self.process_group, async_op=True)
+        return Exchanged(work, parts.view(self.size, *out.shape), out)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """Fills `x` with what rank `source` of the world has in it."""
+        dist.broadcast(x, source, group=self.process_group)
+
+    def barrier(self, device_ids: list[int] | None) -> None:
+        """Waits for every rank."""
+        dist.barrier(group=self.process_group, device_ids=device_ids)
+
+    def transfer(self, posts: Sequence[dist.P2POp]) -> list[Work]:
+        """Posts sends and receives as one batch; a handle for each."""
+        works = dist.batch_isend_irecv(list(posts))
+        return [works[min(i, len(works) - 1)] for i in range(len(posts))]  # NCCL returns one for the whole batch

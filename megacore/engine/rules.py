@@ -1,0 +1,92 @@
+"""Optimizers as rules over tensors that stay where they are: `optim.kind`. What state each keeps is in `plan/optimizers.py`.
+
+To add one: write a function here that takes what `adamw` takes, enter it in `UPDATES` and its state in `plan.optimizers.RULES`,
+and name it in `Optim.kind` of the schema. Engines, checkpoints, sharding, offload and the planner ask for nothing else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megacore.config.schema import Optim
+from megacore.kernels.adamw import AdamW
+from megacore.kernels.dispatch import Implementation
+
+
+class Update(Protocol):
+    """One rank's updates. `updates`, an fp32 scalar on the device, counts the steps that were not skipped."""
+
+    updates: Tensor
+
+    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Updates all masters from ``gradients / scale``, unless `skip` is not 0; both are scalars on the device."""
+
+
+def adamw(
+    optim: Optim,
+    masters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    states: Mapping[str, Sequence[Tensor]],
+    decay: Sequence[bool],
+    copies: Sequence[Tensor] | None,
+    implementation: Implementation,
+) -> Update:
+    """AdamW (Loshchilov and Hutter 2019); see `kernels.adamw`.
+
+    Args:
+        masters: flat tensors, fp32 or fp64; `gradients` and every one of `states` are as many of the same sizes.
+        decay: for each master, whether weight decay applies.
+        copies: 16-bit tensors that every step leaves as the rounded masters, if the parameters that compute are apart.
+    """
+    return AdamW(
+        masters,
+        gradients,
+        states["adam_m"],
+        states["adam_v"],
+        weight_decay=[optim.weight_decay if own else 0.0 for own in decay],
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        eps=optim.eps,
+        copies=copies,
+        implementation=implementation,
+    )
+
+
+class SGD:
+    """Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight decay (Loshchilov and Hutter 2019).
+
+    Of each element: ``b = momentum · b + g``, then ``p = (1 - lr · decay) · p - lr · b``. Arguments: see `adamw`.
+    """
+
+    def __init__(
+        self,
+        optim: Optim,
+        masters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Mapping[str, Sequence[Tensor]],
+        decay: Sequence[bool],
+        copies: Sequence[Tensor] | None,
+        implementation: Implementation,
+    ) -> None:
+        self.momentum, self.decays = optim.momentum, [optim.weight_decay if own else 0.0 for own in decay]
+        self.masters, self.gradients, self.copies, self.buffers = masters, gradients, copies, states["momentum"]
+        self.updates = torch.zeros((), dtype=torch.float32, device=masters[0].device)
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """See `Update`."""
+        taken = torch.ones_like(self.updates, dtype=torch.bool) if skip is None else skip == 0
+        self.updates += taken
+        for i, (master, gradient, buffer, decay) in enumerate(zip(self.masters, self.gradients, self.buffers, self.decays, strict=True)):
+            gradient = gradient.to(master.dtype)
+            moved = self.momentum * buffer + (gradient if scale is None else gradient / scale.to(master.dtype))
+            # A skipped step may have infinite gradients: nothing is multiplied by them.
+            buffer.copy_(torch.where(taken, moved, buffer))
+            master.copy_(torch.where(taken, master * (1.0 - lr * decay) - lr * moved, master))
+            if self.copies is not None:
+                self.copies[i].copy_(master)
+
+
+UPDATES: dict[str, Callable[..., Update]] = {"adamw": adamw, "sgd": SGD}

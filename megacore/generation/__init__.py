@@ -1,1 +1,0 @@
-"""Writing text with a trained model, in any tensor × pipeline layout."""

@@ -1,0 +1,121 @@
+"""Every parameter of a model, listed from its config: its shape, and what it is along the tensor ranks.
+
+The layers state the same when they are built; a test holds this list to them, name by name. What a rank holds, reduces and saves
+is counted from the list.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from megacore.config.schema import Config, resolved
+from megacore.plan.partition import placement_of, stage_layers
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A logical tensor. `dim` is cut over the tensor ranks; without one each holds it whole, and with `partial` has only a part of
+    its gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    partial: bool = False
+
+    def local(self, tensor: int) -> int:
+        """Elements on the fullest of `tensor` ranks: pieces of ``ceil(size / tensor)``."""
+        return prod(-(-size // tensor) if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+
+def block_list(config: Config) -> list[Parameter]:
+    """The parameters of one transformer block: attention, feed-forward and two norms."""
+    model, h, f = config.model, config.model.hidden_size, resolved(config.model.ffn_size)
+    sequence = config.parallel.sequence
+    heads = (config.kv_heads, model.num_heads // config.kv_heads + 2, config.head_size)
+    up, up_dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
+    found = [
+        *norm_list(config, "norm1"),
+        Parameter("attention.qkv.weight", (*heads, h), 0),
+        *([Parameter("attention.qkv.bias", heads, 0)] if model.qkv_bias else []),
+        Parameter("attention.output.weight", (h, model.num_heads * config.head_size), 1),
+        *([Parameter("attention.output.bias", (h,), partial=sequence)] if model.bias else []),
+        *norm_list(config, "norm2"),
+        Parameter("feed_forward.up.weight", (*up, h), up_dim),
+        *([Parameter("feed_forward.up.bias", up, up_dim)] if model.bias else []),
+        Parameter("feed_forward.down.weight", (h, f), 1),
+        *([Parameter("feed_forward.down.bias", (h,), partial=sequence)] if model.bias else []),
+    ]
+    if model.qk_norm:  # of each head; a rank applies it to its own heads
+        found += [Parameter(f"attention.{name}_norm.weight", (config.head_size,), partial=True) for name in ("query", "key")]
+    return found
+
+
+def norm_list(config: Config, name: str) -> list[Parameter]:
+    """One norm: a weight, and a bias where layernorms have one."""
+    has_bias = config.model.norm == "layernorm" and config.model.bias
+    names = ("weight", "bias") if has_bias else ("weight",)
+    return [Parameter(f"{name}.{part}", (config.model.hidden_size,), partial=config.parallel.sequence) for part in names]
+
+
+def ends_list(config: Config, stage: int) -> list[Parameter]:
+    """The parameters that a stage has besides its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
+    model, last = config.model, config.parallel.pipeline * config.parallel.chunks - 1
+    vocabulary = (model.vocab_size, model.hidden_size)
+    found = [Parameter("embedding.weight", vocabulary, 0)] if stage == 0 or (stage == last and model.tie_embeddings) else []
+    if stage == 0 and model.position == "learned":
+        found.append(Parameter("position", (config.max_positions, model.hidden_size), partial=config.parallel.sequence))
+    if stage == last:
+        found += norm_list(config, "norm") + ([] if model.tie_embeddings else [Parameter("head.weight", vocabulary, 0)])
+    return found
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank of the pipeline holds: so many blocks, and parameters besides."""
+
+    blocks: int
+    block: list[Parameter]
+    ends: list[Parameter]
+
+    def elements(self, tensor: int) -> int:
+        """Numbers on the fullest of `tensor` ranks."""
+        return self.blocks * elements(self.block, tensor) + elements(self.ends, tensor)
+
+    def partial(self) -> int:
+        """Of them, those whose gradients are summed over the tensor ranks."""
+        return self.blocks * elements(p for p in self.block if p.partial) + elements(p for p in self.ends if p.partial)
+
+
+def held_by(config: Config) -> list[Held]:
+    """What each rank of the pipeline holds; what two of its stages share, once."""
+    layers, block = stage_layers(config), block_list(config)
+    return [
+        Held(
+            sum(len(layers[stage]) for stage in stages),
+            block,
+            list({p.name: p for stage in stages for p in ends_list(config, stage)}.values()),
+        )
+        for stages in placement_of(config)
+    ]
+
+
+def elements(parameters: Iterable[Parameter], tensor: int = 1) -> int:
+    """How many numbers they are on the fullest of `tensor` ranks."""
+    return sum(parameter.local(tensor) for parameter in parameters)
+
+
+def block_parameters(config: Config, tensor: int = 1) -> int:
+    """Parameters of one transformer block on the fullest of `tensor` ranks."""
+    return elements(block_list(config), tensor)
+
+
+def parameters(config: Config) -> int:
+    """Logical parameters of the whole model, each counted once: a tied LM head is the embedding."""
+    last = config.parallel.pipeline * config.parallel.chunks - 1
+    ends = {p.name: p for stage in (0, last) for p in ends_list(config, stage)}
+    return config.model.num_layers * block_parameters(config) + elements(ends.values())
+
+
+def rank_parameters(config: Config) -> list[int]:
+    """Parameters that each rank of the pipeline holds, on the fullest of its tensor ranks."""
+    return [held.elements(config.parallel.tensor) for held in held_by(config)]

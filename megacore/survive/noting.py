@@ -1,0 +1,167 @@
+"""Keeps a rank's ledger from outside: wraps the groups' operations, the runtime's methods and what the trainer does between steps.
+
+Nothing that is watched knows of it, and a run without it is the same code.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.wire import Work
+from megacore.pipeline.runtime import Runtime
+from megacore.survive.ledger import FOR_DEVICE, Channel, Ledger
+from megacore.survive.stragglers import Stragglers
+from megacore.train.loader import Loader
+from megacore.train.mailbox import Mailbox
+from megacore.train.trainer import Trainer
+
+STARTS = {"start_all_reduce": "all_reduce", "start_all_gather": "all_gather", "start_reduce_scatter": "reduce_scatter"}
+
+
+class Begun:
+    """The handle of an operation whose waits are noted."""
+
+    __slots__ = ("channel", "number", "work")
+
+    def __init__(self, work: Work, channel: Channel, number: int) -> None:
+        self.work, self.channel, self.number = work, channel, number
+
+    def wait(self) -> None:
+        """Returns when the result can be used."""
+        with self.channel.waiting_for(self.number):
+            self.work.wait()
+
+
+def note_mesh(mesh: Mesh) -> Ledger:
+    """A ledger in which every operation of the mesh's groups is noted."""
+    ledger = Ledger()
+    for group in {id(group): group for group in (mesh.world, mesh.tied, *mesh.groups.values()) if group is not None}.values():
+        note_group(group, ledger)
+    mesh.progress = ledger.mark
+    return ledger
+
+
+def note_group(group: Group, ledger: Ledger) -> None:
+    """Notes what a rank begins over a group and waits for; of groups with equal ranks in one channel."""
+    wire, name = group.wire, group.name
+    if wire is None:
+        return
+    channel = ledger.channel(group.ranks)
+
+    def started(operation: str, method: Callable[..., Work]) -> Callable[..., Work]:
+        def noted(x: Tensor, *rest: Any) -> Work:
+            number = channel.begin(name, operation, x)
+            return Begun(method(x, *rest), channel, number)
+
+        return noted
+
+    def done(operation: str, method: Callable[..., None]) -> Callable[..., None]:
+        def noted(x: Any, *rest: Any) -> None:
+            with channel.during(name, operation, x if isinstance(x, Tensor) else torch.empty(0)):
+                method(x, *rest)
+
+        return noted
+
+    transfer = wire.transfer
+
+    def transferred(posts: Any) -> list[Work]:
+        own = group.ranks[group.rank]
+        links = [ledger.link(own, post.peer) if post.op is dist.isend else ledger.link(post.peer, own) for post in posts]
+        numbers = [link.begin(name, "transfer", post.tensor) for link, post in zip(links, posts, strict=True)]
+        return [Begun(*noted) for noted in zip(transfer(posts), links, numbers, strict=True)]
+
+    watched: Any = wire
+    for method, operation in STARTS.items():
+        setattr(watched, method, started(operation, getattr(wire, method)))
+    for method in ("all_reduce", "broadcast", "barrier"):
+        setattr(watched, method, done(method, getattr(wire, method)))
+    watched.transfer = transferred
+
+
+def note_runtime(runtime: Runtime, ledger: Ledger) -> None:
+    """Notes which action of the plan a rank is at."""
+
+    def marked(method: Callable[[Any], None]) -> Callable[[Any], None]:
+        def noted(action: Any) -> None:
+            ledger.mark(action.op.value, action.microbatch, action.chunk)
+            method(action)
+
+        return noted
+
+    runtime.methods.update({op: marked(method) for op, method in runtime.methods.items()})
+
+
+class Noted:
+    """What a trainer hears of itself: see `trainer.Watch`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.waited, self.stragglers = ledger.take_waited, Stragglers().named
+
+
+def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
+    """Notes what a trainer does between its microbatches; returns it."""
+    note_runtime(trainer.train_step.runtime, ledger)
+    note_loader(trainer.loader, ledger)
+    note_mailbox(trainer.mailbox, ledger)
+    trainer.watch = Noted(ledger)
+    noted: Any = trainer
+    next_batch, step = trainer.next_batch, trainer.engine.step
+
+    def data() -> Any:
+        ledger.step = trainer.step
+        ledger.mark("data")
+        return next_batch()
+
+    def update(*args: Any) -> Any:
+        ledger.mark("optimizer step")
+        result = step(*args)
+        ledger.mark("between steps")
+        return result
+
+    def aside(phase: str, method: Callable[[], Any]) -> Callable[[], Any]:
+        def marked() -> Any:
+            waited = ledger.waited
+            ledger.mark(phase)
+            result = method()
+            ledger.waited = waited  # what is asked for is what steps wait for
+            return result
+
+        return marked
+
+    noted.next_batch, noted.engine.step = data, update
+    noted.validate, noted.save = aside("validation", trainer.validate), aside("saving", trainer.save)
+    return trainer
+
+
+def note_loader(loader: Loader, ledger: Ledger) -> None:
+    """Notes for whose work the main thread waits: if that thread hangs, its line is the one to be named."""
+    noted: Any = loader
+    wait = loader.wait
+
+    def waited(reading: Any) -> Any:
+        ledger.worker = loader.thread
+        batch = wait(reading)
+        ledger.worker = None
+        return batch
+
+    noted.wait = waited
+
+
+def note_mailbox(mailbox: Mailbox, ledger: Ledger) -> None:
+    """Notes when the host waits for its device: a host that is late does not wait here."""
+    noted: Any = mailbox
+    wait = mailbox.wait
+
+    def waited(arrived: Any) -> None:
+        started, phase = time.perf_counter(), ledger.phase
+        ledger.mark(FOR_DEVICE)
+        wait(arrived)
+        ledger.mark(*phase)
+        ledger.waited += time.perf_counter() - started
+
+    noted.wait = waited

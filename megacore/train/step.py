@@ -1,0 +1,69 @@
+"""One training step: what the trainer loops over, what benchmarks time and what `verify` proves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import Mesh
+from megacore.engine.choose import build_engine, build_stages
+from megacore.engine.optimizer import learning_rate
+from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.plan.partition import plan_of
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step gave, on the device, the same on every rank: reading it is the caller's choice, and the only synchronisation."""
+
+    loss: Tensor  # the global batch's mean, before the update; fp64
+    votes: list[Tensor]  # for each of the votes, how many ranks said yes
+    grad_norm: Tensor  # global, before clipping
+    skipped: Tensor  # steps skipped so far: their loss or gradient was not finite, or a spike
+    lr: float  # the rate of this step's update
+
+
+class TrainStep:
+    """This rank's stages, engine and plan, and a step through them. Construction and every method are collective over all ranks."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.stages = build_stages(config, mesh)
+        self.engine = build_engine(config, self.stages, mesh)
+        self.runtime = Runtime(self.stages, self.engine, mesh.pp)
+        self.plan = plan_of(config)
+        self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)  # of a target's loss in the mean
+        self.number = 0  # of the step that is being done
+
+    def __call__(
+        self,
+        number: int,
+        batch: Sequence[Microbatch],
+        votes: Callable[[], Sequence[float]] = lambda: (),
+        before_update: Callable[[], None] = lambda: None,
+    ) -> Figures:
+        """Does step `number` (from 1) with this rank's microbatches, without a host synchronisation.
+
+        `votes` are asked for behind backward and travel with the loss: 1 or 0 for each question that ranks decide together.
+        `before_update` is called when gradients are the global sums and no parameter has changed yet.
+        """
+        self.number = number
+        share = self.forward_backward(batch)
+        flags = [torch.full_like(share, vote) for vote in votes()]
+        loss, *counts = all_reduce(torch.stack([share, *flags]), self.mesh.world)
+        before_update()
+        lr = learning_rate(self.config.optim, number, self.config.train.steps)
+        statistics = self.engine.step(lr, loss)
+        return Figures(loss, counts, statistics.grad_norm, statistics.skipped, lr)
+
+    def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
+        """Runs the microbatches forward and backward; gradients are then with the engine, reduced.
+
+        Returns this rank's share of the global batch's mean loss: shares add up to it over the world. fp64, on the device.
+        """
+        loss = self.runtime.run(self.plan, batch, self.target_weight) * self.target_weight
+        # Only the rank with the last stage has losses, and each of its tensor ranks has the same.
+        return loss.double() if self.mesh.speaks else torch.zeros_like(loss, dtype=torch.float64)

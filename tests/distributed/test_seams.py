@@ -1,0 +1,299 @@
+"""The seams that later work builds on, each proved by something that is no feature: another axis, two chunks a rank, another optimizer."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import Config, load
+from megacore.distributed.axes import AXES, Axis
+from megacore.distributed.comm import leave_tensor_parallel
+from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.place import Place, place_from_environment
+from megacore.distributed.shard import Shard, new_parameter, split
+from megacore.model import gpt
+from megacore.model.block import Block
+from megacore.model.context import Context
+from megacore.pipeline.runtime import Microbatch
+from megacore.plan import schedule
+from megacore.plan.schedule import Action, Op, Placement, Plan, looped
+from megacore.plan.validate import validate
+from megacore.train.step import TrainStep
+from tests import training
+from tests.training import VOCAB_SIZE
+
+CPU = torch.device("cpu")
+STEPS = 3
+TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a logical tensor."""
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    saved: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """A rank's losses and gradient norms by step, and its pieces of all state behind the last."""
+
+    figures: list[tuple[float, float]]
+    pieces: dict[str, Piece]
+
+
+def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
+    """A rank's microbatches of a global batch that is the same however many ranks share it."""
+    train = config.train
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB_SIZE, (2, train.global_batch_size, train.seq_len), generator=generator)
+    pairs = list(zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True))[group.rank :: group.size]
+    return [Microbatch(inputs, targets) for inputs, targets in pairs]
+
+
+def train(config: Config, mesh: Mesh) -> Found:
+    """Some steps, without a trainer around them."""
+    step, figures = TrainStep(config, mesh), []
+    for number in range(1, STEPS + 1):
+        done = step(number, batch_of(config, number, mesh.sample_group))
+        figures.append((done.loss.item(), done.grad_norm.item()))
+    step.engine.settle()
+    pieces = {
+        name: Piece(tensor.detach().clone(), box.offset, box.global_shape, box.counted)
+        for name, (tensor, box) in step.engine.tensors().items()
+    }
+    step.engine.close()
+    mesh.close()
+    return Found(figures, pieces)
+
+
+def put_together(ranks: Sequence[Found]) -> dict[str, Tensor]:
+    """The logical tensors from the pieces that ranks save; every element must be saved once."""
+    whole: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for found in ranks:
+        for key, piece in found.pieces.items():
+            name = key.partition("#")[0]
+            at = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.tensor.shape, strict=True))
+            if piece.saved:
+                whole.setdefault(name, torch.zeros(piece.shape, dtype=torch.float64))[at] = piece.tensor
+                times.setdefault(name, torch.zeros(piece.shape))[at] += 1
+    assert all((count == 1).all() for count in times.values()), {name for name, count in times.items() if not (count == 1).all()}
+    return whole
+
+
+def apart(ranks: Sequence[Found], one: Found) -> float:
+    """The largest relative difference of any loss, norm or tensor from one process's."""
+    expected, found = put_together([one]), put_together(ranks)
+    assert expected.keys() == found.keys()
+    worst = max(float((found[name] - right).norm() / (right.norm() or 1.0)) for name, right in expected.items())
+    assert len({tuple(rank.figures) for rank in ranks}) == 1, "ranks that disagree about a figure would part"
+    return max(worst, training.difference(ranks[0].figures, one.figures))
+
+
+# Another axis: ranks along it compute the same, but each holds a part of a bias that every block adds to its output.
+EXTRA = Axis("xp", "extra")
+
+
+class ExtraBias(Block):
+    """A block with one bias more, cut over the ranks of a group that no other layer knows."""
+
+    def __init__(self, index: int, config: Config, group: Group, dtype: torch.dtype, device: torch.device, *, extra: Group) -> None:
+        super().__init__(index, config, group, dtype, device)
+        self.extra_group = extra
+        shard = Shard((config.model.hidden_size,), (split(extra, 0),), init_std=0.1)
+        self.start, self.extra = shard.offset[0], new_parameter(shard, dtype, device)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same."""
+        own = torch.zeros_like(x[0]).index_add(0, torch.arange(self.start, self.start + len(self.extra)), self.extra)
+        return super().forward(x, context) + leave_tensor_parallel(own, self.extra_group, False)
+
+
+def with_another_axis(config_path: str, overrides: list[str], size: int, incomplete: bool = False) -> Found:
+    """Training with `size` ranks along the extra axis; `incomplete`: the mesh does not say that parameters are copies along it."""
+    place = place_from_environment()
+    config = load(config_path, overrides, place.world_size // size).config
+    axes = (*AXES[:2], EXTRA, *AXES[2:])
+    mesh = Mesh(config, place, CPU, axes, {"xp": size}, used=[("xp",)])
+    fault = mock.patch.object(Mesh, "placed", lambda self, shard: shard) if incomplete else contextlib.nullcontext()
+    with fault, mock.patch.dict(gpt.BLOCKS, gpt=partial(ExtraBias, extra=mesh.group("xp"))):
+        return train(config, mesh)
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> str:
+    return training.write_config(tmp_path, "unused", model={"num_layers": 4}, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+
+
+LAYOUTS = [(2, []), (4, ["parallel.data=2", "engine.shard_optimizer=true"]), (4, ["parallel.tensor=2"])]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
+def test_another_axis(pool: Any, config_path: str, ranks: int, overrides: list[str]) -> None:
+    """An axis that only one layer knows: gradients, norm, update or what is saved would be wrong for it, or for all others."""
+    (one,) = pool.run(1, with_another_axis, config_path, [], 1)
+    found = pool.run(ranks, with_another_axis, config_path, overrides, 2)
+    extra = [rank.pieces["model/blocks.0.extra"].tensor for rank in (one, *found) if "model/blocks.0.extra" in rank.pieces]
+    assert {len(tensor) for tensor in extra} == {32, 16}, "one process holds all of it, a rank a half"
+    assert apart(found, one) < TOLERANCE
+
+
+def test_an_axis_left_out_of_the_record_is_noticed(pool: Any, config_path: str) -> None:
+    """The planted fault: copies along the axis would count twice in the norm, and be saved twice."""
+    (one,) = pool.run(1, with_another_axis, config_path, [], 1)
+    found = pool.run(2, with_another_axis, config_path, [], 2, True)
+    assert training.difference(found[0].figures, one.figures) > 1e-3
+    with pytest.raises(AssertionError, match="blocks"):
+        put_together(found)
+
+
+def test_a_tensor_can_be_cut_twice() -> None:
+    """Over two axes, along two dims or the same: the pieces must tile the tensor, and be drawn as its slices."""
+    for dims in ((0, 1), (1, 0), (0, 0)):
+        cover, drawn = torch.zeros(7, 6), torch.zeros(7, 6)
+        whole = torch.nn.Module()
+        whole.w = new_parameter(Shard((7, 6), (split(SOLO, dims[0]),), init_std=1.0), torch.float32, CPU)
+        gpt.initialise(whole, 0)
+        for a in range(2):
+            for b in range(3):
+                along = (split(Group("tp", (0, 1), a), dims[0]), split(Group("xp", (0, 1, 2), b), dims[1]))
+                module = torch.nn.Module()
+                module.w = new_parameter(shard := Shard((7, 6), along, init_std=1.0), torch.float32, CPU)
+                gpt.initialise(module, 0)
+                at = tuple(slice(*shard.interval(dim)) for dim in (0, 1))
+                cover[at] += 1
+                drawn[at] = module.w.detach()
+        assert (cover == 1).all(), dims
+        assert torch.equal(drawn, whole.w.detach()), dims
+
+
+# Two chunks a rank, by a plan written by hand: every microbatch a stage further at each tick, forward and then backward.
+
+
+def in_ticks(placement: Placement, microbatches: int) -> Plan:
+    last = max(stage for stages in placement for stage in stages)
+    ranks = []
+    for stages in placement:
+        held = [(stage, chunk, m) for chunk, stage in enumerate(stages) for m in range(microbatches)]
+        forward = [Action(Op.FORWARD, m, chunk) for stage, chunk, m in sorted(held, key=lambda at: (at[2] + at[0], -at[0]))]
+        backward = [Action(Op.BACKWARD, m, chunk) for stage, chunk, m in sorted(held, key=lambda at: (at[2] + last - at[0], at[0]))]
+        ranks.append((*forward, *backward))
+    return Plan(tuple(ranks), placement)
+
+
+PLACEMENTS: dict[str, Callable[[int], Placement]] = {
+    "looped": lambda ranks: looped(ranks, 2),
+    "V": lambda ranks: tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)),  # the first rank has both ends
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_plans_of_two_chunks_are_valid(name: str, ranks: int) -> None:
+    """And so are those that only run forward; a chunk that does not wait for the one before it on the same rank is named."""
+    placement = PLACEMENTS[name](ranks)
+    for microbatches in (1, 3, 8):
+        validate(schedule.lower(in_ticks(placement, microbatches), tied=True), microbatches)
+        validate(schedule.forward_only(placement, microbatches), microbatches, forward_only=True)
+    if name == "V":
+        plan = schedule.lower(in_ticks(placement, 2))
+        turn = ranks - 1  # whose two chunks follow each other
+        actions = list(plan.actions[turn])
+        at = [i for i, a in enumerate(actions) if a.op is Op.FORWARD and a.microbatch == 0]
+        actions[at[0]], actions[at[1]] = actions[at[1]], actions[at[0]]
+        spoilt = Plan((*plan.actions[:turn], tuple(actions), *plan.actions[turn + 1 :]), placement)
+        with pytest.raises(ValueError, match=f"pp rank {turn}, forward of microbatch 0"):
+            validate(spoilt, 2)
+    with pytest.raises(ValueError, match="each of 0, 1, 2, … must have one place"):
+        validate(Plan(plan.actions if name == "V" else ((),) * ranks, ((0, 0),) * ranks), 1)
+
+
+def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
+    place = place_from_environment()
+    config = load(config_path, overrides, place.world_size).config
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"chunks": 2})})
+
+    def generator(ranks: int, microbatches: int, chunks: int) -> Plan:
+        return in_ticks(PLACEMENTS[name](ranks), microbatches)
+
+    with mock.patch.dict(schedule.GENERATORS, {"1f1b": generator}):
+        return train(config, Mesh(config, place, CPU))
+
+
+def as_one(config_path: str, overrides: list[str]) -> Found:
+    return train(load(config_path, overrides, 1).config, Mesh(load(config_path, overrides, 1).config, Place(), CPU))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "overrides"),
+    [
+        ("looped", 2, ["parallel.pipeline=2"]),
+        ("V", 2, ["parallel.pipeline=2"]),
+        ("V", 1, []),
+        ("looped", 4, ["parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true", "model.tie_embeddings=false"]),
+        ("V", 4, ["parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true"]),
+        ("V", 4, ["parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"]),
+        ("V", 4, ["parallel.pipeline=2", "parallel.data=2", "engine.kind=fsdp", "model.tie_embeddings=false"]),
+    ],
+)
+def test_two_chunks_a_rank(pool: Any, config_path: str, name: str, ranks: int, overrides: list[str]) -> None:
+    """Activations, gradients or buckets that go by the microbatch alone would mix up a rank's chunks."""
+    (one,) = pool.run(1, as_one, config_path, [o for o in overrides if o.startswith("model.")])
+    assert apart(pool.run(ranks, with_two_chunks, config_path, overrides, name), one) < TOLERANCE
+
+
+# Another optimizer.
+SGD = ["optim.kind=sgd", "optim.momentum=0.8", "optim.lr=0.05", "optim.weight_decay=0.1"]
+
+
+def test_momentum_sgd_is_what_it_says(tmp_path: Path) -> None:
+    """Momentum, decoupled decay on matrices only, clipping: against the formula, written out."""
+    path = training.write_config(tmp_path, "unused", train={"precision": "fp64"})
+    config = load(path, SGD, 1).config
+    model = gpt.whole_model(config)
+    buffers = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for step in range(1, STEPS + 1):
+        total = sum(model.loss(model(b.inputs), b.targets) for b in batch_of(config, step, SOLO))
+        (total / (config.train.global_batch_size * config.train.seq_len)).backward()  # type: ignore[union-attr]
+        norm = float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
+        clip = min(1.0, config.optim.grad_clip / (norm + 1e-6))
+        rate = config.optim.lr * step / config.optim.warmup_steps
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                buffers[name].mul_(0.8).add_(p.grad * clip)
+                decay = 0.1 if p.dim() > 1 and "norm" not in name and not name.endswith("bias") else 0.0
+                p.mul_(1 - rate * decay).sub_(rate * buffers[name])
+                p.grad = None
+    found = put_together([train(config, Mesh(config, Place(), CPU))])
+    assert found.keys() == {f"{kind}/{name}" for kind in ("model", "momentum") for name in buffers}
+    for name, p in model.named_parameters():
+        assert float((found[f"model/{name}"] - p.detach()).norm()) < TOLERANCE * float(p.detach().norm() + 1), name
+        assert float((found[f"momentum/{name}"] - buffers[name]).norm()) < TOLERANCE * float(buffers[name].norm() + 1), name
+
+
+def test_momentum_sgd_moves_between_engines_and_layouts(pool: Any, tmp_path: Path) -> None:
+    """A buffer that is not saved, or comes back as another rank's, would change every loss from there on."""
+    config = training.write_config(tmp_path, training.write_corpus(tmp_path), train={"precision": "fp64", "steps": 8})
+    common = [*SGD, "optim.decay_steps=8", "checkpoint.every=20"]
+    pool.run(1, training.run_rank, config, common, str(tmp_path / "whole"))
+    moves = [
+        (2, 2, ["parallel.data=2"]),
+        (4, 2, ["parallel.data=2", "engine.shard_optimizer=true"]),
+        (6, 4, ["parallel.data=2", "parallel.tensor=2", "engine.kind=fsdp"]),
+        (8, 2, ["parallel.pipeline=2"]),
+    ]
+    for steps, ranks, overrides in moves:
+        pool.run(ranks, training.run_rank, config, [*common, *overrides, f"train.steps={steps}"], str(tmp_path / "moved"))
+    assert training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole")) < 1e-10
