@@ -73,8 +73,8 @@ def row_output_summed_twice() -> Any:
 def row_output_summed_over_data() -> Any:
     build = choose.Stage
 
-    def wrong(config: Any, layers: Any, group: Any, device: Any) -> Any:
-        stage = build(config, layers, group, device)
+    def wrong(config: Any, layers: Any, group: Any, *rest: Any) -> Any:
+        stage = build(config, layers, group, *rest)
         for layer in stage.modules():
             if isinstance(layer, linear.RowLinear):
                 layer.group = RANK.mesh.sample_group
@@ -188,8 +188,8 @@ def grouped_heads_by_wrong_stride() -> Any:
 def rope_offset_by_rank() -> Any:
     init = gpt.Stage.__init__
 
-    def remember(self: Any, config: Any, layers: Any, group: Any, device: Any) -> None:
-        init(self, config, layers, group, device)
+    def remember(self: Any, config: Any, layers: Any, group: Any, *rest: Any) -> None:
+        init(self, config, layers, group, *rest)
         if self.rope is not None:
             self.rope = tuple(table.roll(-group.rank * len(table) // group.size, 0) for table in self.rope)
 
