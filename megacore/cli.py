@@ -103,9 +103,7 @@ def leave(status: int) -> NoReturn:
     interpreter is taken apart Python ends such a thread in the middle of a destructor, and that aborts the process with status 134.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  (ends executors, whose threads would wait for ever, and joins all others)
     atexit._run_exitfuncs()
     if sys.stdout is not None:
         try:

@@ -48,7 +48,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 def check_output(option: str, path: str) -> None:
     """Raises `ConfigError`, naming the option, unless `path` can be a file: before hours of work whose result could not be kept."""
     try:
-        if not path or path.endswith("/") or (os.path.lexists(path) and not stat.S_ISREG(os.stat(path).st_mode)):
+        if not path or path.endswith("/") or (os.path.lexists(path) and stat.S_ISDIR(os.stat(path).st_mode)):
             raise OSError(errno.EINVAL, "Not a plain file")
         if not stat.S_ISDIR(os.stat(os.path.dirname(path) or ".").st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -61,13 +61,17 @@ def check_output(option: str, path: str) -> None:
 
 
 def write_json(option: str, path: str, value: Any) -> None:
-    """Writes a file as a whole or not at all. Raises `ConfigError`, naming the option."""
-    aside = path + ASIDE.format(os.getpid())
+    """Writes a file as a whole or not at all; a device or a pipe, such as /dev/stdout, is written to and not replaced. Raises
+    `ConfigError`, naming the option."""
+    in_place = os.path.exists(path) and not os.path.isfile(path)
+    aside = path if in_place else path + ASIDE.format(os.getpid())
     try:
         Path(aside).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        if not in_place:
+            os.replace(aside, path)
     except OSError as error:
-        Path(aside).unlink(missing_ok=True)
+        if not in_place:
+            Path(aside).unlink(missing_ok=True)
         raise ConfigError(option, f"cannot write {path}: {error.strerror}", OUTPUT) from None
 
 

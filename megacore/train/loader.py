@@ -45,6 +45,10 @@ class Loader:
         self.ahead = step + 1, self.executor.submit(self._read_ahead, step + 1)
         return batch
 
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
     def wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
         """What is being read ahead."""
         return reading.result()

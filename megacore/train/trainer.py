@@ -93,6 +93,7 @@ class Trainer:
                 self.engine.close()
             return status
         finally:
+            self.loader.close()
             self.logs.close()  # gives the terminal back: a failure's reason comes last
 
     def train(self) -> int:

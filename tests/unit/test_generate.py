@@ -14,8 +14,7 @@ from megacore.data.tokenizer import BytesTokenizer, load_tokenizer, train_senten
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
 from megacore.errors import UserError
-from megacore.generation import decoding
-from megacore.model import attention
+from megacore.model import attention, decoding
 from megacore.model.cache import KeyValueCache
 from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage, whole_model
