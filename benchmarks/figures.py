@@ -1,0 +1,145 @@
+"""Draws the figures of the README and the documents from a run of the quickstart and from measured results.
+
+Run `bash launch/quickstart.sh` first: the loss curve is that run's, and stays as it is where there is no such run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs/figures"
+BLUE, ORANGE, RED, GREY = "#2f6fab", "#e67e22", "#c0392b", "#8a8a8a"
+AXES = {"pp": 2, "dp": 4, "tp": 2}  # of the drawn mesh: two machines with 8 devices each
+
+
+def figure(width: float, height: float) -> Figure:
+    """A figure that needs no display."""
+    drawn = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(drawn)
+    return drawn
+
+
+def loss(run: Path, corpus: Path) -> None:
+    """The quickstart's losses over steps, beside the loss of a model that only knows how frequent each token is."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    unigram = json.loads(Path(f"{corpus}.json").read_text(encoding="utf-8"))["unigram_entropy"]
+    trained = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    validated = [(line["step"], line["valid_loss"]) for line in lines if "valid_loss" in line]
+    drawn = figure(7.6, 3.4)
+    axes = drawn.add_subplot()
+    axes.plot(*zip(*trained, strict=True), color=BLUE, linewidth=1.4, label="training")
+    axes.plot(*zip(*validated, strict=True), color=ORANGE, marker="o", linestyle="none", label="validation")
+    axes.axhline(unigram, color=GREY, linestyle="--", linewidth=1.2)
+    last = trained[-1][0]
+    axes.text(last, unigram + 0.06, f"a model that only knows how frequent each token is: {unigram:.2f}", ha="right", color="#555555")
+    step, value = validated[-1]
+    axes.annotate(f"{value:.2f}", (step, value), (0, 8), textcoords="offset points", ha="center", color=ORANGE)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats a token")
+    axes.set_xlim(0, last * 1.03)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.97))
+    drawn.savefig(FOLDER / "loss.png")
+
+
+def mesh() -> None:
+    """Ranks as a grid over pipeline, data and tensor, with the three groups of one rank marked."""
+    shape = tuple(AXES.values())
+    ranks = np.arange(np.prod(shape)).reshape(shape)  # the last axis is the innermost: tensor ranks are neighbours
+    chosen = 4
+    at = np.unravel_index(chosen, shape)
+    drawn = figure(8.6, 4.3)
+    axes = drawn.add_subplot()
+    for (pp, dp, tp), rank in np.ndenumerate(ranks):
+        x, y = dp + pp * 5.0, tp
+        same = sum(here == there for here, there in zip((pp, dp, tp), at, strict=True))
+        differs = next((i for i, (here, there) in enumerate(zip((pp, dp, tp), at, strict=True)) if here != there), None)
+        colour = "#333333" if same == 3 else (RED, ORANGE, BLUE)[differs] if same == 2 and differs is not None else "#e9e9e9"
+        axes.add_patch(FancyBboxPatch((x + 0.08, y + 0.08), 0.84, 0.84, boxstyle="round,pad=0,rounding_size=0.08", color=colour))
+        axes.text(x + 0.5, y + 0.5, str(rank), ha="center", va="center", color="white" if same >= 2 else "#444444", fontsize=13)
+    for pp in range(AXES["pp"]):
+        left = pp * 5.0
+        axes.add_patch(Rectangle((left - 0.08, -0.08), 4.16, 2.16, fill=False, edgecolor="#bbbbbb"))
+        axes.text(left + 2, -0.62, f"machine {pp}: pipeline stage {pp}", ha="center", fontsize=11)
+        for dp in range(AXES["dp"]):
+            axes.text(left + dp + 0.5, -0.2, f"dp {dp}", ha="center", fontsize=9, color="#555555")
+    for tp in range(AXES["tp"]):
+        axes.text(-0.25, tp + 0.5, f"tp {tp}", ha="right", va="center", fontsize=9, color="#555555")
+    said = {
+        BLUE: "tensor group: holds the other half of every matrix; both ranks compute the same tokens",
+        ORANGE: "data group: holds the same weights, reads other samples; gradients are summed over it",
+        RED: "pipeline group: holds the other half of the layers; hidden states go there and gradients come back",
+    }
+    for i, (colour, text) in enumerate(said.items()):
+        y = 2.55 + 0.36 * i
+        axes.add_patch(Rectangle((0, y - 0.13), 0.26, 0.26, color=colour))
+        axes.text(0.4, y, text, va="center", fontsize=10)
+    axes.set_title(f"{ranks.size} ranks = pipeline 2 × data 4 × tensor 2, seen from rank {chosen}", loc="left", fontsize=12, pad=10)
+    axes.set_xlim(-0.9, 9.2)
+    axes.set_ylim(3.5, -1.0)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    drawn.savefig(FOLDER / "mesh.png")
+
+
+def schedule() -> None:
+    """The schedule of four pipeline stages, as the planner simulates and draws it."""
+    options = ["parallel.pipeline=4", "train.global_batch_size=32", "--plot", str(FOLDER / "schedule.png")]
+    command = [sys.executable, "launch/plan.py", "--config", "configs/gpt_1b.json", *options]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def peers(results: Path) -> None:
+    """megacore's speed over the best other library's, as users get them and with equal process settings."""
+    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    drawn = figure(8.0, 3.3)
+    panels = drawn.subplots(1, 2, sharey=True)
+    for axes, (precision, ways) in zip(panels, found["ratios"].items(), strict=True):
+        for i, ((way, ratios), colour) in enumerate(zip(ways.items(), (BLUE, ORANGE), strict=True)):
+            for at, ratio in enumerate(ratios):
+                x = at + 0.4 * (i - 0.5)
+                axes.bar(x, ratio or 0, width=0.37, color=colour, label=way if at == 0 else None)
+                if ratio is None:
+                    axes.text(x, 0.04, "not measured", rotation=90, ha="center", va="bottom", fontsize=8, color="#444444")
+                else:
+                    axes.text(x, 0.05, f"{ratio:.2f}", ha="center", va="bottom", fontsize=8, color="white")
+        axes.axhline(1, color="#444444", linewidth=1)
+        axes.set_xticks(range(len(found["layouts"])), found["layouts"])
+        axes.set_title(precision, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(0, 2.15)
+    panels[0].set_ylabel("megacore's speed / best peer's")
+    drawn.suptitle(f"{found['machine']}, {found['date']}, medians; no GPU", x=0.01, ha="left", fontsize=10)
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    drawn.savefig(FOLDER / "peers.png")
+
+
+def main() -> None:
+    """Draws them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=ROOT / "runs/quickstart", help="the run whose loss is drawn")
+    parser.add_argument("--corpus", type=Path, default=ROOT / "data/stdlib_valid", help="its validation corpus")
+    parser.add_argument("--peers", type=Path, default=ROOT / "benchmarks/results/peers_settings_2026-11-22.json", help="both ratios")
+    args = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    if (args.run / "metrics.jsonl").is_file():
+        loss(args.run, args.corpus)
+    else:
+        print(f"no run in {args.run}: the loss curve stays as it is (bash launch/quickstart.sh)", file=sys.stderr)
+    mesh()
+    schedule()
+    peers(args.peers)
+
+
+if __name__ == "__main__":
+    main()
