@@ -40,7 +40,7 @@ def loss(run: Path, corpus: Path) -> None:
     axes.plot(*zip(*validated, strict=True), color=ORANGE, marker="o", linestyle="none", label="validation")
     axes.axhline(unigram, color=GREY, linestyle="--", linewidth=1.2)
     last = trained[-1][0]
-    axes.text(last, unigram + 0.06, f"a model that only knows how frequent each token is: {unigram:.2f}", ha="right", color="#555555")
+    axes.text(last, unigram + 0.08, f"a model that only knows how frequent each token is: {unigram:.2f}", ha="right", color="#555555")
     step, value = validated[-1]
     axes.annotate(f"{value:.2f}", (step, value), (0, 8), textcoords="offset points", ha="center", color=ORANGE)
     axes.set_xlabel("step")
