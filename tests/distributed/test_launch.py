@@ -82,9 +82,9 @@ def test_launchers_agree(config: str, alone: list[float], tmp_path: Path, launch
 ONE_MACHINE = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
-def test_the_readmes_launch_commands_work_as_printed() -> None:
+def test_the_documents_launch_commands_work_as_printed() -> None:
     """On a machine without sshd; those for several machines aside."""
-    block = (ROOT / "README.md").read_text().partition("## Starting a run")[2].partition("```bash\n")[2].partition("```")[0]
+    block = (ROOT / "docs/starting.md").read_text().partition("## Starting it")[2].partition("```bash\n")[2].partition("```")[0]
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     here = [command for command in commands if command[0] != "srun" and "--hostfile" not in command]
     assert {command[0] for command in here} == {"python", *LAUNCHERS}

@@ -28,15 +28,15 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with the block of the README's example added as the README says."""
+    """A copy of the project with the block of docs/blocks.md added as that document says."""
     fork = tmp_path_factory.mktemp("fork")
     for name in ("megacore", "kernels", "configs", "launch"):
         shutil.copytree(ROOT / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n# (megacore/model/\S+)\n(.*?)```", readme, re.DOTALL)
+    document = (ROOT / "docs/blocks.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n# (megacore/model/\S+)\n(.*?)```", document, re.DOTALL)
     assert code is not None and len(code[2].splitlines()) < 30
     (fork / code[1]).write_text(code[2])
-    for path, before, after in re.findall(r"^\| `(\S+\.py)` \| `(.+?)` \| `(.+?)` \|$", readme, re.MULTILINE):
+    for path, before, after in re.findall(r"^\| `(\S+\.py)` \| `(.+?)` \| `(.+?)` \|$", document, re.MULTILINE):
         text = (fork / path).read_text()
         assert text.count(before) == 1, (path, before)
         (fork / path).write_text(text.replace(before, after))
@@ -54,7 +54,7 @@ def edit(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
-def test_the_readme_s_block_is_proved_and_a_mistake_in_it_is_found_by_name(fork: Path) -> None:
+def test_the_documented_block_is_proved_and_a_mistake_in_it_is_found_by_name(fork: Path) -> None:
     done = run(fork, "--layouts", "tp2sp,tp2pp2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "EQUAL to one process in fp64" in done.stdout and "blocks.1.feed_forward.up.weight" in done.stdout

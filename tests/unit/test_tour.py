@@ -27,10 +27,13 @@ def wrong_in(text: str) -> list[str]:
     return wrong + [f"{path} · {name}" for path, name in named if (ROOT / path).exists() and name not in names_in(ROOT / path)]
 
 
-GUIDES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+GUIDES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md", "benchmarks/README.md")),
+]
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
 def test_every_path_and_name_exists(guide: Path) -> None:
     assert wrong_in(guide.read_text(encoding="utf-8")) == []
 

@@ -1,0 +1,106 @@
+"""The README stays short, links lead somewhere, lines stay readable, and the README's runs fit the devices that it names."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megacore.config import load
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "kernels/README.md",
+    ROOT / "benchmarks/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SENTENCE_END = re.compile(r"[.!?][)\"*]*\s+[\"*`(\[]*[A-Z]")
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def prose(text: str) -> list[str]:
+    """The lines outside code blocks, tables and comments."""
+    lines = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    return [line for line in lines if not line.lstrip().startswith(("|", "<!--"))]
+
+
+def too_long(text: str) -> list[str]:
+    """Lines of more than 120 characters with more than one sentence."""
+    return [line for line in prose(text) if len(line) > 120 and SENTENCE_END.search(line)]
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name behind `#`: the headings, as GitHub writes them."""
+    headings = [line.lstrip("#").strip().lower() for line in prose(text) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Relative links that lead to no file, or to no heading of one."""
+    broken = []
+    for link in LINK.findall("\n".join(prose(text)) + "\n".join(line for line in text.splitlines() if line.startswith("|"))):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(read(target)))):
+            broken.append(link)
+    return broken
+
+
+def test_the_readme_has_at_most_a_thousand_words() -> None:
+    assert len(read(README).split()) <= 1000
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve_and_lines_are_short(path: Path) -> None:
+    text = read(path)
+    assert broken_links(path, text) == []
+    assert too_long(text) == []
+
+
+def test_the_table_of_contents_is_complete() -> None:
+    """A document that nothing leads to is not read."""
+    listed = {link.partition("#")[0] for link in LINK.findall(read(ROOT / "docs/README.md"))}
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+
+
+def test_pictures_are_small() -> None:
+    """Everybody who clones the project downloads every version of them."""
+    pictures = sorted((ROOT / "docs/figures").glob("*.png"))
+    assert pictures and all(picture.stat().st_size < 200_000 for picture in pictures)
+
+
+def test_the_readmes_runs_fit_their_devices() -> None:
+    """For 1, 8 and 512 devices: the config's layout and batch divide over them."""
+    lines = [
+        shlex.split(line, comments=True)
+        for block in re.findall(r"```bash\n(.*?)```", read(README), re.DOTALL)
+        for line in block.splitlines()
+    ]
+    runs = [line for line in lines if "launch/pretrain.py" in line]
+    found = []
+    for words in runs:
+        number = re.search(r"(?:--num_gpus|--ntasks) (\d+)", " ".join(words))
+        devices = int(number[1]) if number else 512 if "--hostfile" in words else 1
+        config = words.index("--config")
+        parallel = load(str(ROOT / words[config + 1]), words[config + 2 :], devices).config.parallel
+        assert parallel.tensor * parallel.pipeline * int(parallel.data) == devices, words
+        found.append(devices)
+    assert found == [1, 8, 512, 512]
+
+
+def test_mistakes_would_be_noticed() -> None:
+    two = (
+        "The first sentence of this line is as long as many a sentence is. "
+        + "The second one makes it longer than the rule allows it to be, by far."
+    )
+    assert too_long(two) == [two]
+    assert too_long(two.replace(". The", ", and the")) == [] and too_long(f"```\n{two}\n```") == [] and too_long(f"| {two} |") == []
+    wrong = "[a](docs/nowhere.md) [b](docs/README.md#nowhere) | [c](docs/README.md#documents) [d](https://pytorch.org)"
+    assert broken_links(README, wrong) == ["docs/nowhere.md", "docs/README.md#nowhere"]
