@@ -56,6 +56,23 @@ def test_spikes_are_those_of_the_plain_rule() -> None:
     assert again.is_spike(high) and guard.is_spike(high), "a resumed run must decide as the one that went on"
 
 
+@pytest.mark.parametrize("steps", [5, ENOUGH, WINDOW - 1, WINDOW, WINDOW + 40])
+def test_a_resumed_guard_forgets_and_decides_as_the_one_that_went_on(steps: int) -> None:
+    """Norms that come back in another order, or a wrong count of them: the resumed run forgets others, or judges before it may."""
+    norms = np.linspace(2, 1, WINDOW + 100)
+    norms[::7] += 0.3
+    _, guard = judged(norms[:steps].tolist())
+    again = SpikeGuard(6.0, CPU)
+    again.load_state(guard.state())
+    for norm in [*norms[steps : steps + 60], 50.0]:
+        value = torch.tensor(norm, dtype=torch.float64)
+        found = [g.is_spike(value) for g in (guard, again)]
+        assert found[0] == found[1], norm
+        for g in (guard, again):
+            g.remember(value, found[0])
+        assert again.state() == guard.state()
+
+
 def test_equal_norms_make_no_spike_of_the_next() -> None:
     """Their deviation is 0: without a least one, a norm a billionth larger would be skipped."""
     found, _ = judged([1.0] * 40 + [1.0 + 1e-9, 1.02, 3.0])
