@@ -151,6 +151,17 @@ def test_bf16_gradients_add_up_in_fp32(configure: Configure) -> None:
     assert torch.tensor(1.0).bfloat16() + torch.tensor(2.0**-9).bfloat16() == 1.0
 
 
+def test_bf16_losses_add_up_in_fp32(configure: Configure) -> None:
+    """A sum in bf16 has three digits: the curve that is logged would move in steps of a few thousandths of a nat."""
+    config = configure("train.precision=bf16")
+    stage, engine = engine_of(config)
+    found = accumulate(config, stage, engine, 1)
+    with torch.no_grad():
+        losses = [stage.loss(stage(m.inputs, m.key), m.targets) for m in batch_of(config, 1)]
+    targets = config.train.global_batch_size * config.train.seq_len
+    assert found.item() == pytest.approx(sum(loss.double().item() for loss in losses) / targets, rel=1e-6)
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, precision: str, bad: float) -> None:
@@ -174,6 +185,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, pre
     assert engine.step(1e-3).grad_norm.isfinite()
     assert engine.state()["updates"] == 2
     assert not torch.equal(engine.tensors()["model/norm.weight"][0], before["model/norm.weight"])
+
+
+def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:
+    """More spikes than norms before them: remembered, they would be the usual norm by the end. Nor does a spike overflow: forty of
+    them that halved the loss scale would leave gradients that underflow."""
+    stage, engine = engine_of(configure("train.precision=fp16 optim.spike_threshold=6"))
+    scale = engine.state()["loss_scale"]
+    for step in range(60):
+        backward_of(engine, stage, 1.0 if step < 20 else 100.0)
+        engine.step(1e-4)
+    assert engine.state()["skipped"] == 40 and engine.state()["updates"] == 20
+    assert engine.state()["loss_scale"] == scale
 
 
 def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
