@@ -111,6 +111,16 @@ def test_eager_keeps_fp64_and_splits():
     assert error_on_split_vocabulary("eager", "cpu", PLAIN) < TOLERANCE[torch.float32]
 
 
+def test_chunks_add_up_in_fp32():
+    """256 chunks of a token each: where their sum is rounded to bf16 in between, most of the later ones are rounded away."""
+    hidden, weight = (seeded(shape, "cpu", torch.bfloat16, seed=3).abs().requires_grad_() for shape in ((256, 4), (8, 4)))
+    targets = torch.zeros(256, dtype=torch.int64)
+    loss = linear_cross_entropy.linear_cross_entropy(hidden, weight, targets, chunk=1)
+    exact = exact_losses(hidden.double() @ weight.double().T, targets).sum()
+    (got,), (right,) = (torch.autograd.grad(each, weight) for each in (loss, exact))
+    assert relative_error(got, right) < 2**-8, "one rounding to bf16, at the end"
+
+
 def check_fp16(device: str) -> float:
     """Of a loss scale that comes with backward nothing is left if the gradient has underflowed by then."""
     hidden = torch.zeros(1, 1, dtype=torch.float16, device=device, requires_grad=True)
