@@ -15,6 +15,9 @@ from megacore.config import Config, load
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import shard_of
 from megacore.kernels.rope import rope
+from megacore.kernels.dropout import bias_dropout_residual
+from megacore.mesh import SOLO, Group
+from megacore.model import context
 from megacore.model.attention import rope_tables
 from megacore.model.context import Context
 from megacore.model.gpt import Stage, whole_model
@@ -302,6 +305,49 @@ def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
     alone = keys(1)
     assert len(alone) == len(set(alone.values())) == 8
     assert keys(2) == keys(4) == alone
+
+
+def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places with one key drop the same elements twice over: noise that is not independent. Uneven stages must not count anew."""
+    keys: list[int] = []
+
+    def noted(x: Tensor, bias: Any, residual: Any, probability: float, key: int, **options: Any) -> Tensor:
+        keys.append(key)
+        return bias_dropout_residual(x, bias, residual, probability, key, **options)
+
+    monkeypatch.setattr(context, "bias_dropout_residual", noted)
+    config = configure("model.dropout=0.2")
+    whole_model(config)(tokens_of(config), 1)
+    alone = keys.copy()
+    assert len(alone) == len(set(alone)) == 1 + 2 * config.model.num_layers, "the embedding, and two in every block"
+    keys.clear()
+    x = tokens_of(config)
+    for layers in (range(3), range(3, 5)):
+        x = Stage(config, layers, SOLO, CPU)(x, 1)
+    assert keys == alone
+
+
+def test_another_seed_draws_other_weights(configure: Configure) -> None:
+    """Runs of several seeds, to see what is chance, would all begin with one model; and two parameters of a shape with one tensor."""
+    models = [dict(whole_model(configure(f"train.seed={seed}")).named_parameters()) for seed in (0, 1)]
+    drawn = [p for model in models for p in model.values() if shard_of(p).init_std is not None]
+    for i, p in enumerate(drawn):
+        assert not any(p.shape == other.shape and (p == other).any() for other in drawn[:i])
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "scales, more positions"])
+def test_a_chunked_loss_is_the_models_loss(configure: Configure, variant: str) -> None:
+    """Of the whole model, trained and evaluated, in several chunks: the head's scale, and every chunk, are in both."""
+    sizes = "train.micro_batch_size=17 train.global_batch_size=17"
+    results = []
+    for chunked in ("false", "true"):
+        stage = shake(whole_model(configure(f"{VARIANTS[variant]} {sizes} model.chunked_loss={chunked}")))
+        results.append(loss_and_gradients(stage))
+        with torch.no_grad():
+            evaluated = stage.eval().loss(stage(tokens_of(stage.config)), tokens_of(stage.config, 1))
+        assert float(evaluated) == pytest.approx(float(results[0][0]), rel=1e-12)
+    assert float(results[1][0]) == pytest.approx(float(results[0][0]), rel=1e-12)
+    assert largest_difference(results[1][1], results[0][1]) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
