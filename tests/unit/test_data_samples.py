@@ -44,6 +44,15 @@ def test_epochs(corpus: str) -> None:
     assert not np.array_equal(stream.samples(np.arange(10)), SampleStream(corpus, 10, seed=2, vocab_size=103).samples(np.arange(10)))
 
 
+def test_corpora_of_one_size_have_orders_of_their_own(tmp_path: Path, corpus: str) -> None:
+    """Of two that belong together, line by line, such as translations, the pairs would always be met side by side."""
+    stream = SampleStream([(1, corpus), (1, write(tmp_path / "twin", np.arange(103, dtype=np.uint16)))], 5, seed=1, vocab_size=103)
+    places = [stream.where(i) for i in range(40)]
+    orders = [[sample for prefix, epoch, sample in places if prefix == own.prefix and epoch == 0] for own in stream.corpora]
+    assert [sorted(order) for order in orders] == [list(range(20))] * 2
+    assert sum(a == b for a, b in zip(*orders, strict=True)) < 10
+
+
 def test_pure_function_of_the_index(tmp_path: Path, corpus: str) -> None:
     """Resumed runs and other layouts ask for other batches of the same indices, and get the same samples."""
     other = write(tmp_path / "d", np.arange(57, dtype=np.uint16))
