@@ -124,6 +124,18 @@ def test_json_tokenizer_gives_the_text_back_byte_by_byte(byte_level: str) -> Non
     assert tokenizer.end_of_document == 0 and tokenizer.token_bytes(0) == b""
 
 
+def test_a_piece_of_text_gets_no_special_tokens(byte_level: str, tmp_path: Path) -> None:
+    """A tokenizer.json of Llama's kind puts a token in front of whatever it encodes: a text comes in pieces, each would get one."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    fast = tokenizers.Tokenizer.from_file(byte_level)
+    fast.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert fast.encode("the cat").ids[0] == 0
+    assert np.array_equal(load_tokenizer(str(tmp_path / "tokenizer.json")).encode("the cat"), load_tokenizer(byte_level).encode("the cat"))
+
+
 def test_json_tokenizer_refusals(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     with pytest.raises(DataError, match="cannot be read: No such file"):
