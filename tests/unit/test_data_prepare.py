@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from launch.prepare import parse
+from megacore.config import load
 from megacore.data import prepare as prepare_module
 from megacore.data import sources
 from megacore.data.indexed import IndexedTokens, Sidecar
 from megacore.data.prepare import cross_entropy, prepare
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import ConfigError, DataError, UserError
+from megacore.train.inputs import Inputs
+from tests.training import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,6 +145,26 @@ def test_trained_tokenizer(text: Path, prefix: str) -> None:
     assert np.array_equal(tokens_of(f"{prefix}2"), ids)
 
 
+def word_tokenizer(path: Path, size: int) -> str:
+    """A tokenizer.json in which the word `w7` is token 7, and token 0, `w0`, ends a document; returns its path."""
+    words = {f"w{i}": i for i in range(size)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w1"}
+    path.write_text(json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model, "added_tokens": []}))
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "w0"}')
+    return str(path)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")])
+def test_the_largest_id_fits_and_token_0_may_end_documents(tmp_path: Path, prefix: str, size: int, dtype: str) -> None:
+    """One id too many for the dtype becomes token 0 without a word; and an end of documents that is token 0 is one all the same."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    (tmp_path / "t.jsonl").write_text(f'{{"text": "w3 w{size - 1}"}}\n{{"text": "w5"}}\n')
+    prepare([str(tmp_path / "t.jsonl")], prefix, word_tokenizer(tmp_path / "tokenizer.json", size))
+    tokens = IndexedTokens(prefix)
+    assert tokens.dtype == dtype and tokens.num_documents == 2
+    assert tokens_of(prefix).tolist() == [3, size - 1, 0, 5, 0]
+
+
 def test_training_text_excludes_validation(tmp_path: Path, prefix: str) -> None:
     """The tokenizer must not have seen the validation text."""
     (tmp_path / "t.txt").write_text("train words here\n" * 90 + "unseen\n" * 23)
@@ -169,6 +192,23 @@ def test_cross_entropy() -> None:
     """Uniform tokens cost ln(4); tokens that the model expects half as often cost ln 2 more."""
     assert cross_entropy(np.full(4, 7), np.full(4, 3)) == pytest.approx(np.log(4))
     assert cross_entropy(np.array([0, 5]), np.array([3, 1])) == pytest.approx(np.log(4))
+
+
+def test_the_entropy_of_a_blend_counts_tokens(tmp_path: Path) -> None:
+    """What a run prints beside its validation loss: the mean over all corpora's tokens, as that loss is, not over corpora."""
+    sizes = {"long": 5000, "short": 200}
+    for name, size in sizes.items():
+        (tmp_path / f"{name}.txt").write_text("".join(np.random.default_rng(size).choice(list("abcdefgh")[: size // 100], size)))
+        prepare([str(tmp_path / f"{name}.txt")], str(tmp_path / name), "bytes")
+    blend = [[1.0, str(tmp_path / name)] for name in sizes]
+    config = write_config(
+        tmp_path, str(tmp_path / "long"), model={"vocab_size": 256}, data={"train": str(tmp_path / "long"), "valid": blend}
+    )
+    known = [Sidecar.load(str(tmp_path / name)) for name in sizes]
+    entropies = [sidecar.unigram_entropy for sidecar in known if sidecar is not None]
+    assert entropies[0] > 1.5 * entropies[1] > 1.0
+    found = Inputs(load(config, [f"log.dir={tmp_path}/run"]).config, rank=0).unigram_entropy()
+    assert found == pytest.approx((5000 * entropies[0] + 200 * entropies[1]) / 5200, rel=1e-12)
 
 
 BAD_TEXT: list[tuple[str, bytes, str]] = [
