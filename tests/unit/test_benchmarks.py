@@ -15,6 +15,8 @@ from benchmarks.rounds import Contender, Race, Record
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
+from megacore.plan.flops import flops_per_token
+from megacore.plan.traffic import Line, seconds_by_group, stage_traffic
 from megacore.train.meters import Utilisation
 
 
@@ -64,6 +66,14 @@ def test_utilisation_needs_a_peak() -> None:
     full, causal, hardware = measured.full(100.0), measured.causal(100.0), measured.hardware(100.0)
     assert full is not None and causal is not None and hardware is not None
     assert causal < full < hardware
+
+
+def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens a second are the whole run's, so the peak is that of all its devices: of one, eight GPUs would be at 300 %."""
+    monkeypatch.setattr("platform.processor", lambda: "NVIDIA H100 80GB HBM3")
+    config = resolve({"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"precision": "bf16"}}, [], "small", 1).config
+    found = Utilisation(config, torch.device("cpu"), 8).full(1e6)
+    assert found == pytest.approx(flops_per_token(config, causal=False) * 1e6 / (8 * 989.5e12))
 
 
 def record(name: str, *seconds: float) -> Record:
