@@ -1,0 +1,57 @@
+"""What is said while a run goes on: the time that is left, who holds up the others, and TensorBoard behind a resume."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.config import Config, load
+from megacore.train.board import Board
+from megacore.train.logs import Logs
+from tests.training import write_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Of a run of 200 steps."""
+    return load(write_config(tmp_path, "unused", train={"steps": 200}), [f"log.dir={tmp_path}/run"]).config
+
+
+def figures(step: int) -> dict[str, float]:
+    return {"step": step, "loss": 2.0, "tokens_per_second": 1000.0, "step_seconds": 1.0}
+
+
+def test_the_time_left_is_that_of_the_steps_since_the_start(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that went on from step 100 has done ten steps in twenty seconds, not 110: 90 are left, of two seconds each."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    logs = Logs(config, True, 101)
+    now[0] += 20.0
+    logs.step(figures(110), {})
+    logs.close()
+    assert capsys.readouterr().out.strip().endswith(" 180 s left")
+
+
+def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
+    logs = Logs(config, True, 1)
+    for step, slow in enumerate(([3], [3], [], [3, 2], [2]), 1):
+        logs.step(figures(step), dict.fromkeys(slow, 0.9))
+    logs.close()
+    said = [line.split(" holds")[0] for line in capsys.readouterr().out.splitlines() if "holds up" in line]
+    assert said == ["step 1: rank 3", "step 4: rank 3", "step 4: rank 2"]
+
+
+def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> None:
+    """Behind a resume a step would be shown twice, or the one before it not at all."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last, loss in ((1, 5, 3.0), (4, 6, 2.0)):
+        board = Board(tmp_path, first, lambda line: pytest.fail(line))
+        for step in range(first, last + 1):
+            board.add({"step": step, "loss": loss})
+        board.close()
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 2.0), (6, 2.0)]
