@@ -1,0 +1,68 @@
+"""What a line of metrics.jsonl says of time and memory, by a clock that only work moves."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megacore.checkpoint import Saver
+from megacore.pipeline.runtime import Runtime
+from megacore.place import place_from_environment
+from tests import training
+
+STEP, ASIDE = 1.0, 1000.0  # seconds of a step, and of a validation's batch or a save
+WAITED = (0.2, 0.2, 0.2, 0.05)  # of each rank's step
+
+
+def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
+    """A run in which a step takes as long as `STEP` says, and nothing else any time; rank r's memory peaks at r + 1 KiB."""
+    rank, now = place_from_environment().rank, [0.0]
+    run, start = Runtime.run, Saver.start
+
+    def running(self: Runtime, *args: Any) -> Any:
+        training_now = self.stage.training
+        now[0] += STEP if training_now else ASIDE
+        self.ledger.waited += WAITED[rank] if training_now else 0.0
+        return run(self, *args)
+
+    def saving(self: Saver, *args: Any) -> None:
+        now[0] += ASIDE * (1 + rank)
+        start(self, *args)
+
+    patches = (
+        mock.patch.object(time, "perf_counter", lambda: now[0]),
+        mock.patch.object(Runtime, "run", running),
+        mock.patch.object(Saver, "start", saving),
+        mock.patch("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=rank + 1)),
+        mock.patch("platform.system", lambda: "Linux"),
+    )
+    for patch in patches:
+        patch.start()
+    try:
+        return training.run_rank(config_path, overrides, log_dir)
+    finally:
+        mock.patch.stopall()
+
+
+def test_speed_is_of_steps_alone_and_figures_are_of_all_ranks(run_ranks: Any, tmp_path: Path) -> None:
+    """Validations and saves that count as steps, the mean of several steps taken for one, rank 0's memory for the largest, or what a
+    rank has waited in five steps taken from one of them, so that a rank is named that holds up nobody."""
+    prefix = training.write_corpus(tmp_path)
+    config = training.write_config(
+        tmp_path,
+        prefix,
+        model={"num_layers": 1},
+        train={"steps": 20, "eval_every": 4, "eval_batches": 1},
+        data={"train": prefix, "valid": training.write_corpus(tmp_path, "valid", 300)},
+        checkpoint={"every": 7},
+        log={"every": 5, "tensorboard": False},
+    )
+    assert run_ranks(4, clocked_rank, config, [], str(tmp_path / "run")) == [0] * 4
+    lines = training.metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [5, 10, 15, 20]
+    assert [line["step_seconds"] for line in lines] == [STEP] * 4
+    assert {line["tokens_per_second"] for line in lines} == {8 * 16 / STEP}
+    assert [line["save_seconds"] for line in lines] == [0.0, 4 * ASIDE, 4 * ASIDE, 0.0], "of the rank that waited longest"
+    assert {line["memory_bytes"] for line in lines} == {4 * 1024}, "of the fullest rank"
+    assert not any("stragglers" in line for line in lines), "rank 3 works for 0.95 s, the others for 0.8 s"
