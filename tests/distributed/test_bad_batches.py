@@ -84,3 +84,16 @@ def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Pat
     assert again[0] == [12]
     with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):
         pool.run(2, poisoned_rank, config, [*OVERRIDES, "optim.max_skips=3"], str(tmp_path / "fails"), [5, 6, 7], float("nan"))
+
+
+def test_skips_are_on_record_behind_a_rollback_and_a_restart(pool: Any, config: str, tmp_path: Path) -> None:
+    """Back at step 4 the count of skips begins lower, and samples are ahead of steps: bad batches still are named, also the first one, by
+    their own samples. A run that is started again has skipped nothing new."""
+    limits = ["checkpoint.every=4", "optim.max_skips=3", "optim.max_rollbacks=1"]
+    read = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7, 8, 10], float("nan"))
+    assert read[0] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    expected = [(5, 32, 39), (6, 40, 47), (7, 48, 55), (5, 56, 63), (7, 72, 79)]
+    assert skipped(tmp_path / "run") == expected
+    pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=10"], str(tmp_path / "run"), [], 1.0)
+    assert skipped(tmp_path / "run") == expected
+    assert [m["skipped"] for m in training.metrics(tmp_path / "run")] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2]
