@@ -98,3 +98,21 @@ def test_a_small_models_head_takes_layers_away() -> None:
     assert head_cost(small()).total > layer_cost(small()).total
     parts = stage_layers(small(pipeline=2))
     assert len(parts[0]) > len(parts[1])
+
+
+def test_a_configs_stages_are_cut_by_forward_and_backward() -> None:
+    """The cheapest worst stage of a whole step: cut by forward alone, by the head's anyway, or without what is recomputed, one stage would
+    hold the others up for the rest of it."""
+    uneven = 0
+    for vocabulary in (256, 2048, 8192, 16384):
+        for recompute in ("none", "full"):
+            model = {"num_layers": 9, "hidden_size": 64, "num_heads": 4, "vocab_size": vocabulary}
+            for stages in (2, 3, 4):
+                sections = {"model": model, "parallel": {"pipeline": stages}, "train": {"seq_len": 32, "recompute": recompute}}
+                config = resolve(sections, [], "small", stages).config
+                sizes = [len(part) for part in stage_layers(config)]
+                ends = embedding_cost(config).total, head_cost(config).total
+                assert sizes == by_search(9, stages, layer_cost(config).total, *ends), (vocabulary, recompute, stages)
+                assert max(cost.total for cost in stage_costs(config)) == pytest.approx(worst(sizes, layer_cost(config).total, *ends))
+                uneven += sizes[-1] < max(sizes)
+    assert uneven > 12
