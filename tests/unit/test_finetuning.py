@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megacore.checkpoint import Reader, locate, save
+from megacore.config import Config
 from megacore.config.load import parse_override
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
@@ -32,6 +33,19 @@ def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
     assert dict(map(parse_override, words)) == {f"model.{key}": was[key] for key in ("num_layers", "bias", "norm", "rope_scaling")}
     with pytest.raises(CheckpointError, match=r"model\.max_positions=8 \(the config says 16\)"):
         reader.check_model({"max_positions": 16, "position": "learned"})
+
+
+FREE = {"dropout", "attention", "init_std", "kernels", "chunked_loss", "max_positions"}  # of rotary positions, no table has them
+
+
+def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
+    """Weights still fit a model with another epsilon, scale or base of rotary positions, and are another function there."""
+    model = Config().model.model_dump() | {"position": "rope"}
+    reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
+    reader.check_model(model | dict.fromkeys(FREE, "another"))
+    for key in model.keys() - FREE:
+        with pytest.raises(CheckpointError, match=rf"model\.{key}="):
+            reader.check_model(model | {key: "another"})
 
 
 DOCUMENT = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
