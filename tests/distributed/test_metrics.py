@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 from megacore.checkpoint import Saver
+from megacore.distributed.place import place_from_environment
 from megacore.pipeline.runtime import Runtime
-from megacore.place import place_from_environment
 from tests import training
 
 STEP, ASIDE = 1.0, 1000.0  # seconds of a step, and of a validation's batch or a save

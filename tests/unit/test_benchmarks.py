@@ -14,9 +14,8 @@ from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.rounds import Contender, Race, Record
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
-from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.plan.flops import flops_per_token
-from megacore.plan.traffic import Line, seconds_by_group, stage_traffic
+from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from megacore.config import Config, load
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import shard_of
-from megacore.kernels.rope import rope
 from megacore.kernels.dropout import bias_dropout_residual
-from megacore.mesh import SOLO, Group
+from megacore.kernels.rope import rope
 from megacore.model import context
 from megacore.model.attention import rope_tables
 from megacore.model.context import Context

@@ -210,7 +210,7 @@ def test_activations_of_uneven_stages_are_of_their_own_layers() -> None:
     config = make({"num_layers": 9, "vocab_size": 2048}, {"pipeline": 3, "schedule": "gpipe"}, global_batch_size=16)
     layers = [len(own) for own in stage_layers(config)]
     assert layers[0] == layers[1] > layers[2] + 1
-    found = stage_activations(config)
+    found = rank_activations(config)
     assert found[:2] == [8 * layers[0] * block_activations(config, "none")] * 2
     ends = found[2] - 8 * layers[2] * block_activations(config, "none")
     assert ends == 8 * 4 * 64 * (2 * 64 + 2048), "the inputs of final norm and head, and the logits"
