@@ -9,7 +9,7 @@ COLOURS = {
     "tp": "#c0392b", "dp": "#e67e22", "pp": "#f1c40f", "tied": "#d98880", "loss": "#edbb99", "norm": "#f5b7b1",
     "bubble": "#b0b0b0", "other": "#dddddd",
 }  # fmt: skip
-OURS = "#c0392b"
+KINDS = ("#2f6fab", "#e67e22")  # bars of two kinds side by side
 
 
 def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], unit: str, title: str) -> None:
@@ -29,19 +29,26 @@ def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], unit: str,
     figure.savefig(path)
 
 
-def grouped_bars(path: Path, groups: Mapping[str, Mapping[str, float]], ours: str, unit: str, title: str) -> None:
-    """For each group a panel of horizontal bars, the name `ours` in another colour."""
+def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]]], unit: str, title: str) -> None:
+    """For each group a panel: each name has one horizontal bar a kind, side by side, and a line stands at 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(4, len(groups)) or 1
     lines = -(-len(groups) // columns) or 1
-    figure = Figure(figsize=(4.2 * columns, 2.6 * lines + 0.5), layout="constrained")
+    kinds = list(dict.fromkeys(kind for bars in groups.values() for values in bars.values() for kind in values))
+    height = 0.8 / max(1, len(kinds))
+    figure = Figure(figsize=(4.4 * columns, 3.4 * lines + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
     grid = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes, (group, bars) in zip(grid, groups.items(), strict=False):
-        drawn = axes.barh(list(bars), list(bars.values()), color=[OURS if name == ours else "#7f8c8d" for name in bars])
-        axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=2)
+        for place, kind in enumerate(kinds):
+            values = {row: bars[name][kind] for row, name in enumerate(bars) if kind in bars[name]}
+            rows = [row + (place - (len(kinds) - 1) / 2) * height for row in values]
+            drawn = axes.barh(rows, list(values.values()), height, label=kind, color=KINDS[place % len(KINDS)])
+            axes.bar_label(drawn, fmt="{:.2f}", fontsize=8, padding=2)
+        axes.axvline(1.0, color="#333333", linewidth=0.8, linestyle="--")
+        axes.set_yticks(range(len(bars)), list(bars))
         axes.margins(x=0.2)
         axes.invert_yaxis()
         axes.set_title(group, loc="left", fontsize=9)
@@ -49,6 +56,8 @@ def grouped_bars(path: Path, groups: Mapping[str, Mapping[str, float]], ours: st
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[len(groups) :]:
         axes.set_visible(False)
+    shown = {label: bar for axes in grid for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(shown.values()), list(shown), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
     figure.supxlabel(unit, fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(path)

@@ -13,6 +13,7 @@ from importlib import import_module
 
 import torch
 
+from benchmarks.peers.process import EQUAL, OWN, SETTINGS, equalise, observed
 from benchmarks.training import LoneStage, Training, join
 from megacore.cli import Parser, exit_with
 from megacore.config import load
@@ -26,6 +27,7 @@ EXAMPLE = "yes | head -3 | python -m benchmarks.contender megacore benchmarks/sp
 PEERS = {
     "transformers": ("benchmarks.peers.transformers_loop", "PlainLoop"),
     "transformers-compiled": ("benchmarks.peers.transformers_loop", "CompiledLoop"),
+    "plain-gpt-compiled": ("benchmarks.peers.plain_gpt", "PlainGPTLoop"),
     "transformers-low": ("benchmarks.peers.transformers_loop", "LowPrecisionLoop"),
     "deepspeed": ("benchmarks.peers.deepspeed_loop", "DeepSpeedLoop"),
     "megatron-core": ("benchmarks.peers.megatron_loop", "MegatronLoop"),
@@ -51,19 +53,22 @@ def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list
 
 
 def main(argv: list[str]) -> None:
-    """Builds the contender, says so, and serves; what it cannot do it answers with the reason."""
+    """Builds the contender, says what its process has, and serves; what it cannot do it answers with the reason."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("config", metavar="FILE")
+    parser.add_argument("--settings", choices=SETTINGS, default=OWN, help=f"of a peer's process; {EQUAL}: those of megacore's ({OWN})")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     # Answers alone go to the real stdout; what libraries print there joins stderr.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if args.settings == EQUAL:
+            equalise(place_from_environment().local_world_size)
         turn, loss = build(args.kind, args.config, args.overrides)
-        print(json.dumps({"ready": True}), file=answers)
+        print(json.dumps({"ready": True, "process": observed()}), file=answers)
         for _ in sys.stdin:
             seconds = turn()
             print(json.dumps({"seconds": seconds, "memory_bytes": peak_memory(device), "loss": loss()}), file=answers)

@@ -15,13 +15,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from benchmarks.peers.process import OWN, difference
+
 ROOT = Path(__file__).resolve().parents[1]
 LAST_WORDS = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """How to start a contender, and how many tokens it trains on in a turn. `kind`: see `benchmarks.contender`."""
+    """How to start a contender, and how many tokens it trains on in a turn. `kind`, `settings`: see `benchmarks.contender`."""
 
     name: str
     kind: str
@@ -31,6 +33,8 @@ class Contender:
     threads: int = 1
     apart: bool = False  # the ranks are runs of their own, which only share the machine
     python: str = sys.executable
+    settings: str = OWN
+    process: dict[str, Any] | None = None  # what its processes must turn out to have set (`benchmarks.peers.process`), if that matters
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Record:
     memory_bytes: int = 0  # peak, of the largest rank
     others: list[float] = field(default_factory=list)  # for every turn, cores that were busy with something else
     losses: list[float] = field(default_factory=list)  # for every turn, the mean of what its ranks say, if they do
+    process: dict[str, Any] = field(default_factory=dict)  # what its processes have set, by their own account
 
     @property
     def seconds(self) -> list[float]:
@@ -54,6 +59,7 @@ class Record:
         return {
             "processes": self.contender.ranks,
             "threads": self.contender.threads,
+            "process": self.process,
             "overrides": list(self.contender.overrides),
             "tokens_a_step": self.contender.tokens,
             "seconds": self.turns,
@@ -83,9 +89,11 @@ class Processes:
     def __init__(self, contender: Contender, config: str, limit: float) -> None:
         self.contender, self.limit = contender, limit  # seconds for a turn
         command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
+        command += ["--settings", contender.settings]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        self.process: dict[str, Any] = {}
         self.ranks, self.complaints = [], tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
         for rank in range(contender.ranks):
             env = os.environ | {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port)}
@@ -95,6 +103,14 @@ class Processes:
             pipe = subprocess.PIPE
             process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
             self.ranks.append(process)
+
+    def wait_until_ready(self) -> None:
+        """All ranks are built, and `process` says what theirs have set. Raises `Failed` where that is not what it must be."""
+        states = [answer["process"] for answer in self.answers()]
+        for state in states:
+            if reason := difference(state, states[0] if self.contender.process is None else self.contender.process):
+                raise Failed(reason)
+        self.process = states[0]
 
     def answers(self) -> list[dict[str, Any]]:
         """Of every rank; raises `Failed` when one has none, or none in time."""
@@ -186,7 +202,7 @@ def race(
         for contender in contenders:
             running[contender.name] = processes = Processes(contender, config, limit)
             try:
-                processes.answers()  # one after the other: building takes cores too
+                processes.wait_until_ready()  # one after the other: building takes cores too
                 record = Record(contender)
                 for _ in range(2):
                     processes.turn(record)
@@ -197,7 +213,7 @@ def race(
         ready = [name for name in rivals if name in warm]
         for name in set(ready) - {min(ready, key=lambda name: warm[name])} if ready else ():
             running.pop(name).end()
-        result.records = {name: Record(processes.contender) for name, processes in running.items()}
+        result.records = {name: Record(processes.contender, process=processes.process) for name, processes in running.items()}
         for number in range(1, rounds + 1):
             result.loads.append(list(os.getloadavg()))
             say(f"round {number} of {rounds}; load average of the last minute {result.loads[-1][0]:.2f} on {os.cpu_count()} cores")

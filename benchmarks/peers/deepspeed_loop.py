@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers.place import Ranks
+from benchmarks.peers.place import Ranks, decay_groups
 from benchmarks.peers.transformers_loop import gpt2
 from megacore.config import Config
 
@@ -40,7 +40,7 @@ class DeepSpeedLoop:
         if self.pipelined:
             model = staged(model, config)
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+            decay_groups(model, optim.weight_decay), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
         )
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # What each peer is installed from. 0.16.1 is the last of megatron-core for Python 3.11.
-REQUIREMENTS = {
+REQUIREMENTS: dict[str, tuple[str, ...]] = {
+    "torch": (),  # nothing beside what all share
     "transformers": ("transformers==5.23.0",),
     "deepspeed": ("deepspeed==0.19.8", "transformers==5.23.0"),
     "megatron-core": ("megatron-core==0.16.1",),

@@ -1,18 +1,24 @@
-"""What every peer's loop shares: joining its ranks, the batch, and the clock."""
+"""What the peers' loops share: joining the ranks, the batch, the clock, initial weights, and which parameters decay.
+
+Nothing here touches the process's settings: those are `benchmarks.peers.process`'s, or the library's own.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from benchmarks.training import random_batch
 from megacore.config import Config
-from megacore.distributed.cpu import share_cores
-from megacore.distributed.mesh import pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.interchange.mapped import Mapped
+from megacore.mesh import pick_device
+from megacore.model.gpt import whole_model
 from megacore.pipeline.runtime import Microbatch
+from megacore.place import place_from_environment
 
 
 class Ranks:
@@ -21,8 +27,6 @@ class Ranks:
     def __init__(self, config: Config, join: bool = True) -> None:
         self.config, place = config, place_from_environment()
         self.rank, self.world, self.device = place.rank, place.world_size, pick_device(config, place)
-        if self.device.type == "cpu":
-            share_cores(place.local_world_size)
         if join:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=config.parallel.timeout_seconds))
@@ -45,3 +49,26 @@ class Ranks:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def set_weights(model: nn.Module, config: Config, mapping: list[Mapped]) -> None:
+    """Gives a peer's model the initial weights that megacore's has, by the mapping of its names; in fp32."""
+    single = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp32"})})
+    ours = {name: parameter.detach() for name, parameter in whole_model(single).named_parameters()}
+    theirs: dict[str, Tensor] = {}
+    for tensor in mapping:
+        theirs |= tensor.split(ours.pop(tensor.name))
+    assert not ours, f"no place for {', '.join(ours)}"
+    missing, _ = model.load_state_dict(theirs, strict=False)
+    own = model.state_dict()
+    untied = [name for name in missing if own[name].data_ptr() not in {own[given].data_ptr() for given in theirs}]
+    assert not untied, f"no weights for {', '.join(untied)}"
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters for an optimizer: matrices decay, biases and norms do not, as in megacore."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]

@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers.place import Ranks
+from benchmarks.peers.place import Ranks, decay_groups, set_weights
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
+from megacore.interchange.mapped import gpt2_tensors
 from megacore.model.gpt import DTYPES
 
 
 def gpt2(config: Config) -> nn.Module:
-    """GPT-2 of the config's sizes, without dropout, with PyTorch's attention; in fp32."""
+    """GPT-2 of the config's sizes, without dropout, with PyTorch's attention; in fp32, with megacore's initial weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model, train = config.model, config.train
@@ -30,8 +31,9 @@ def gpt2(config: Config) -> nn.Module:
         bos_token_id=0,  # the defaults are outside this vocabulary
         eos_token_id=0,
     )
-    torch.manual_seed(train.seed)
-    return GPT2LMHeadModel._from_config(sizes, attn_implementation="sdpa")
+    peer = GPT2LMHeadModel._from_config(sizes, attn_implementation="sdpa")
+    set_weights(peer, config, gpt2_tensors(config))
+    return peer
 
 
 class PlainLoop:
@@ -47,24 +49,33 @@ class PlainLoop:
     def __init__(self, config: Config) -> None:
         self.ranks = Ranks(config, join=config.parallel.data != 1)
         self.dtype, optim = DTYPES[config.train.precision], config.optim
-        self.model = gpt2(config).to(self.ranks.device, torch.float32 if self.autocast else self.dtype)
-        self.reduced = nn.parallel.DistributedDataParallel(self.model) if self.ranks.world > 1 else self.model
+        self.model = self.build(config).to(self.ranks.device, torch.float32 if self.autocast else self.dtype)
+        self.reduced = self.prepare(self.model)
+        if self.ranks.world > 1:
+            self.reduced = nn.parallel.DistributedDataParallel(self.reduced)
         if self.compiled:
             keep_inductor_private()
         self.forward = torch.compile(self.microbatch_loss) if self.compiled else self.microbatch_loss
         self.clip, self.batch = optim.grad_clip, self.ranks.batch()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
+            decay_groups(self.model, optim.weight_decay), lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
         )
+
+    def build(self, config: Config) -> nn.Module:
+        """The model, in fp32."""
+        return gpt2(config)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """What stands around the model before DDP does."""
+        return model
+
+    def rounding(self) -> torch.autocast:
+        """Autocast, where the loop has any and the precision needs it."""
+        return torch.autocast(self.ranks.device.type, self.dtype, enabled=self.autocast and self.dtype != torch.float32)
 
     def microbatch_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over a microbatch."""
-        with torch.autocast(self.ranks.device.type, self.dtype, enabled=self.autocast and self.dtype != torch.float32):
+        with self.rounding():
             return F.cross_entropy(self.reduced(inputs).logits.flatten(0, 1), targets.flatten())
 
     def step(self) -> float:

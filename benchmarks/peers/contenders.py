@@ -1,0 +1,125 @@
+"""Who takes part in `benchmarks.peers`: in which layouts, in which environment, and in what it differs from megacore."""
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.peers.environments import python_of
+from benchmarks.peers.process import EQUAL, OWN
+from benchmarks.rounds import Contender
+from megacore.config import Config, load
+from megacore.errors import ConfigError
+from megacore.verify.layouts import parse as parse_layout
+
+OURS = "megacore"
+LAYOUTS = ("one", "dp2", "tp2", "pp2")
+NO_SUCH_LAYOUT = "has no such layout here"
+
+# How far a contender's loss may be from megacore's, in nats, after the same number of steps on the same tokens.
+SAME_WEIGHTS, OTHER_WEIGHTS = 0.02, 0.1  # with the same initial weights; with others of the same spread
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A contender. `differs` says all in which its work or its arithmetic is not megacore's; `tolerance` None: another model."""
+
+    environment: str
+    layouts: tuple[str, ...]
+    tolerance: float | None
+    differs: str
+
+
+PEERS: dict[str, Peer] = {
+    "plain-gpt-compiled": Peer(
+        "torch",
+        ("one", "dp2"),
+        SAME_WEIGHTS,
+        "one file of plain PyTorch, compiled as a whole; fp32 weights, under bf16 autocast rounds; DDP over data ranks",
+    ),
+    "transformers": Peer("transformers", ("one", "dp2"), SAME_WEIGHTS, "fp32 weights, under bf16 autocast rounds; DDP over data ranks"),
+    "transformers-compiled": Peer("transformers", ("one",), SAME_WEIGHTS, "the same, model and loss compiled as a whole"),
+    "deepspeed": Peer(
+        "deepspeed",
+        ("one", "dp2", "pp2"),
+        SAME_WEIGHTS,
+        "the model of transformers; fp32 ZeRO stage 0, bf16 stage 1; its pipeline cuts by parameters, the head on the last stage",
+    ),
+    "megatron-core": Peer(
+        "megatron-core",
+        LAYOUTS,
+        OTHER_WEIGHTS,
+        "initial weights of its own; layers without Transformer Engine; on a CPU torch.cuda's names stand for the CPU",
+    ),
+    "torchtitan": Peer(
+        "torchtitan",
+        LAYOUTS,
+        None,
+        "another model, Llama: RMS norms, rotary positions, swiglu of as many products (0.4 % fewer here), no biases, embeddings not "
+        "tied; all parameters decay; sharded over data ranks (FSDP2); PyTorch's attention in place of flex attention",
+    ),
+}
+
+# The model that all have, torchtitan excepted.
+GPT2 = {
+    "norm": "layernorm",
+    "activation": "gelu",
+    "position": "learned",
+    "bias": True,
+    "tie_embeddings": True,
+    "dropout": 0.0,
+    "qk_norm": False,
+}
+
+
+def config_of(args: argparse.Namespace, overrides: tuple[str, ...], world: int) -> Config:
+    """What all are configured from. Raises `ConfigError` for another model than GPT-2's, which is the one that all have."""
+    config = load(args.config, list(overrides), world).config
+    for key, value in GPT2.items():
+        if getattr(config.model, key) != value:
+            raise ConfigError(f"model.{key}", f"{getattr(config.model, key)} is not what the peers' model has", str(value))
+    return config
+
+
+def threads_of(layout: str) -> int:
+    """Of each rank of a layout, whoever it belongs to: an equal share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // parse_layout(layout).world)
+
+
+def contenders(
+    args: argparse.Namespace, layout: str, precision: str, settings: str, states: dict[str, dict[str, Any]] | None
+) -> tuple[list[Contender], dict[str, str]]:
+    """Who runs, and who cannot for want of an environment or because it has no such layout.
+
+    `settings` are those of the peers' processes; megacore's always has its own. `states`: what processes must then turn out to
+    have set (`process.expected`); None where nothing is set, as on GPUs.
+    """
+    wanted = parse_layout(layout)
+    overrides = (*args.overrides, f"train.precision={precision}", *wanted.overrides())
+    if torch.cuda.is_available():
+        overrides = (*overrides, "train.device=auto")
+    train = config_of(args, overrides, wanted.world).train
+    shared = (train.global_batch_size * train.seq_len, overrides, wanted.world, threads_of(layout))
+    required = states or {}
+    running = [Contender(OURS, OURS, *shared, process=required.get(EQUAL))]
+    absent = {}
+    for name in args.peers:
+        peer = PEERS[name]
+        if layout not in peer.layouts:
+            absent[name] = NO_SUCH_LAYOUT
+            continue
+        try:
+            python = python_of(peer.environment)
+        except RuntimeError as reason:
+            absent[name] = f"no environment: {reason}"
+            continue
+        running.append(Contender(name, name, *shared, python=python, settings=settings, process=required.get(settings)))
+    return running, absent
+
+
+def settings_here() -> tuple[str, ...]:
+    """Those that differ on this machine: on GPUs megacore sets nothing for its process."""
+    return (OWN,) if torch.cuda.is_available() else (OWN, EQUAL)

@@ -1,0 +1,145 @@
+"""What `benchmarks.peers` found: as JSON, a table and a chart, always with both ratios."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.charts import ratio_bars
+from benchmarks.peers.contenders import NO_SUCH_LAYOUT, OURS, PEERS
+from benchmarks.peers.process import EQUAL, OWN, SETTINGS
+from benchmarks.rounds import Race, Record
+
+GOAL = 1.15  # of the best peer's median
+RATIO = "megacore_is_times_as_fast"
+NONE = "–"
+
+HEADER = (
+    "layout", "", "tokens/s, own settings", "megacore is", "tokens/s, equal settings", "megacore is",
+    "peak MB a rank", "cores busy with others", "loss", "what differs from megacore",
+)  # fmt: skip
+
+
+def summary(result: Race, absent: dict[str, str]) -> dict[str, Any]:
+    """Of one layout, precision and kind of settings, for JSON. Who computed another job than megacore is absent, with its loss."""
+    ours = result.records.get(OURS)
+    entry: dict[str, Any] = {"contenders": {}, "absent": absent | result.failures, "load_averages": result.loads}
+    for name, record in result.records.items():
+        if ours is not None and name != OURS:
+            if wrong := another_job(record, ours, PEERS[name].tolerance):
+                entry["absent"][name] = wrong
+                continue
+            ratios = [theirs / own for own, theirs in zip(ours.seconds, record.seconds, strict=True)]
+            entry["contenders"][name] = record.summary() | {RATIO: {"median": median(ratios), "rounds": ratios}}
+        else:
+            entry["contenders"][name] = record.summary()
+    return entry
+
+
+def another_job(record: Record, ours: Record, tolerance: float | None) -> str | None:
+    """What shows that a contender did not compute what megacore did: its loss, step by step on the same tokens."""
+    if tolerance is None:
+        return None
+    if len(record.losses) != len(ours.losses):
+        return f"says {len(record.losses)} losses where megacore says {len(ours.losses)}"
+    for theirs, own in zip(record.losses, ours.losses, strict=True):
+        if not abs(theirs - own) <= tolerance:  # not a number is neither
+            return f"computes another job: its loss is {theirs:.3f} where megacore's is {own:.3f}"
+    return None
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results in Markdown: first megacore over the best peer, then every contender in every layout."""
+    lines = [*_heading(report), "", *_against_best(report), "", "| " + " | ".join(HEADER) + " |"]
+    lines.append("|---|---" + "|---:" * 7 + "|---|")
+    for key, entries in report["results"].items():
+        ranked = sorted([OURS, *report["peers"]], key=lambda name: -_speed(entries, name))
+        lines += [_row(key, name, entries) for name in ranked]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(report: dict[str, Any]) -> list[str]:
+    """On what, with what, and how it was measured."""
+    cores, gpus = report["machine"]["cores"], ", ".join(report["machine"]["gpus"]) or "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in (report["versions"] | report["peers"]).items() if version)
+    model, train = report["setting"]["model"], report["setting"]["train"]
+    lines = [
+        f"{report['machine']['processor']}, {cores} cores; {gpus}. {versions}. {report['date'][:10]}.",
+        "",
+        f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, sequence {train['seq_len']}, vocabulary "
+        f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches of {train['micro_batch_size']}; "
+        f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same random tokens in every step.",
+        "All contenders have as many ranks, and each rank as many threads.",
+        "",
+    ]
+    if EQUAL in report["settings"]:
+        return [
+            *lines,
+            "Own settings: every contender as its users get it. Equal settings: the peers' processes also get what megacore sets for "
+            "its own on a CPU. Freed memory is kept, and oneDNN multiplies fp32 where it is exact. The two are races of their own, "
+            "and megacore, which has its settings in both, runs in each; a ratio is taken within a round.",
+        ]
+    return [*lines, "On a GPU megacore sets nothing for its process: own settings are equal ones." if report["machine"]["gpus"] else ""]
+
+
+def _against_best(report: dict[str, Any]) -> list[str]:
+    """How many times as fast megacore is as the fastest peer, for each layout and both kinds of settings."""
+    lines = [f"megacore's speed over the best peer's (goal: {GOAL} in every layout):", ""]
+    lines += ["| layout | " + " | ".join(SETTINGS.values()) + " |", "|---|---|---|"]
+    for key, entries in report["results"].items():
+        cells = []
+        for kind in SETTINGS:
+            ratios = {n: f[RATIO]["median"] for n, f in entries.get(kind, {}).get("contenders", {}).items() if RATIO in f}
+            best = min(ratios, key=lambda name: ratios[name], default=None)
+            cells.append(NONE if best is None else f"{ratios[best]:.2f}, {best}")
+        lines.append(f"| {key} | {' | '.join(cells)} |")
+    return lines
+
+
+def _speed(entries: dict[str, Any], name: str) -> float:
+    """Tokens a second by which a contender is ranked: its best; 0 where it did not run."""
+    found = [entry["contenders"][name]["tokens_per_second"]["median"] for entry in entries.values() if name in entry["contenders"]]
+    return max(found, default=0.0)
+
+
+def _row(key: str, name: str, entries: dict[str, Any]) -> str:
+    """A contender in a layout: speeds, ratios, and what differs; or why it has none."""
+    cells, reasons = [key, f"**{name}**" if name == OURS else name], []
+    found = {kind: entry["contenders"][name] for kind, entry in entries.items() if name in entry["contenders"]}
+    for kind in (OWN, EQUAL):
+        if kind not in found:
+            cells += [NONE, NONE]
+            reason = entries.get(kind, {}).get("absent", {}).get(name)
+            reasons += [] if reason is None else [reason if reason == NO_SUCH_LAYOUT else f"{kind} settings: {reason}"]
+            continue
+        speed, ratio = found[kind]["tokens_per_second"], found[kind].get(RATIO)
+        cells.append(f"{speed['median']:,.0f} ({speed['lowest']:,.0f}–{speed['highest']:,.0f})")
+        cells.append("" if ratio is None else f"{ratio['median']:.2f}×")
+    cells.append(" / ".join(f"{figures['memory_bytes'] / 1e6:,.0f}" for figures in found.values()))
+    cells.append(" / ".join(f"{median(figures['cores_busy_with_others']):.1f}" for figures in found.values()))
+    cells.append(" / ".join(f"{figures['losses'][-1]:.3f}" for figures in found.values() if figures["losses"]))
+    if found and name != OURS:
+        reasons.append(PEERS[name].differs)
+    cells.append("; ".join(dict.fromkeys(reasons)).replace("|", "/"))
+    return f"| {' | '.join(cells)} |"
+
+
+def write(report: dict[str, Any], output: Path) -> None:
+    """JSON, table and chart."""
+    output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    output.with_suffix(".md").write_text(table(report), encoding="utf-8")
+    if panels := ratios_by_layout(report):
+        where = f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['date'][:10]}"
+        title = f"megacore's speed over each peer's; {where}"
+        ratio_bars(output.with_suffix(".png"), panels, "times as fast; 1: equal", title)
+
+
+def ratios_by_layout(report: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """For the chart, by layout, peer and kind of settings; without layouts in which nobody else ran."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for key, entries in report["results"].items():
+        for kind, entry in entries.items():
+            for name, figures in entry["contenders"].items():
+                if RATIO in figures:
+                    panels.setdefault(key, {}).setdefault(name, {})[SETTINGS[kind]] = figures[RATIO]["median"]
+    return panels
