@@ -29,7 +29,7 @@ def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], unit: str,
     figure.savefig(path)
 
 
-def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]]], unit: str, title: str) -> None:
+def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]]], title: str) -> None:
     """For each group a panel: each name has one horizontal bar a kind, side by side, and a line stands at 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -58,7 +58,6 @@ def ratio_bars(path: Path, groups: Mapping[str, Mapping[str, Mapping[str, float]
         axes.set_visible(False)
     shown = {label: bar for axes in grid for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(list(shown.values()), list(shown), loc="outside lower right", ncols=2, frameon=False, fontsize=8)
-    figure.supxlabel(unit, fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(path)
 

@@ -38,6 +38,7 @@ class MegatronLoop:
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_heads,
             ffn_hidden_size=model.ffn_size,
+            layernorm_epsilon=model.norm_eps,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor,

@@ -130,8 +130,7 @@ def write(report: dict[str, Any], output: Path) -> None:
     output.with_suffix(".md").write_text(table(report), encoding="utf-8")
     if panels := ratios_by_layout(report):
         where = f"{report['machine']['processor']}, {report['machine']['cores']} cores, {report['date'][:10]}"
-        title = f"megacore's speed over each peer's; {where}"
-        ratio_bars(output.with_suffix(".png"), panels, "times as fast; 1: equal", title)
+        ratio_bars(output.with_suffix(".png"), panels, f"megacore's speed over each peer's (1: equally fast)\n{where}")
 
 
 def ratios_by_layout(report: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:

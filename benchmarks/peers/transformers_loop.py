@@ -24,6 +24,8 @@ def gpt2(config: Config) -> nn.Module:
         n_embd=model.hidden_size,
         n_layer=model.num_layers,
         n_head=model.num_heads,
+        n_inner=model.ffn_size,
+        layer_norm_epsilon=model.norm_eps,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

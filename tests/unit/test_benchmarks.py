@@ -6,16 +6,35 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.breakdown import Stopwatch
 from benchmarks.collectives import fit
-from benchmarks.peers.__main__ import PEERS, begin, contenders, parse, summary, table
+from benchmarks.peers import plain_gpt
+from benchmarks.peers.__main__ import begin, parse
+from benchmarks.peers.contenders import NO_SUCH_LAYOUT, PEERS, contenders
 from benchmarks.peers.environments import REQUIREMENTS
+from benchmarks.peers.plain_gpt import GPT, PlainGPTLoop
+from benchmarks.peers.process import EQUAL, OWN
+from benchmarks.peers.report import ratios_by_layout, summary, table
+from benchmarks.peers.transformers_loop import gpt2
 from benchmarks.rounds import Contender, Race, Record
+from benchmarks.training import Training, random_batch
+from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
+<<<<<<< HEAD
 from megacore.plan.flops import flops_per_token
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
+=======
+from megacore.interchange.mapped import Mapped, gpt2_tensors
+from megacore.interchange.nanogpt import nanogpt_tensors
+from megacore.mesh import Mesh
+from megacore.model.gpt import whole_model
+from megacore.place import Place
+from megacore.plan.traffic import Line, seconds_by_group, stage_traffic
+>>>>>>> 3bf297c (Peers' settings, losses and reports are tested; the model of transformers follows all of the config)
 from megacore.train.meters import Utilisation
 
 
@@ -67,6 +86,7 @@ def test_utilisation_needs_a_peak() -> None:
     assert causal < full < hardware
 
 
+<<<<<<< HEAD
 def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens a second are the whole run's, so the peak is that of all its devices: of one, eight GPUs would be at 300 %."""
     monkeypatch.setattr("platform.processor", lambda: "NVIDIA H100 80GB HBM3")
@@ -77,39 +97,76 @@ def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record(name: str, *seconds: float) -> Record:
     return Record(Contender(name, name, tokens=1000), [[s] for s in seconds], 10**9, [0.5] * len(seconds), [9.0] * len(seconds))
+=======
+def record(name: str, *seconds: float, loss: float = 9.0) -> Record:
+    return Record(Contender(name, name, tokens=1000), [[s] for s in seconds], 10**9, [0.5] * len(seconds), [loss] * len(seconds))
+>>>>>>> 3bf297c (Peers' settings, losses and reports are tested; the model of transformers follows all of the config)
 
 
 def report_of(output: Path, *arguments: str) -> dict[str, Any]:
     return begin(parse(["--output", str(output), *arguments]), output, lambda line: None)
 
 
-def test_table_has_every_ratio_and_every_reason(tmp_path: Path) -> None:
-    """Ratios are taken within a round: a slow round that met both must not tell; who is missing is listed with its reason."""
-    race = Race(
-        {"megacore": record("megacore", 1.0, 10.0, 1.0), "deepspeed": record("deepspeed", 2.0, 20.0, 2.2)}, {"torchtitan": "no | luck"}
+def race(*records: Record, **failures: str) -> Race:
+    return Race({record.contender.name: record for record in records}, failures)
+
+
+def test_table_has_both_ratios_and_every_reason(tmp_path: Path) -> None:
+    """A ratio of two slow rounds must not tell, nor one without the other; who is missing has a dash and the reason in its line."""
+    own = race(record("megacore", 1.0, 10.0, 1.0), record("deepspeed", 2.0, 20.0, 2.2), torchtitan="no | luck")
+    equal = race(record("megacore", 1.0, 1.0, 1.0), record("deepspeed", 0.9, 0.9, 1.1), record("transformers", 3.0, 3.0, 3.0))
+    absent = {"megatron-core": "no environment: no network", "transformers-compiled": NO_SUCH_LAYOUT}
+    entries = {OWN: summary(own, absent), EQUAL: summary(equal, absent)}
+    assert entries[OWN]["contenders"]["deepspeed"]["megacore_is_times_as_fast"]["median"] == pytest.approx(2.0)
+    report = report_of(tmp_path / "peers.json") | {"settings": {OWN: "", EQUAL: ""}, "results": {"dp2, fp32": entries}}
+    lines = table(report).splitlines()
+    assert "| dp2, fp32 | 2.00, deepspeed | 0.90, deepspeed |" in lines
+    rows = {cells[1].strip("* "): [cell.strip() for cell in cells[2:]] for line in lines if (cells := line.split("|")[1:-1])[1:]}
+    assert rows["deepspeed"][:4] == ["455 (50–500)", "2.00×", "1,111 (909–1,111)", "0.90×"]
+    assert rows["deepspeed"][-1] == PEERS["deepspeed"].differs
+    assert rows["megacore"][:4] == ["1,000 (100–1,000)", "", "1,000 (1,000–1,000)", ""]
+    assert rows["torchtitan"][:4] == ["–"] * 4 and rows["torchtitan"][-1] == "own settings: no / luck"
+    assert rows["transformers"][:4] == ["–", "–", "333 (333–333)", "3.00×"]
+    assert rows["transformers-compiled"][:4] == ["–"] * 4 and rows["transformers-compiled"][-1] == NO_SUCH_LAYOUT
+    assert rows["megatron-core"][-1].count("no environment: no network") == 2
+    assert ratios_by_layout(report)["dp2, fp32"]["deepspeed"] == pytest.approx(
+        {"as its users get it": 2.0, "with equal process settings": 0.9}
     )
-    entry = summary(race, {"megatron-core": "no environment: no network"})
-    assert entry["contenders"]["deepspeed"]["megacore_is_times_as_fast"]["median"] == pytest.approx(2.0)
-    report = report_of(tmp_path / "peers.json") | {"results": {"one, fp32": entry}}
-    text = table(report)
-    for part in ("| one, fp32 | **megacore** | 1,000 |", "2.00×", "no / luck", "no environment: no network"):
-        assert part in text
+
+
+def test_who_computes_another_job_is_out() -> None:
+    """A contender with a bug that leaves work out would be the fastest. torchtitan's model is another, which its line says."""
+    found = summary(
+        race(
+            record("megacore", 1.0, 1.0),
+            record("deepspeed", 0.5, 0.5, loss=9.015),
+            record("plain-gpt-compiled", 0.5, 0.5, loss=8.93),
+            record("transformers", 0.5, 0.5, loss=float("nan")),
+            record("torchtitan", 0.5, 0.5, loss=9.5),
+        ),
+        {},
+    )
+    assert found["contenders"].keys() == {"megacore", "deepspeed", "torchtitan"}
+    assert "its loss is 8.930 where megacore's is 9.000" in found["absent"]["plain-gpt-compiled"]
+    assert "nan" in found["absent"]["transformers"]
 
 
 def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     """What is measured would be lost, or mixed with that of another setting or of a finished run."""
     output = tmp_path / "peers.json"
-    done = report_of(output) | {"results": {"one, fp32": {}}}
+    done = report_of(output) | {"results": {"one, fp32": {OWN: {}}}}
     output.write_text(json.dumps(done))
-    assert report_of(output)["results"] == {"one, fp32": {}}
+    assert report_of(output)["results"] == {"one, fp32": {OWN: {}}}
     assert report_of(output, "model.num_layers=2")["results"] == {}
     output.write_text(json.dumps(done | {"complete": True}))
+    assert report_of(output)["results"] == {}
+    output.write_text(json.dumps({key: value for key, value in done.items() if key != "settings"}))  # each contender ran once
     assert report_of(output)["results"] == {}
 
 
 def test_peers_are_known_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer without an environment, or of another version each time; an environment that cannot be made is a reason, not a crash."""
-    assert {environment for environment, _ in PEERS.values()} == REQUIREMENTS.keys()
+    assert {peer.environment for peer in PEERS.values()} == REQUIREMENTS.keys()
     assert all("==" in requirement for requirements in REQUIREMENTS.values() for requirement in requirements)
     with pytest.raises(ConfigError, match="torchtan is unknown"):
         parse(["--peers", "torchtan"])
@@ -117,7 +174,131 @@ def test_peers_are_known_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(peer: str) -> str:
         raise RuntimeError(f"no {peer} here")
 
-    monkeypatch.setattr("benchmarks.peers.__main__.python_of", refuse)
-    running, absent = contenders(parse([]), "tp2", "fp32")
+    monkeypatch.setattr("benchmarks.peers.contenders.python_of", refuse)
+    running, absent = contenders(parse([]), "tp2", "fp32", OWN, None)
     assert [contender.name for contender in running] == ["megacore"]
-    assert absent["torchtitan"] == "no environment: no torchtitan here" and absent["deepspeed"] == "not compared in this layout"
+    assert absent["torchtitan"] == "no environment: no torchtitan here" and absent["deepspeed"] == NO_SUCH_LAYOUT
+    assert absent["plain-gpt-compiled"] == NO_SUCH_LAYOUT
+
+
+def test_each_contender_gets_the_settings_of_its_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer whose process is megacore's in both races, or in none, would make one ratio stand twice."""
+    monkeypatch.setattr("benchmarks.peers.contenders.python_of", lambda environment: environment)
+    states = {OWN: {"threads": 1}, EQUAL: {"threads": 2}}
+    for settings in states:
+        (ours, *peers), _ = contenders(parse([]), "dp2", "fp32", settings, states)
+        assert ours.process == states[EQUAL], "megacore has its own settings in every race"
+        assert {peer.name for peer in peers} == {name for name, peer in PEERS.items() if "dp2" in peer.layouts}
+        assert all((peer.settings, peer.process) == (settings, states[settings]) for peer in peers)
+        assert len({(c.tokens, c.overrides, c.ranks, c.threads) for c in (ours, *peers)}) == 1
+
+
+def small_gpt(*overrides: str) -> Config:
+    """A config of GPT-2's blocks; every size off the others, several microbatches."""
+    sections = {
+        "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "vocab_size": 61, "ffn_size": 40},
+        "train": {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 6, "precision": "fp32", "device": "cpu"},
+        "optim": {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.5},
+    }
+    return resolve(sections, list(overrides), "small", 1).config
+
+
+FP32 = 1e-5  # relative: sums of some hundred terms in another order
+
+
+def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mapped]) -> float:
+    """The largest relative difference of the loss and of each gradient from those of megacore's model, with `model`'s own weights."""
+    (microbatch, *_) = random_batch(config, torch.device("cpu"))
+    ours = whole_model(config)
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for tensor in mapping:
+            ours.get_parameter(tensor.name).copy_(tensor.join(theirs))  # type: ignore[arg-type]
+    loss = ours.loss(ours(microbatch.inputs, microbatch.key), microbatch.targets) / microbatch.targets.numel()
+    loss.backward()
+    other = model(microbatch.inputs, microbatch.targets)
+    other.backward()
+    found = float((other - loss).detach().abs() / loss.detach())
+    gradients = {name: parameter.grad for name, parameter in theirs.items()}
+    for tensor in mapping:
+        ours_gradient = ours.get_parameter(tensor.name).grad
+        assert ours_gradient is not None
+        difference = (tensor.join(gradients) - ours_gradient).abs().max() / ours_gradient.abs().max()  # type: ignore[arg-type]
+        found = max(found, float(difference))
+    return found
+
+
+def perturbed_gpt(config: Config) -> GPT:
+    """With biases and norms off zero and one, so that none can be left out unseen."""
+    model, generator = GPT(config), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def test_the_plain_gpt_is_megacores_model() -> None:
+    """With equal weights the loss and every gradient are equal; a contender with another model would prove nothing."""
+    config = small_gpt()
+    assert farthest_from_megacore(perturbed_gpt(config), config, nanogpt_tensors(config)) < FP32
+
+
+def exact_gelu(block: plain_gpt.FeedForward, x: Tensor) -> Tensor:
+    return block.c_proj(F.gelu(block.c_fc(x)))
+
+
+def no_mask(block: plain_gpt.Attention, x: Tensor) -> Tensor:
+    q, k, v = (part.unflatten(2, (block.heads, -1)).transpose(1, 2) for part in block.c_attn(x).chunk(3, 2))
+    return block.c_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def no_second_residual(block: plain_gpt.Block, x: Tensor) -> Tensor:
+    return block.mlp(block.ln_2(x + block.attn(block.ln_1(x))))
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [(plain_gpt.FeedForward, exact_gelu), (plain_gpt.Attention, no_mask), (plain_gpt.Block, no_second_residual)],
+    ids=lambda value: value.__name__,
+)
+def test_another_model_shows(monkeypatch: pytest.MonkeyPatch, part: type, fault: Any) -> None:
+    monkeypatch.setattr(part, "forward", fault)
+    config = small_gpt()
+    assert farthest_from_megacore(perturbed_gpt(config), config, nanogpt_tensors(config)) > 10 * FP32
+
+
+def losses(loop: Any, steps: int = 4) -> list[float]:
+    found = []
+    for _ in range(steps):
+        loop.step()
+        found.append(loop.loss())
+    return found
+
+
+def test_the_plain_gpt_trains_as_megacore_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps from the same initial weights: accumulation, clipping, AdamW and what decays. One that does less would be faster."""
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # which would take a minute, and is not what is looked at
+    config = small_gpt()
+    ours = losses(Training(config, Mesh(config, Place(), torch.device("cpu"))))
+    assert ours[-1] < ours[0] - 0.1
+    assert losses(PlainGPTLoop(config)) == pytest.approx(ours, rel=1e-5)
+    for difference in ("optim.weight_decay=0", "optim.grad_clip=0.01", "train.seed=5"):
+        assert losses(PlainGPTLoop(small_gpt(difference))) != pytest.approx(ours, rel=1e-4), difference
+
+
+def test_the_model_of_transformers_starts_with_megacores_weights() -> None:
+    """Losses of contenders could only be compared roughly."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    config = small_gpt()
+    peer, mapping = gpt2(config), gpt2_tensors(config)
+
+    class WithLoss(nn.Module):
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(peer(tokens).logits.flatten(0, 1), targets.flatten())
+
+        def named_parameters(self, *_: Any, **__: Any) -> Any:
+            return peer.named_parameters()
+
+    theirs = dict(peer.named_parameters())
+    ours = dict(whole_model(config).named_parameters())
+    assert all(torch.equal(tensor.join(theirs), ours[tensor.name]) for tensor in mapping)  # type: ignore[arg-type]
+    assert farthest_from_megacore(WithLoss(), config, mapping) < FP32
