@@ -53,32 +53,36 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
-    """The model of `config`, in fp32, with the initial weights that megacore gives it; the LM head is the embedding."""
+class Trunk(nn.Module):
+    """Embeddings, blocks and the last norm, under nanoGPT's names."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         model = config.model
         width, inner = model.hidden_size, resolved(model.ffn_size)
-        blocks = [Block(width, model.num_heads, inner, model.norm_eps) for _ in range(model.num_layers)]
-        parts = {
-            "wte": nn.Embedding(model.vocab_size, width),
-            "wpe": nn.Embedding(config.max_positions, width),
-            "h": nn.ModuleList(blocks),
-            "ln_f": nn.LayerNorm(width, model.norm_eps),
-        }
-        self.transformer = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(width, model.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.wte, self.wpe = nn.Embedding(model.vocab_size, width), nn.Embedding(config.max_positions, width)
+        self.h = nn.Sequential(*(Block(width, model.num_heads, inner, model.norm_eps) for _ in range(model.num_layers)))
+        self.ln_f = nn.LayerNorm(width, model.norm_eps)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, seq]`` → ``[batch, seq, hidden]``."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.ln_f(self.h(self.wte(tokens) + self.wpe(positions)))
+
+
+class GPT(nn.Module):
+    """The model of `config`, in fp32, with the initial weights that megacore gives it; the LM head is the embedding."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.transformer = Trunk(config)
+        self.lm_head = nn.Linear(config.model.hidden_size, config.model.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight
         set_weights(self, config, nanogpt_tensors(config))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of tokens and targets ``[batch, seq]``."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.transformer["wte"](tokens) + self.transformer["wpe"](positions)
-        for block in self.transformer["h"]:
-            x = block(x)
-        logits = self.lm_head(self.transformer["ln_f"](x))
+        logits = self.lm_head(self.transformer(tokens))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
