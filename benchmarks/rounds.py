@@ -179,13 +179,13 @@ def race(
     config: str,
     rounds: int,
     say: Callable[[str], None],
-    rivals: Sequence[str] = (),
+    rivals: Sequence[Sequence[str]] = (),
     limit: float = 1800.0,
 ) -> Race:
     """Two warm-up turns each, then `rounds` rounds of one turn each, in alternating order.
 
-    Of the contenders named in `rivals` only the one that was fastest in its second warm-up turn goes on. Who fails is out, with
-    the reason; a turn, or a start, that takes longer than `limit` seconds is a failure.
+    Of each group of contenders in `rivals` only the one that was fastest in its second warm-up turn goes on. Who fails is out,
+    with the reason; a turn, or a start, that takes longer than `limit` seconds is a failure.
     """
     say("starting " + ", ".join(c.name for c in contenders))
     result = Race()
@@ -210,9 +210,9 @@ def race(
             except Failed as reason:
                 failed(contender.name, reason)
         say("warm-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in warm.items()))
-        ready = [name for name in rivals if name in warm]
-        for name in set(ready) - {min(ready, key=lambda name: warm[name])} if ready else ():
-            running.pop(name).end()
+        for group in rivals:
+            for name in sorted((name for name in group if name in warm), key=lambda name: warm[name])[1:]:
+                running.pop(name).end()
         result.records = {name: Record(processes.contender, process=processes.process) for name, processes in running.items()}
         for number in range(1, rounds + 1):
             result.loads.append(list(os.getloadavg()))

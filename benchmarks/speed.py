@@ -18,6 +18,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.memory import ENGINES
+from benchmarks.peers.process import SETTINGS
 from benchmarks.rounds import ROOT, Contender, Failed, Record, race
 from megacore.cli import Parser, exit_with
 from megacore.config import load
@@ -51,7 +52,9 @@ Say = Callable[[str], None]
 Result = tuple[list[Ratio], dict[str, Record], list[list[float]]]
 
 
-def raced(contenders: list[Contender], rounds: int, say: Say, rivals: Sequence[str] = ()) -> tuple[dict[str, Record], list[list[float]]]:
+def raced(
+    contenders: list[Contender], rounds: int, say: Say, rivals: Sequence[Sequence[str]] = ()
+) -> tuple[dict[str, Record], list[list[float]]]:
     """`race` in which everybody must run: raises `Failed` otherwise."""
     result = race(contenders, CONFIG, rounds, say, rivals)
     for name, reason in result.failures.items():
@@ -66,16 +69,26 @@ def per_round(records: dict[str, Record], faster: str, slower: str) -> list[floa
 
 
 def against_plain(precision: str, rounds: int, say: Say) -> Result:
-    """One process, two threads, against the plain loop; in bf16 against the better of its two ways to do that."""
+    """One process, two threads, against the plain loop as it is, and with the settings of megacore's process.
+
+    In bf16 each time against the better of the loop's two ways to do that.
+    """
     override = (f"train.precision={precision}",)
     kinds = {f"plain loop, {precision}": "transformers"}
     if precision != "fp32":
         kinds = {f"plain loop, {precision} weights": "transformers-low", f"plain loop, {precision} autocast": "transformers"}
     ours = f"megacore, {precision}"
-    contenders = [Contender(name, kind, TOKENS, override, threads=2) for name, kind in {ours: "megacore", **kinds}.items()]
-    records, loads = raced(contenders, rounds, say, rivals=list(kinds))
-    (rival,) = records.keys() - {ours}
-    return [Ratio(f"one process, {precision}", f"of the {rival}", per_round(records, ours, rival), 1.0)], records, loads
+    contenders = [Contender(ours, "megacore", TOKENS, override, threads=2)]
+    rivals: dict[str, list[str]] = {}
+    for settings, words in SETTINGS.items():
+        rivals[settings] = [f"{name}, {words}" for name in kinds]
+        pairs = zip(rivals[settings], kinds.values(), strict=True)
+        contenders += [Contender(name, kind, TOKENS, override, threads=2, settings=settings) for name, kind in pairs]
+    records, loads = raced(contenders, rounds, say, list(rivals.values()))
+    ratios = [
+        Ratio(f"one process, {precision}", f"of the {rival}", per_round(records, ours, rival), 1.0) for rival in records.keys() - {ours}
+    ]
+    return sorted(ratios, key=lambda ratio: ratio.meaning), records, loads
 
 
 def fp32(rounds: int, say: Say) -> Result:
