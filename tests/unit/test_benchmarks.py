@@ -20,6 +20,7 @@ from benchmarks.peers.process import EQUAL, OWN
 from benchmarks.peers.report import ratios_by_layout, summary, table
 from benchmarks.peers.transformers_loop import gpt2
 from benchmarks.rounds import Contender, Race, Record
+from benchmarks.rounds import race as start_race
 from benchmarks.training import Training, random_batch
 from megacore.config import Config
 from megacore.config.load import resolve
@@ -149,6 +150,29 @@ def test_who_computes_another_job_is_out() -> None:
     assert found["contenders"].keys() == {"megacore", "deepspeed", "torchtitan"}
     assert "its loss is 8.930 where megacore's is 9.000" in found["absent"]["plain-gpt-compiled"]
     assert "nan" in found["absent"]["transformers"]
+
+
+class FakeProcesses:
+    """Ranks that take as many seconds for a turn as their contender has tokens."""
+
+    def __init__(self, contender: Contender, *_: Any) -> None:
+        self.contender, self.process = contender, {"threads": 1}
+
+    def wait_until_ready(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def turn(self, record: Record) -> None:
+        record.turns.append([float(self.contender.tokens)])
+
+
+def test_the_fastest_of_each_group_of_rivals_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group for a contender as it is, one for it with equal settings: a ratio of either would be missing, or of a slower way."""
+    monkeypatch.setattr("benchmarks.rounds.Processes", FakeProcesses)
+    contenders = [Contender(name, "", tokens) for name, tokens in {"ours": 9, "a": 3, "b": 2, "c": 1, "d": 4}.items()]
+    found = start_race(contenders, "", 1, lambda line: None, [["a", "b"], ["d", "c", "absent"]])
+    assert found.records.keys() == {"ours", "b", "c"} and not found.failures
+    assert found.records["b"].process == {"threads": 1}
 
 
 def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
