@@ -103,7 +103,8 @@ def leave(status: int) -> NoReturn:
     interpreter is taken apart Python ends such a thread in the middle of a destructor, and that aborts the process with status 134.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading._shutdown()  # type: ignore[attr-defined]  (ends executors, whose threads would wait for ever, and joins all others)
+    # Ends executors, whose threads would wait for ever, and joins all other threads.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if sys.stdout is not None:
         try:

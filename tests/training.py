@@ -13,6 +13,7 @@ from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.place import place_from_environment
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import whole_model
+from megacore.survive.noting import note_mesh, note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 
@@ -56,7 +57,8 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
-    status = Trainer(config, mesh, inputs).run()
+    ledger = note_mesh(mesh)
+    status = note_trainer(Trainer(config, mesh, inputs), ledger).run()
     mesh.close()
     return status
 

@@ -27,6 +27,7 @@ from benchmarks.peers.process import SETTINGS, expected
 from benchmarks.peers.report import summary, table, write
 from benchmarks.rounds import ROOT, race
 from megacore.cli import Parser, exit_with
+from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
 from megacore.verify.layouts import parse as parse_layout
 

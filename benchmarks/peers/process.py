@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megacore.train.cpu import keep_freed_memory, multiply_with_onednn, share_cores
+from megacore.distributed.cpu import keep_freed_memory, multiply_with_onednn, share_cores
 
 OWN, EQUAL = "own", "equal"  # as its users get a contender; with the settings of megacore's process
 SETTINGS = {OWN: "as its users get it", EQUAL: "with equal process settings"}

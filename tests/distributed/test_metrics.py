@@ -7,8 +7,11 @@ from typing import Any
 from unittest import mock
 
 from megacore.checkpoint import Saver
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import place_from_environment
 from megacore.pipeline.runtime import Runtime
+from megacore.survive.ledger import Ledger
+from megacore.survive.noting import note_mesh
 from tests import training
 
 STEP, ASIDE = 1.0, 1000.0  # seconds of a step, and of a validation's batch or a save
@@ -19,11 +22,16 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     """A run in which a step takes as long as `STEP` says, and nothing else any time; rank r's memory peaks at r + 1 KiB."""
     rank, now = place_from_environment().rank, [0.0]
     run, start = Runtime.run, Saver.start
+    ledgers: list[Ledger] = []
+
+    def noting(mesh: Mesh) -> Ledger:
+        ledgers.append(note_mesh(mesh))
+        return ledgers[0]
 
     def running(self: Runtime, *args: Any) -> Any:
-        training_now = self.stage.training
+        training_now = self.stages[0].training
         now[0] += STEP if training_now else ASIDE
-        self.ledger.waited += WAITED[rank] if training_now else 0.0
+        ledgers[0].waited += WAITED[rank] if training_now else 0.0
         return run(self, *args)
 
     def saving(self: Saver, *args: Any) -> None:
@@ -32,6 +40,7 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
 
     patches = (
         mock.patch.object(time, "perf_counter", lambda: now[0]),
+        mock.patch.object(training, "note_mesh", noting),
         mock.patch.object(Runtime, "run", running),
         mock.patch.object(Saver, "start", saving),
         mock.patch("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=rank + 1)),

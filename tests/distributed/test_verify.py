@@ -124,16 +124,16 @@ def nothing_is_a_number() -> Iterator[None]:
 @contextlib.contextmanager
 def with_parameters_of_other_kinds() -> Iterator[None]:
     """A block with a scalar that it applies to its own tokens, and with a vector that nothing depends on."""
-    from megacore.distributed.shard import new_parameter
+    from megacore.distributed.shard import Shard, new_parameter, replicated
     from megacore.model.block import Block
-    from megacore.tensor_parallel.linear import replicated
 
     init, forward = Block.__init__, Block.forward
 
     def more(self, index, config, group, dtype, device):  # type: ignore[no-untyped-def]
         init(self, index, config, group, dtype, device)
-        self.gate = new_parameter(replicated((), group, config.parallel.sequence, fill=1.0), dtype, device)
-        self.unused = new_parameter(replicated((5,), group, False), dtype, device)
+        along = (replicated(group, partial=config.parallel.sequence),)
+        self.gate = new_parameter(Shard((), along, fill=1.0), dtype, device)
+        self.unused = new_parameter(Shard((5,), (replicated(group),)), dtype, device)
 
     gated = mock.patch.object(Block, "forward", lambda self, x, context: forward(self, x, context) * self.gate)
     with mock.patch.object(Block, "__init__", more), gated:

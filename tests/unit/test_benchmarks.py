@@ -24,18 +24,14 @@ from benchmarks.rounds import race as start_race
 from benchmarks.training import Training, random_batch
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-<<<<<<< HEAD
-from megacore.plan.flops import flops_per_token
-from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
-=======
 from megacore.interchange.mapped import Mapped, gpt2_tensors
 from megacore.interchange.nanogpt import nanogpt_tensors
-from megacore.mesh import Mesh
 from megacore.model.gpt import whole_model
-from megacore.place import Place
-from megacore.plan.traffic import Line, seconds_by_group, stage_traffic
->>>>>>> 3bf297c (Peers' settings, losses and reports are tested; the model of transformers follows all of the config)
+from megacore.plan.flops import flops_per_token
+from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 
 
@@ -87,7 +83,6 @@ def test_utilisation_needs_a_peak() -> None:
     assert causal < full < hardware
 
 
-<<<<<<< HEAD
 def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens a second are the whole run's, so the peak is that of all its devices: of one, eight GPUs would be at 300 %."""
     monkeypatch.setattr("platform.processor", lambda: "NVIDIA H100 80GB HBM3")
@@ -96,12 +91,8 @@ def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == pytest.approx(flops_per_token(config, causal=False) * 1e6 / (8 * 989.5e12))
 
 
-def record(name: str, *seconds: float) -> Record:
-    return Record(Contender(name, name, tokens=1000), [[s] for s in seconds], 10**9, [0.5] * len(seconds), [9.0] * len(seconds))
-=======
 def record(name: str, *seconds: float, loss: float = 9.0) -> Record:
     return Record(Contender(name, name, tokens=1000), [[s] for s in seconds], 10**9, [0.5] * len(seconds), [loss] * len(seconds))
->>>>>>> 3bf297c (Peers' settings, losses and reports are tested; the model of transformers follows all of the config)
 
 
 def report_of(output: Path, *arguments: str) -> dict[str, Any]:
