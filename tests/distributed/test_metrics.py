@@ -75,3 +75,15 @@ def test_speed_is_of_steps_alone_and_figures_are_of_all_ranks(run_ranks: Any, tm
     assert [line["save_seconds"] for line in lines] == [0.0, 4 * ASIDE, 4 * ASIDE, 0.0], "of the rank that waited longest"
     assert {line["memory_bytes"] for line in lines} == {4 * 1024}, "of the fullest rank"
     assert not any("stragglers" in line for line in lines), "rank 3 works for 0.95 s, the others for 0.8 s"
+
+
+def test_a_finished_run_that_is_started_again_records_nothing(run_ranks: Any, tmp_path: Path) -> None:
+    """It validates once more, to say so; whoever reads the file would find the last validation as often as somebody has looked."""
+    prefix = training.write_corpus(tmp_path)
+    data = {"train": prefix, "valid": training.write_corpus(tmp_path, "valid", 300)}
+    config = training.write_config(tmp_path, prefix, model={"num_layers": 1}, train={"steps": 3}, data=data)
+    metrics = tmp_path / "run/metrics.jsonl"
+    assert run_ranks(1, training.run_rank, config, [], str(tmp_path / "run")) == [0]
+    first = metrics.read_text()
+    assert run_ranks(1, training.run_rank, config, [], str(tmp_path / "run")) == [0]
+    assert first.count("valid_loss") == 1 and metrics.read_text() == first
