@@ -100,6 +100,18 @@ def test_documents_are_split_whole(tmp_path: Path, prefix: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_a_long_document_is_on_one_side(tmp_path: Path, prefix: str) -> None:
+    """Files of many blocks: each block chosen by itself, most of the validation text would stand between texts that were trained on."""
+    rng = np.random.default_rng(0)
+    texts = ["\n".join("".join(rng.choice(list("abcdef "), 40)) for _ in range(50)) for _ in range(12)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i:02}.txt").write_text(text)
+    prepare([str(tmp_path / "*.txt")], prefix, "bytes", valid_fraction=0.5)
+    train, valid = documents_of(prefix), documents_of(f"{prefix}_valid")
+    assert train and valid and sorted(train + valid) == sorted(text.encode() for text in texts)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_jsonl(tmp_path: Path, prefix: str) -> None:
     """Each line is a document, however lines and blocks meet; blank lines and empty texts are none."""
     texts = ["é" * n + f" {n}" for n in (1, 500, 3, 0, 1000, 120, 7)] + ["two\nlines"]

@@ -128,6 +128,9 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     for read in (stream.samples, evaluation.samples):
         with pytest.raises(DataError, match=r"token 6 \(document 2\) is id 9"):
             read(np.array([0]))
+    below = SampleStream(write(tmp_path / "d", np.array([0, 1, -2, 3, 4, 5, 6, 7], dtype=np.int32)), 7, seed=0, vocab_size=8)
+    with pytest.raises(DataError, match=r"token 2 \(document 0\) is id -2"):  # which would read the vocabulary's rows from behind
+        below.samples(np.array([0]))
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 51, 102, 103, 1000])
