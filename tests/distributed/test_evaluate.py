@@ -19,9 +19,9 @@ from megacore.checkpoint.weights import load_weights
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedTokens
 from megacore.data.prepare import prepare
+from megacore.data.tokenizer import load_tokenizer
 from megacore.distributed.place import Place, place_from_environment
 from megacore.distributed.shard import Shard
-from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.interchange.importer import PEERS, import_model
 from megacore.interchange.settings import read_gpt2
