@@ -96,15 +96,10 @@ def prepare(
         DataError, ConfigError: what the user got wrong; then no output has appeared or changed.
     """
     vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
-    if Path(prefix).name in ("", "..") or prefix.endswith(("/", "/.")):
-        raise ConfigError("--output", f"`{prefix}` names no file", "a prefix such as data/mine, of the files data/mine.bin and .idx")
     if vocab_to_train is None:
         load_tokenizer(tokenizer)  # so that a wrong one is refused before any text is read
-    texts = Texts(inputs, valid_fraction)
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
-    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", ".idx", ".json")]
-    outputs += [f"{prefix}.model"] if vocab_to_train is not None else []
-    refuse_overwriting([prefix, *outputs], [*inputs, *(source.path for source in texts.sources), tokenizer])
+    texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -139,6 +134,17 @@ def prepare(
         where = str(error.filename or prefix)
         raise DataError(where, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
     return Prepared(sidecars, name, texts.skipped)
+
+
+def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, trains: bool) -> Texts:
+    """The texts to read, if what is to be written overwrites none of them; `trains`: a tokenizer's model is written too."""
+    if Path(prefixes[0]).name in ("", "..") or prefixes[0].endswith(("/", "/.")):
+        wrong = f"`{prefixes[0]}` names no file"
+        raise ConfigError("--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx")
+    texts = Texts(inputs, valid_fraction)
+    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", ".idx", ".json")] + [f"{prefixes[0]}.model"] * trains
+    refuse_overwriting([prefixes[0], *outputs], [*inputs, *(source.path for source in texts.sources), tokenizer])
+    return texts
 
 
 def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:

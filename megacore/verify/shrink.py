@@ -41,39 +41,11 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     clipping is always active, the learning rate is there from the first step, and weights are as large as gives
     activations of the user's size.
     """
-    model, train = user.model, user.train
-    assert model.ffn_size is not None
     # What every layout divides.
     tensor = math.lcm(*(layout.tensor for layout in layouts))
-    tokens = math.lcm(*(layout.tensor for layout in layouts if layout.sequence))
-
-    # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
-    kv_heads = tensor * min(user.kv_heads // tensor, 2)
-    heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
-    head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
-    width = model.num_heads * user.head_size
-    hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
-    ffn = max(tensor, -(-round(model.ffn_size / model.hidden_size * hidden) // tensor) * tensor)
-    # Odd stays odd: sequences are then cut where even ones are not.
-    micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
-    seq_len = min(train.seq_len, SEQ_LEN)
-    if model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
-        seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
-    while micro_batch * seq_len % tokens:
-        seq_len += 1
+    micro_batch, seq_len = tokens_of(user, math.lcm(*(layout.tensor for layout in layouts if layout.sequence)))
     small: dict[str, dict[str, Any]] = {
-        "model": {
-            "num_heads": heads,
-            "num_kv_heads": kv_heads,
-            "head_size": head_size,
-            "hidden_size": hidden,
-            "ffn_size": ffn,
-            "max_positions": seq_len + (8 if user.max_positions > train.seq_len else 0),
-            "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
-            "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
-            "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
-            "kernels": "auto" if precision == "fp64" else model.kernels,
-        },
+        "model": sizes(user, tensor, seq_len, precision),
         "train": {
             "steps": steps,
             "seq_len": seq_len,
@@ -100,6 +72,49 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         "log": {"dir": None, "every": 1, "tensorboard": False, "prometheus_port": None},
     }
     small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
+    return what_differs(user, small)
+
+
+def tokens_of(user: Config, multiple: int) -> tuple[int, int]:
+    """Micro batch and sequence length, of as many tokens as divide by `multiple`."""
+    train = user.train
+    # Odd stays odd: sequences are then cut where even ones are not.
+    micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
+    seq_len = min(train.seq_len, SEQ_LEN)
+    if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
+        seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
+    while micro_batch * seq_len % multiple:
+        seq_len += 1
+    return micro_batch, seq_len
+
+
+def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, Any]:
+    """The model's, but for depth and vocabulary, as `tensor` ranks divide them."""
+    model = user.model
+    assert model.ffn_size is not None
+    # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
+    kv_heads = tensor * min(user.kv_heads // tensor, 2)
+    heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
+    head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
+    width = model.num_heads * user.head_size
+    hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
+    ffn = max(tensor, -(-round(model.ffn_size / model.hidden_size * hidden) // tensor) * tensor)
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_size": head_size,
+        "hidden_size": hidden,
+        "ffn_size": ffn,
+        "max_positions": seq_len + (8 if user.max_positions > user.train.seq_len else 0),
+        "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
+        "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
+        "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
+        "kernels": "auto" if precision == "fp64" else model.kernels,
+    }
+
+
+def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections of `small` over the user's, of which only what differs from the defaults."""
     defaults = flatten(Config().model_dump(mode="json", by_alias=True))
     values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
     # Only what differs, and not what would be derived: another version of the code, which may not know every key, can then
