@@ -50,13 +50,13 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     origins.update(dict.fromkeys((key for key in flatten(raw) if key in origins), "file"))
     for override in overrides:
         key, value = parse_override(override)
-        place(raw, key, value)
+        set_value(raw, key, value)
         origins[key] = "override"
     config = validate(raw)
     check_extent(config)
     derived = derive(config, name, world_size)
     for key, value in derived.items():
-        place(raw, key, value)
+        set_value(raw, key, value)
         origins[key] = "derived"
     config = validate(raw)
     check(config, world_size)
@@ -67,7 +67,7 @@ def smallest_world(path: str, overrides: list[str]) -> int:
     """Ranks that the config asks for, one data-parallel replica if it leaves their number open."""
     raw = read(path)
     for override in overrides:
-        place(raw, *parse_override(override))
+        set_value(raw, *parse_override(override))
     parallel = validate(raw).parallel
     return parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
 
@@ -102,7 +102,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(key, f"cannot be read: {error}", "a JSON value") from error
 
 
-def place(raw: dict[str, Any], key: str, value: Any) -> None:
+def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     section, name = key.split(".")
     raw.setdefault(section, {})[name] = value
 

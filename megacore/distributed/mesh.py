@@ -132,7 +132,7 @@ class Mesh:
         return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
 
     @property
-    def place_name(self) -> str:
+    def coordinates_text(self) -> str:
         """Where this rank stands, such as `pp 0, dp 1, tp 0`."""
         return ", ".join(f"{axis} {at}" for axis, at in self.coordinates.items())
 

@@ -59,7 +59,7 @@ class FlatBuffer:
     chunk: int  # whose last backward completes its gradients
     decay: bool
     summed_over: tuple[str, ...]  # axes over which gradients are summed, besides those that divide tokens; apart, so that ranks cut alike
-    share: Group  # the ranks among which every bucket is divided; of one rank: not divided
+    owners: Group  # the ranks among which every bucket is divided; of one rank: not divided
     bucket_bytes: float
     slots: list[Slot] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
@@ -79,14 +79,14 @@ class FlatBuffer:
     def _close(self) -> None:
         """Ends the last bucket on a size that divides among the ranks."""
         bucket = self.buckets[-1]
-        unit = ALIGNMENT * self.share.size
+        unit = ALIGNMENT * self.owners.size
         self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
         bucket.stop = self.size
 
     def part(self, bucket: Bucket) -> slice:
         """What this rank owns of a bucket."""
-        size = (bucket.stop - bucket.start) // self.share.size
-        return slice(bucket.start + self.share.rank * size, bucket.start + (self.share.rank + 1) * size)
+        size = (bucket.stop - bucket.start) // self.owners.size
+        return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
 
     def allocate(self) -> None:
         """Moves the parameters into the buffer. The gaps between them stay zero."""
@@ -99,7 +99,7 @@ class FlatBuffer:
         for slot in self.slots:
             slot.view(self.values).copy_(slot.parameter.detach())
             slot.parameter.data = slot.view(self.values)
-        self.ranges = [slice(0, self.size)] if self.share.size == 1 else [self.part(bucket) for bucket in self.buckets]
+        self.ranges = [slice(0, self.size)] if self.owners.size == 1 else [self.part(bucket) for bucket in self.buckets]
         self.rounds = first.dtype != dtype  # whether the parameters are a rounded copy of the masters
         # Masters are made from the rounded weights: exact, and what a resumed run would see.
         self.masters = [self.values[r].to(dtype) if self.rounds else self.values[r] for r in self.ranges]
@@ -148,11 +148,11 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def fill_buffers(
-    stages: Sequence[nn.Module], bucket_mib: float, share: Group = SOLO, token_axes: Container[str] = ()
+    stages: Sequence[nn.Module], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()
 ) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, last parameter first: the order in which backward completes them.
 
-    `share`: the ranks among which the optimizer's part is divided. `token_axes`: over which all gradients are summed. What two
+    `owners`: the ranks among which the optimizer's part is divided. `token_axes`: over which all gradients are summed. What two
     stages of the rank share belongs to the first of them.
     """
     owned: dict[nn.Parameter, tuple[int, str]] = {}
@@ -163,7 +163,7 @@ def fill_buffers(
     for position, (parameter, (chunk, name)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
         kind = (chunk, shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
-        buffers.setdefault(kind, FlatBuffer(*kind, share, bucket_mib * 2**20)).add(name, parameter, position)
+        buffers.setdefault(kind, FlatBuffer(*kind, owners, bucket_mib * 2**20)).add(name, parameter, position)
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())

@@ -73,7 +73,7 @@ class GradientReducer:
         gradients = buffer.gradients[bucket.start : bucket.stop]
         for axis in sums_first(buffer):
             all_reduce(gradients, self.mesh.group(axis))
-        self.work.append((all_reduce_start if buffer.share.size == 1 else reduce_scatter_inside)(gradients, self.group))
+        self.work.append((all_reduce_start if buffer.owners.size == 1 else reduce_scatter_inside)(gradients, self.group))
 
     def finish(self) -> None:
         """Starts what is left and waits until every gradient is the global sum."""

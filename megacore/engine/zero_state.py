@@ -31,12 +31,12 @@ class ZeroState:
         zero: Any,
         access: Any,
         mesh: Mesh,
-        place: str,
+        device: str,
     ) -> None:
-        """`zero` is DeepSpeed's wrapper of `optimizer`, `access` its functions for ZeRO 3's partitions (`deepspeed.utils`), `place`
+        """`zero` is DeepSpeed's wrapper of `optimizer`, `access` its functions for ZeRO 3's partitions (`deepspeed.utils`), `device`
         where the optimizer's state lives: none (on the device), cpu or nvme."""
         self.stage, self.parameters, self.optimizer, self.zero, self.access = stage, parameters, optimizer, zero, access
-        self.mesh, self.offloads, self.swaps = mesh, place != "none", place == "nvme"
+        self.mesh, self.offloads, self.swaps = mesh, device != "none", device == "nvme"
         self.divided = mesh.token_axes if stage > 0 else ()  # axes over which a rank's part of the state is its own
         # The moments are made now rather than at the first step, so that a checkpoint can be read into them.
         is_torch = isinstance(optimizer, torch.optim.AdamW)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megacore.checkpoint import Layout, Reader, save_stream
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
-from megacore.config.load import parse_override, place, resolve
+from megacore.config.load import parse_override, resolve, set_value
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
 from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
@@ -110,7 +110,7 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         if "data" not in sections and (peer.path / name).is_file():
             sections["data"] = {"tokenizer": str(output / "tokenizer" / name)}
     for override in overrides:
-        place(sections, *parse_override(override))
+        set_value(sections, *parse_override(override))
     config = resolve(deepcopy(sections), [], output.name, 1).config
     if config.model.num_layers > len(peer.shapes):  # before so many are looked for
         wrong = f"has {len(peer.shapes)} tensors, too few for {config.model.num_layers} layers"

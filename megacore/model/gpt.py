@@ -72,7 +72,7 @@ class Stage(nn.Module):
 
     @cached_property
     def offload(self) -> ActivationOffload:
-        """Of the device that computes."""
+        """Keeps activations in host memory; made when `train.offload_activations` first needs it, for the device that computes."""
         return ActivationOffload(self.device)
 
     def _vocabulary(self, dtype: torch.dtype, device: torch.device, tied: Group | None = None) -> VocabParallelEmbedding:

@@ -48,7 +48,7 @@ class Doctor:
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
         self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # for a verdict: twice what its judge waits, and some
-        place = mesh.place_name
+        place = mesh.coordinates_text
         self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), place)
         self.store = dist.PrefixStore("doctor", mesh.store.clone())  # type: ignore[attr-defined]
         self.answers = 0  # of the store

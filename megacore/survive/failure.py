@@ -43,7 +43,7 @@ def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor |
         if doctor is not None:
             doctor.ask(f"{type(error).__name__}: {first_line}")
         time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
-    where = "" if mesh is None else f", {mesh.place_name}"
+    where = "" if mesh is None else f", {mesh.coordinates_text}"
     report = "".join(traceback.format_exception(error))
     reason = f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
     say(report + reason)

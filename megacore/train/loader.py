@@ -64,11 +64,11 @@ class Loader:
             tokens = self.stream.samples(indices)
             position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
             key = key_of(train.seed, step, position)  # by the microbatch's place in the global batch: the same in every layout
-            microbatches.append(place_microbatch(tokens[:, :-1], tokens[:, 1:], self.mesh.device, key))
+            microbatches.append(microbatch_on(tokens[:, :-1], tokens[:, 1:], self.mesh.device, key))
         return microbatches
 
 
-def place_microbatch(inputs: np.ndarray, targets: np.ndarray, device: torch.device, key: int = 0) -> Microbatch:
+def microbatch_on(inputs: np.ndarray, targets: np.ndarray, device: torch.device, key: int = 0) -> Microbatch:
     """Token arrays ``[batch, seq]`` on the device, copied without waiting for it."""
     x, y = (torch.from_numpy(np.ascontiguousarray(a)) for a in (inputs, targets))
     if device.type == "cuda":
@@ -92,5 +92,5 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
         microbatches = []
         for positions in dealt(range(batch + 1, batch + 2), mesh.sample_group.size, train)[0, mesh.sample_group.rank]:
             indices = positions * len(samples) // count  # past the end where the position is
-            microbatches.append(place_microbatch(*samples.samples(indices), mesh.device))
+            microbatches.append(microbatch_on(*samples.samples(indices), mesh.device))
         yield microbatches

@@ -18,7 +18,7 @@ Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake: what it is, where it shows, and what the check must say of it."""
+    """A mistake: what it is, in which layout it shows, and the words with which its check must report it."""
 
     mistake: str
     plant: Plant
