@@ -44,7 +44,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         flag, colon, wrong = message.removeprefix("argument ").partition(": ")
-        raise ConfigError(*((flag, wrong) if colon and flag.startswith("--") else ("arguments", message)), "see -h")
+        right = "see -h; a setting of the config is written section.key=value, such as train.steps=20"
+        raise ConfigError(*((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right)))
 
 
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
