@@ -5,6 +5,7 @@ and name it in `Optim.kind` of the schema. Engines, checkpoints, sharding, offlo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -24,32 +25,29 @@ class Update(Protocol):
         """Updates all masters from ``gradients / scale``, unless `skip` is not 0; both are scalars on the device."""
 
 
-def adamw(
-    optim: Optim,
-    masters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    states: Mapping[str, Sequence[Tensor]],
-    decay: Sequence[bool],
-    copies: Sequence[Tensor] | None,
-    implementation: Implementation,
-) -> Update:
-    """AdamW (Loshchilov and Hutter 2019); see `kernels.adamw`.
+@dataclass(frozen=True)
+class Updated:
+    """What one rank updates: flat tensors, as many of the same sizes in each list."""
 
-    Args:
-        masters: flat tensors, fp32 or fp64; `gradients` and every one of `states` are as many of the same sizes.
-        decay: for each master, whether weight decay applies.
-        copies: 16-bit tensors that every step leaves as the rounded masters, if the parameters that compute are apart.
-    """
+    masters: Sequence[Tensor]  # fp32 or fp64
+    gradients: Sequence[Tensor]
+    states: Mapping[str, Sequence[Tensor]]  # by kind, see `plan.optimizers.RULES`
+    decay: Sequence[bool]  # whether weight decay applies
+    copies: Sequence[Tensor] | None  # in 16 bits: left as the rounded masters by every step, if the parameters that compute are apart
+
+
+def adamw(optim: Optim, tensors: Updated, implementation: Implementation) -> Update:
+    """AdamW (Loshchilov and Hutter 2019); see `kernels.adamw`."""
     return AdamW(
-        masters,
-        gradients,
-        states["adam_m"],
-        states["adam_v"],
-        weight_decay=[optim.weight_decay if own else 0.0 for own in decay],
+        tensors.masters,
+        tensors.gradients,
+        tensors.states["adam_m"],
+        tensors.states["adam_v"],
+        weight_decay=[optim.weight_decay if own else 0.0 for own in tensors.decay],
         beta1=optim.beta1,
         beta2=optim.beta2,
         eps=optim.eps,
-        copies=copies,
+        copies=tensors.copies,
         implementation=implementation,
     )
 
@@ -57,22 +55,14 @@ def adamw(
 class SGD:
     """Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight decay (Loshchilov and Hutter 2019).
 
-    Of each element: ``b = momentum · b + g``, then ``p = (1 - lr · decay) · p - lr · b``. Arguments: see `adamw`.
+    Of each element: ``b = momentum · b + g``, then ``p = (1 - lr · decay) · p - lr · b``. It has one implementation, in PyTorch.
     """
 
-    def __init__(
-        self,
-        optim: Optim,
-        masters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        states: Mapping[str, Sequence[Tensor]],
-        decay: Sequence[bool],
-        copies: Sequence[Tensor] | None,
-        implementation: Implementation,
-    ) -> None:
-        self.momentum, self.decays = optim.momentum, [optim.weight_decay if own else 0.0 for own in decay]
-        self.masters, self.gradients, self.copies, self.buffers = masters, gradients, copies, states["momentum"]
-        self.updates = torch.zeros((), dtype=torch.float32, device=masters[0].device)
+    def __init__(self, optim: Optim, tensors: Updated, implementation: Implementation) -> None:
+        self.momentum, self.decays = optim.momentum, [optim.weight_decay if own else 0.0 for own in tensors.decay]
+        self.masters, self.gradients, self.copies = tensors.masters, tensors.gradients, tensors.copies
+        self.buffers = tensors.states["momentum"]
+        self.updates = torch.zeros((), dtype=torch.float32, device=self.masters[0].device)
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -89,4 +79,4 @@ class SGD:
                 self.copies[i].copy_(master)
 
 
-UPDATES: dict[str, Callable[..., Update]] = {"adamw": adamw, "sgd": SGD}
+UPDATES: dict[str, Callable[[Optim, Updated, Implementation], Update]] = {"adamw": adamw, "sgd": SGD}

@@ -15,7 +15,7 @@ from megacore.distributed.shard import Box
 from megacore.engine.guard import SpikeGuard
 from megacore.engine.optimizer import LossScale
 from megacore.engine.protocol import StepStatistics
-from megacore.engine.rules import UPDATES
+from megacore.engine.rules import UPDATES, Updated
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
 from megacore.plan.optimizers import RULES
 
@@ -40,13 +40,13 @@ class Stepper(ABC):
     ) -> None:
         """`device` computes, and has the figures; masters may rest elsewhere. `decay`: whether weight decay applies, by master.
         `row_weights`: see `SumOfSquares`, whose result is added up `over` all ranks, so that they decide alike.
-        `copies`: see `rules.adamw`."""
+        `copies`: see `rules.Updated`."""
         optim, train = config.optim, config.train
         self.device, self.over, self.clip = device, over, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
         self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
         self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in RULES[optim.kind].states}
-        self.optimizer = UPDATES[optim.kind](optim, masters, gradients, self.held, decay, copies, kernels)
+        self.optimizer = UPDATES[optim.kind](optim, Updated(masters, gradients, self.held, decay, copies), kernels)
         self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
         # Gradients are of the mean over the global batch; the scale starts where its microbatches' own would be 2^16.
         microbatches = train.global_batch_size // train.micro_batch_size
