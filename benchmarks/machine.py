@@ -39,10 +39,15 @@ def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 1.0
     return 2 * size**3 / best
 
 
+def commit(checkout: Path) -> str | None:
+    """The commit that a checkout is of; None outside git."""
+    said = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=checkout)
+    return said.stdout.strip() or None
+
+
 def describe() -> dict[str, Any]:
     """Machine, versions and date, for JSON."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    versions = {"python": platform.python_version(), "megacore commit": commit.stdout.strip() or None}
+    versions = {"python": platform.python_version(), "megacore commit": commit(Path(__file__).parent)}
     for package in ("torch", "transformers", "deepspeed"):
         try:
             versions[package] = version(package)

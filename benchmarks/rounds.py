@@ -33,6 +33,7 @@ class Contender:
     threads: int = 1
     apart: bool = False  # the ranks are runs of their own, which only share the machine
     python: str = sys.executable
+    checkout: Path = ROOT  # whose benchmarks and megacore it runs
     settings: str = OWN
     process: dict[str, Any] | None = None  # what its processes must turn out to have set (`benchmarks.peers.process`), if that matters
 
@@ -96,12 +97,12 @@ class Processes:
         self.process: dict[str, Any] = {}
         self.ranks, self.complaints = [], tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
         for rank in range(contender.ranks):
-            env = os.environ | {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(ROOT), "MASTER_PORT": str(port)}
+            env = os.environ | {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(contender.checkout), "MASTER_PORT": str(port)}
             number, world = (0, 1) if contender.apart else (rank, contender.ranks)
             env |= {"RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
             env |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
             pipe = subprocess.PIPE
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
+            process = subprocess.Popen(command, cwd=contender.checkout, env=env, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
             self.ranks.append(process)
 
     def wait_until_ready(self) -> None:

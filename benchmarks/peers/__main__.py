@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import machine
-from benchmarks.peers.contenders import LAYOUTS, PEERS, config_of, contenders, settings_here, threads_of
+from benchmarks.peers.contenders import LAYOUTS, NEEDED_BEFORE, PEERS, config_of, contenders, settings_here, threads_of
 from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.peers.process import SETTINGS, expected
 from benchmarks.peers.report import summary, table, write
@@ -48,9 +48,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="default: benchmarks/results/peers_<date>.json; .md and .png beside it"
     )
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of megacore, which takes part too")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py, for all alike")
     args = parser.parse_intermixed_args(argv)
     args.rounds = args.rounds or (3 if args.quick else 7)
+    args.output = args.output or ROOT / "benchmarks" / "results" / f"peers_{machine.describe()['date'][:10]}.json"
+    if not args.output.parent.is_dir():
+        raise ConfigError("--output", f"there is no folder {args.output.parent}", "one that exists")
+    if args.before is not None and not (args.before / NEEDED_BEFORE).is_file():
+        raise ConfigError("--before", f"{args.before} has no {NEEDED_BEFORE}", "a checkout of megacore")
     args.layouts, args.peers = args.layouts.split(","), args.peers.split(",")
     for name in args.layouts:
         parse_layout(name)
@@ -70,12 +76,13 @@ def begin(args: argparse.Namespace, output: Path, say: Callable[[str], None]) ->
         "settings": {kind: SETTINGS[kind] for kind in settings_here()},
         "rounds": args.rounds,
         "differs": {name: PEERS[name].differs for name in args.peers},
+        **({} if args.before is None else {"before": machine.commit(args.before)}),
         "complete": False,
         "results": {},
     }
     if output.is_file():
         before = json.loads(output.read_text(encoding="utf-8"))
-        same = all(before.get(key) == fresh[key] for key in ("peers", "setting", "settings", "rounds", "machine"))
+        same = all(before.get(key) == fresh.get(key) for key in ("peers", "before", "setting", "settings", "rounds", "machine"))
         if same and not before["complete"]:
             say(f"going on with {output}: {', '.join(before['results']) or 'nothing yet'} done")
             return before
@@ -86,8 +93,7 @@ def main(argv: list[str]) -> None:
     """Runs what is not done yet, and writes it down."""
     args = parse(argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    day = machine.describe()["date"][:10]
-    output = args.output or ROOT / "benchmarks" / "results" / f"peers_{day}.json"
+    output = args.output
     report = begin(args, output, console.print)
     for layout in args.layouts:
         states = None if torch.cuda.is_available() else expected(threads_of(layout))

@@ -15,6 +15,7 @@ from megacore.errors import ConfigError
 from megacore.verify.layouts import parse as parse_layout
 
 OURS = "megacore"
+BEFORE = "megacore before"  # of the checkout that --before names
 LAYOUTS = ("one", "dp2", "tp2", "pp2")
 NO_SUCH_LAYOUT = "has no such layout here"
 
@@ -62,6 +63,8 @@ PEERS: dict[str, Peer] = {
     ),
 }
 
+NEEDED_BEFORE = "benchmarks/contender.py"  # what a checkout of megacore must have to run as it was
+
 # The model that all have, torchtitan excepted.
 GPT2 = {
     "norm": "layernorm",
@@ -105,6 +108,8 @@ def contenders(
     shared = (train.global_batch_size * train.seq_len, overrides, wanted.world, threads_of(layout))
     required = states or {}
     running = [Contender(OURS, OURS, *shared, process=required.get(EQUAL))]
+    if args.before is not None:
+        running.append(Contender(BEFORE, OURS, *shared, checkout=args.before, process=required.get(EQUAL)))
     absent = {}
     for name in args.peers:
         peer = PEERS[name]

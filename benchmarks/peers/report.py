@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.charts import ratio_bars
-from benchmarks.peers.contenders import NO_SUCH_LAYOUT, OURS, PEERS
+from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, SAME_WEIGHTS
 from benchmarks.peers.process import EQUAL, OWN, SETTINGS
 from benchmarks.rounds import Race, Record
 
@@ -26,7 +26,7 @@ def summary(result: Race, absent: dict[str, str]) -> dict[str, Any]:
     entry: dict[str, Any] = {"contenders": {}, "absent": absent | result.failures, "load_averages": result.loads}
     for name, record in result.records.items():
         if ours is not None and name != OURS:
-            if wrong := another_job(record, ours, PEERS[name].tolerance):
+            if wrong := another_job(record, ours, SAME_WEIGHTS if name == BEFORE else PEERS[name].tolerance):
                 entry["absent"][name] = wrong
                 continue
             ratios = [theirs / own for own, theirs in zip(ours.seconds, record.seconds, strict=True)]
@@ -53,8 +53,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [*_heading(report), "", *_against_best(report), "", "| " + " | ".join(HEADER) + " |"]
     lines.append("|---|---" + "|---:" * 7 + "|---|")
     for key, entries in report["results"].items():
-        ranked = sorted([OURS, *report["peers"]], key=lambda name: -_speed(entries, name))
-        lines += [_row(key, name, entries) for name in ranked]
+        ranked = sorted([OURS, *([BEFORE] if "before" in report else []), *report["peers"]], key=lambda name: -_speed(entries, name))
+        lines += [_row(key, name, entries, report.get("before")) for name in ranked]
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +89,7 @@ def _against_best(report: dict[str, Any]) -> list[str]:
     for key, entries in report["results"].items():
         cells = []
         for kind in SETTINGS:
-            ratios = {n: f[RATIO]["median"] for n, f in entries.get(kind, {}).get("contenders", {}).items() if RATIO in f}
+            ratios = {n: f[RATIO]["median"] for n, f in entries.get(kind, {}).get("contenders", {}).items() if RATIO in f and n != BEFORE}
             best = min(ratios, key=lambda name: ratios[name], default=None)
             cells.append(NONE if best is None else f"{ratios[best]:.2f}, {best}")
         lines.append(f"| {key} | {' | '.join(cells)} |")
@@ -102,7 +102,7 @@ def _speed(entries: dict[str, Any], name: str) -> float:
     return max(found, default=0.0)
 
 
-def _row(key: str, name: str, entries: dict[str, Any]) -> str:
+def _row(key: str, name: str, entries: dict[str, Any], before: str | None) -> str:
     """A contender in a layout: speeds, ratios, and what differs; or why it has none."""
     cells, reasons = [key, f"**{name}**" if name == OURS else name], []
     found = {kind: entry["contenders"][name] for kind, entry in entries.items() if name in entry["contenders"]}
@@ -119,7 +119,7 @@ def _row(key: str, name: str, entries: dict[str, Any]) -> str:
     cells.append(" / ".join(f"{median(figures['cores_busy_with_others']):.1f}" for figures in found.values()))
     cells.append(" / ".join(f"{figures['losses'][-1]:.3f}" for figures in found.values() if figures["losses"]))
     if found and name != OURS:
-        reasons.append(PEERS[name].differs)
+        reasons.append(f"the code of commit {before}, in this environment" if name == BEFORE else PEERS[name].differs)
     cells.append("; ".join(dict.fromkeys(reasons)).replace("|", "/"))
     return f"| {' | '.join(cells)} |"
 

@@ -13,13 +13,13 @@ from benchmarks.breakdown import Stopwatch
 from benchmarks.collectives import fit
 from benchmarks.peers import plain_gpt
 from benchmarks.peers.__main__ import begin, parse
-from benchmarks.peers.contenders import NO_SUCH_LAYOUT, PEERS, contenders
+from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, contenders
 from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.peers.plain_gpt import GPT, PlainGPTLoop
 from benchmarks.peers.process import EQUAL, OWN
 from benchmarks.peers.report import ratios_by_layout, summary, table
 from benchmarks.peers.transformers_loop import gpt2
-from benchmarks.rounds import Contender, Race, Record
+from benchmarks.rounds import ROOT, Contender, Race, Record
 from benchmarks.rounds import race as start_race
 from benchmarks.training import Training, random_batch
 from megacore.config import Config
@@ -124,6 +124,19 @@ def test_table_has_both_ratios_and_every_reason(tmp_path: Path) -> None:
     assert ratios_by_layout(report)["dp2, fp32"]["deepspeed"] == pytest.approx(
         {"as its users get it": 2.0, "with equal process settings": 0.9}
     )
+
+
+def test_what_it_was_before_is_no_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gain over the code before must stand in the table, and must not pass for the ratio to the best peer."""
+    (running, _) = contenders(parse(["--before", str(ROOT), "--peers", "transformers"]), "tp2", "fp32", EQUAL, None)
+    assert [(c.name, c.checkout) for c in running] == [(OURS, ROOT), (BEFORE, ROOT)]
+    entries = {EQUAL: summary(race(record(OURS, 1.0), record(BEFORE, 1.5), record("deepspeed", 2.0)), {})}
+    report = report_of(tmp_path / "peers.json", "--before", str(ROOT)) | {"results": {"one, fp32": entries}}
+    text = table(report)
+    assert "| one, fp32 | – | 2.00, deepspeed |" in text and "| one, fp32 | megacore before | – | – | 667 (667–667) | 1.50× |" in text
+    for wrong in (["--before", str(tmp_path)], ["--output", str(tmp_path / "none" / "x.json")]):
+        with pytest.raises(ConfigError, match=wrong[0]):
+            parse(wrong)
 
 
 def test_who_computes_another_job_is_out() -> None:
