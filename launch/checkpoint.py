@@ -13,6 +13,7 @@ from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.disk import size_text
 from megacore.cli import Parser, exit_with
+from megacore.config.load import flatten
 from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange.exporter import export_hf
 from megacore.interchange.importer import PEERS, import_model
@@ -36,8 +37,14 @@ def info(args: argparse.Namespace) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     print(f"{reader.path}\nstep {reader.step}, written by megacore {reader.manifest.megacore_version}")
     print(f"{len(tensors)} tensors, {size_text(total)}, in {len(reader.manifest.files)} files" + ("" if args.tensors else LISTED))
+    config = reader.state.get("config")
     for key, value in reader.state.items():
-        print(f"{key}: {json.dumps(value)}")
+        if not isinstance(value, dict):
+            print(f"{key}: {json.dumps(value)}")
+        elif not (isinstance(config, dict) and value == config.get(key)):  # else the config below says it
+            print(f"{key}:")
+            settings = flatten(value) if all(isinstance(section, dict) for section in value.values()) else value
+            print_table([(f"  {name}", json.dumps(setting)) for name, setting in settings.items()])
     if args.tensors:
         rows: list[tuple[str, ...]] = [("tensor", "dtype", "shape", "size", "content digest")]
         for name in reader.names:

@@ -127,6 +127,8 @@ def validate(raw: dict[str, Any]) -> Config:
     key = ".".join(str(part) for part in first["loc"][:2])
     inner = [str(part) for part in first["loc"][3:] if isinstance(part, str)]  # of an object, whose type stands before
     if first["type"] == "extra_forbidden":
+        if len(first["loc"]) == 1 and isinstance(first["input"], dict):  # an unknown section: its first key
+            key = ".".join((key, *list(first["input"])[:1]))
         raise ConfigError(key, " ".join(["unknown key", *inner]), describe(key) if inner else nearest(key)) from None
     why = ": ".join([*inner, first["msg"].lower()])
     part = ("weight ", "prefix ")[int(first["loc"][4])] if len(first["loc"]) == 5 else ""  # of an entry of the one kind of list
@@ -136,15 +138,10 @@ def validate(raw: dict[str, Any]) -> Config:
 
 
 def nearest(key: str) -> str:
-    """The known keys most like an unknown one."""
+    """The known key most like an unknown one, or all keys of the same name where any section has one."""
     known = list(flatten(Config().model_dump(by_alias=True)))
-    if "." not in key:
-        sections = list(Config.model_fields)
-        return "did you mean " + (difflib.get_close_matches(key, sections, 1) or [" ".join(sections)])[0] + "?"
-    name = key.split(".")[1]
-    same_name = [k for k in known if k.split(".")[1] == name]
-    close = same_name or difflib.get_close_matches(key, known, 1, 0.0)
-    return f"did you mean {close[0]}?"
+    same_name = [k for k in known if k.split(".")[1] == key.partition(".")[2]]
+    return f"did you mean {' or '.join(same_name or difflib.get_close_matches(key, known, 1, 0.0))}?"
 
 
 def describe(key: str) -> str:

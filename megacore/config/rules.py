@@ -89,9 +89,7 @@ def check(config: Config, world_size: int) -> None:
 
 
 def check_available(config: Config) -> None:
-    """Refuses values that the schema names but this version does not run."""
-    if config.parallel.schedule in ("interleaved", "zb_h1"):
-        raise ConfigError("parallel.schedule", f"{config.parallel.schedule} is not available in this version", "1f1b or gpipe")
+    """Refuses settings that exclude one another, or that this version does not run."""
     if config.parallel.chunks != 1:
         raise ConfigError("parallel.chunks", f"{config.parallel.schedule} has one chunk a stage, not {config.parallel.chunks}", "1")
     if config.train.compile and config.model.dropout:
@@ -171,9 +169,9 @@ def check_world(config: Config, world_size: int) -> None:
     assert isinstance(p.data, int)
     if p.tensor * p.pipeline * p.data != world_size:
         model_parallel = p.tensor * p.pipeline
-        wrong = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data} = {model_parallel * p.data} ranks, but {world_size} started"
+        wrong = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data} = {model_parallel * p.data} ranks, but there are {world_size}"
         if world_size % model_parallel:
-            raise ConfigError("parallel", wrong, f"start a multiple of tensor × pipeline = {model_parallel} ranks")
+            raise ConfigError("parallel", wrong, f"a multiple of tensor × pipeline = {model_parallel} ranks")
         raise ConfigError("parallel.data", wrong, f"{world_size // model_parallel} or auto")
 
 

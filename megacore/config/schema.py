@@ -100,8 +100,8 @@ class Parallel(Section):
     pipeline: PositiveInt = 1
     data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline)")
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1"] = "1f1b"
-    chunks: PositiveInt = Field(1, description="model chunks a stage (interleaved schedules)")
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    chunks: PositiveInt = Field(1, description="model chunks a stage: 1 under these schedules")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     shared_memory: bool = Field(True, description="tensor ranks on one machine's CPU exchange through memory, not gloo's sockets")
     timeout_seconds: Positive = Field(1800.0, le=1e8, description="for every collective of every group; more than 4 × hang_seconds")

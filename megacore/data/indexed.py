@@ -50,6 +50,8 @@ class IndexedTokens:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         bin_path, idx_path = f"{prefix}.bin", f"{prefix}.idx"
+        if prefix.endswith((".bin", ".idx")) and not os.path.exists(bin_path):
+            raise DataError(prefix, "names one file, and a corpus has two", f"their prefix, {prefix[:-4]}")
         bin_size, idx_size = _size_of(bin_path), _size_of(idx_path)
         with open(idx_path, "rb") as file:
             header = file.read(HEADER.size)

@@ -131,8 +131,7 @@ def prepare(
     except UnreadableText as error:
         raise DataError(*error.args) from None
     except OSError as error:
-        where = str(error.filename or prefix)
-        raise DataError(where, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
+        raise DataError(prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
     return Prepared(sidecars, name, texts.skipped)
 
 

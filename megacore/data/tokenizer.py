@@ -14,6 +14,7 @@ from megacore.files import read_plain, read_text
 
 TRAINED = "sentencepiece:"  # and a vocabulary size: a model to be trained
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
+KINDS = f"bytes, a FILE.model or a tokenizer.json; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
 
 
 class Tokenizer(Protocol):
@@ -60,7 +61,7 @@ class SentencePieceTokenizer:
         try:
             model = read_plain(path)
         except OSError as error:
-            raise DataError(path, f"cannot be read: {error.strerror}", "bytes, or the path of a sentencepiece .model") from None
+            raise DataError(path, f"cannot be read: {error.strerror}", KINDS) from None
         try:
             if not model:  # which sentencepiece would take for a model without pieces
                 raise RuntimeError
@@ -218,4 +219,4 @@ def _training_failure(message: str) -> tuple[str, str]:
         return "the text has more different characters", f"a larger vocabulary, such as {TRAINED}4096"
     if "sentences_.empty()" in message:
         return "no line of the text can be learned from", "text with lines of less than 1 MiB"
-    return message, "bytes, or a sentencepiece .model"
+    return message, KINDS

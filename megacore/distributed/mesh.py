@@ -80,9 +80,7 @@ class Mesh:
             # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
             dist.init_process_group(self.backend, store=self.store, rank=place.rank, world_size=place.world_size, timeout=self.timeout)
         everyone = tuple(range(place.world_size))
-        self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {
-            everyone: dist.group.WORLD if place.world_size > 1 else None
-        }
+        self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD if place.world_size > 1 else None}
         self.groups: dict[tuple[str, ...], Group] = {}
         self.world = self._create("world", everyone)
         for product in (*self._used(config), *used):

@@ -147,9 +147,7 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def fill_buffers(
-    stages: Sequence[nn.Module], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()
-) -> list[FlatBuffer]:
+def fill_buffers(stages: Sequence[nn.Module], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, last parameter first: the order in which backward completes them.
 
     `owners`: the ranks among which the optimizer's part is divided. `token_axes`: over which all gradients are summed. What two

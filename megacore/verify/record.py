@@ -107,6 +107,7 @@ def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", ou
         plain[op](action)
 
     for trainer.step in range(1, config.train.steps + 1):
+
         def before_update() -> None:
             if evidence is not None:
                 evidence.take(trainer.step)

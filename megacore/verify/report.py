@@ -52,7 +52,7 @@ def tables(proof: Proof, width: int) -> Iterator[Table]:
     results = [result for result in proof.results if result.impossible is None]
     room = width - max(map(len, (*FIGURES, *proof.names))) - 2
     while results:
-        fitting = [r for i, r in enumerate(results) if sum(max(len(r.layout.name), 5) + 2 for r in results[: i + 1]) <= room]
+        fitting = [r for i, r in enumerate(results) if sum(max(len(r.layout.name), 5) + 3 for r in results[: i + 1]) <= room]
         shown, results = results[: max(1, len(fitting))], results[max(1, len(fitting)) :]
         grid = Table(box=SIMPLE_HEAD, pad_edge=False)
         grid.add_column(no_wrap=True)

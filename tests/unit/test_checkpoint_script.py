@@ -11,11 +11,13 @@ from megacore.distributed.shard import Shard
 
 LONG = "adam_v/blocks.117.attention.a_part_with_a_name_of_its_own_that_goes_on_and_on_and_on_beyond_every_terminal.weight"
 
+MODEL = {"hidden_size": 2, "norm": "rmsnorm"}
+
 
 def saved(folder: Path, step: int, value: float) -> Path:
     """A checkpoint whose 40 tensors hold `value`, one of them under a long name."""
     tensors = {name: (torch.full((3, 2), value), Shard((3, 2))) for name in (LONG, *(f"model/w{i}" for i in range(39)))}
-    return save(folder, step, tensors, {"samples": 80, "model": {"hidden_size": 2}}, keep=1)
+    return save(folder, step, tensors, {"samples": 80, "model": MODEL, "config": {"model": MODEL, "train": {"seed": 1}}}, keep=1)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
@@ -30,13 +32,14 @@ def test_names_are_whole_and_the_summary_stands_first(tmp_path: Path, capsys: py
     one, other = saved(tmp_path / "one", 10, 1.0), saved(tmp_path / "other", 20, 2.0)
     lines = said(capsys, "info", one)
     assert lines == [
-        str(one), lines[1], "40 tensors, 960 B, in 1 files (--tensors lists them)", "samples: 80", 'model: {"hidden_size": 2}',
+        str(one), lines[1], "40 tensors, 960 B, in 1 files (--tensors lists them)", "samples: 80",
+        "config:", "  model.hidden_size  2", '  model.norm         "rmsnorm"', "  train.seed         1",
     ]  # fmt: skip
     assert lines[1].startswith("step 10, ")
 
     full = said(capsys, "info", one, "--tensors")
-    assert full[:2] == lines[:2] and full[2] == "40 tensors, 960 B, in 1 files" and full[3:5] == lines[3:]
-    header, *rows = full[5:]
+    assert full[:2] == lines[:2] and full[2] == "40 tensors, 960 B, in 1 files" and full[3:8] == lines[3:]
+    header, *rows = full[8:]
     assert header.split() == ["tensor", "dtype", "shape", "size", "content", "digest"] and len(rows) == 40
     assert rows[0].startswith(f"{LONG}  float32  3 × 2  24 B  ") and len({row.index("float32") for row in rows}) == 1
 

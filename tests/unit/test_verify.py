@@ -1,13 +1,16 @@
 """The parts of the proof that need no process: layouts by name, shrinking, comparing, finding the first difference."""
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from megacore.config import load
 from megacore.config.schema import Optim
@@ -24,6 +27,7 @@ from megacore.verify.layouts import DEFAULT, Layout, impossible, parse
 from megacore.verify.locate import apart
 from megacore.verify.record import Record
 from megacore.verify.replay import cancelled, directions, rate, rounded
+from megacore.verify.report import tables
 from megacore.verify.shrink import load_whole, shrink, unevenness, with_stages, write_case
 from tests.pieces import piece
 
@@ -36,6 +40,20 @@ def test_layout_names() -> None:
     layouts = [parse(name) for name in DEFAULT]
     assert max(layout.world for layout in layouts) == 8
     assert len({(layout.tensor, layout.pipeline, layout.data, layout.sequence) for layout in layouts}) == len(layouts)
+
+
+@pytest.mark.parametrize("width", [80, 140, 300])
+def test_the_table_of_a_proof_is_whole(width: int) -> None:
+    """A cut cell shows no exponent, and a cut title does not say which layout it is."""
+    found = {("x",): SimpleNamespace(name="blocks.0.attention.output.weight", kind="gradient", relative=3e-15)}
+    results = [SimpleNamespace(layout=parse(name), impossible=None, failure=None, differences=found, beyond=[]) for name in DEFAULT]
+    proof: Any = SimpleNamespace(results=results, names=["blocks.0.attention.output.weight"])
+    console = Console(width=width, soft_wrap=True, file=io.StringIO())
+    for table in tables(proof, width):
+        console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [name for line in text.splitlines() for name in line.split() if name in DEFAULT] == list(DEFAULT)
+    assert text.count(" 3e-15") == len(DEFAULT) and "…" not in text and max(map(len, text.splitlines())) <= width
 
 
 @pytest.mark.parametrize("name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "ep2"])
