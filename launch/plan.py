@@ -13,11 +13,12 @@ from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
-from megacore.files import check_output, read_text
+from megacore.files import read_text
 from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, peak_flops
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
 from megacore.plan.partition import plan_of, stage_costs, stage_layers
+from megacore.plan.plot import check_plot
 from megacore.plan.simulate import Timeline, simulate
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
 
@@ -162,21 +163,11 @@ def run(argv: list[str]) -> None:
         raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:
-        check_plot(args.plot)
+        check_plot("--plot", args.plot)
     timeline = simulated(config)
     report(config, timeline, args.device, lines)
     if args.plot is not None:
         plot(config, timeline, args.plot)
-
-
-def check_plot(path: str) -> None:
-    """Raises `ConfigError` unless the path names an image format, in a folder that is there."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = sorted(FigureCanvasBase.get_supported_filetypes())
-    if Path(path).suffix.lower().removeprefix(".") not in known:
-        raise ConfigError("--plot", f"cannot write {path}: its ending names no image format", "a path ending in .png, .svg or .pdf")
-    check_output("--plot", path)
 
 
 def plot(config: Config, timeline: Timeline, path: str) -> None:

@@ -11,6 +11,8 @@ from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.errors import ConfigError
+from megacore.files import check_output
 from megacore.plan.schedule import Op
 from megacore.plan.simulate import COMPUTE, SENDS, Span, Timeline
 
@@ -67,6 +69,15 @@ class Scale:
             if cut.start < end <= cut.end:
                 end = cut.start
         return (self(start), self(end)) if start < end else None
+
+
+def check_plot(option: str, path: str) -> None:
+    """Raises `ConfigError`, naming the option, unless the path names an image format, in a folder that is there."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if Path(path).suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise ConfigError(option, f"cannot write {path}: its ending names no image format", "a path ending in .png, .svg or .pdf")
+    check_output(option, path)
 
 
 def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> None:

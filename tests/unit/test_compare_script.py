@@ -1,0 +1,90 @@
+"""launch/compare.py: what it says of runs whose records are known."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.errors import UserError
+from tests.commands import run_script
+
+LOSSES = [4.0, 3.5, 3.0, 2.5]
+
+
+def write_run(folder: Path, losses: list[float | None], every: int = 1, **settings: Any) -> str:
+    """A run's records, as the trainer writes them: a logged step takes 0.5 s, and a validation follows the second."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"optim": {"lr": 0.1} | settings, "log": {"dir": str(folder)}}))
+    lines = []
+    for number, loss in enumerate(losses, 1):
+        step = number * every
+        figures = {"loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": step * 100, "tokens_per_second": 200.0, "step_seconds": 0.5}
+        figures |= {"mfu": None, "mfu_causal": None, "save_seconds": 0.0, "memory_bytes": 10**9 + number, "skipped": 0}
+        lines += [{"step": step} | figures] + ([{"step": step, "valid_loss": 3.25}] if number == 2 else [])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99, "lo')
+    return str(folder)
+
+
+def compare(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """What the script writes and prints."""
+    done = run_script("launch/compare.py", *arguments, "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "found.json").read_text()), done.stdout
+
+
+def test_says_where_runs_part(tmp_path: Path) -> None:
+    """A difference in the last bit, one that counts, one where a loss is null, and runs that log other steps, would be mixed up."""
+    bit = LOSSES[2] * (1 + 2**-52)
+    first = write_run(tmp_path / "first", LOSSES)
+    others = {
+        "equal": write_run(tmp_path / "equal", LOSSES),
+        "bit": write_run(tmp_path / "bit", [*LOSSES[:2], bit, 2.5], lr=0.2),
+        "far": write_run(tmp_path / "far", [4.0, 3.5 * (1 + 2**-52), 3.0, None]),
+        "sparse": write_run(tmp_path / "sparse", [3.5, 2.6], every=2),
+        "apart": write_run(tmp_path / "apart", [1.0], every=7),
+    }
+    found, said = compare(tmp_path, first, *others.values(), "--plot", str(tmp_path / "figure.png"))
+    parting = {name: found["parting"][folder] for name, folder in others.items()}
+    keys = ("shared_steps", "first_differing_step", "first_step_beyond_tolerance")
+    assert {name: tuple(row[key] for key in keys) for name, row in parting.items()} == {
+        "equal": (4, None, None), "bit": (4, 3, None), "far": (4, 2, 4), "sparse": (2, 4, 4), "apart": (0, None, None),
+    }  # fmt: skip
+    assert parting["bit"]["largest_relative_difference"] == pytest.approx(2**-52, rel=0.1)
+    assert found["config"] == {"optim.lr": [0.1, 0.1, 0.2, 0.1, 0.1, 0.1]}, "where a run writes to is no difference"
+    assert found["runs"][others["sparse"]] | {"memory_bytes": 0} == {
+        "step": 4, "tokens": 400, "seconds": 2.0, "loss": 2.6, "best_valid_loss": 3.25, "tokens_per_second": 200.0, "mfu": None,
+        "memory_bytes": 0, "skipped": 0,
+    }  # fmt: skip
+    assert f"{first} and {others['equal']}: equal in every bit of the loss, in all 4 steps that both logged" in said
+    assert f"{first} and {others['apart']} logged no step in common" in said
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tolerance_is_the_users(tmp_path: Path) -> None:
+    """With a fixed tolerance nobody could ask from where on two precisions differ by a hundredth."""
+    runs = [write_run(tmp_path / "a", LOSSES), write_run(tmp_path / "b", [4.001, 3.6, 3.0, 2.5])]
+    found, _ = compare(tmp_path, *runs, "--tolerance", "0.01")
+    assert found["parting"][runs[1]]["first_step_beyond_tolerance"] == 2
+
+
+WRONG = {
+    "one run": (["{a}", "{a}/"], "config error: arguments: one run cannot be compared"),
+    "no run": (["{a}", "{a}/none"], "none/config.json: cannot be read: No such file"),
+    "nothing logged": (["{a}", "{empty}"], "holds no logged step yet"),
+    "no records": (["{a}", "{broken}"], "metrics.jsonl: line 1 is no record of a step"),
+    "tolerance": (["{a}", "{b}", "--tolerance", "2"], "--tolerance: 2.0 is no relative difference"),
+    "picture": (["{a}", "{b}", "--plot", "x.txt"], "--plot: cannot write x.txt: its ending names no image format"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    """A user's mistake would be a traceback."""
+    import launch.compare
+
+    folders = {name: write_run(tmp_path / name, LOSSES) for name in ("a", "b", "broken")} | {"empty": write_run(tmp_path / "empty", [])}
+    (tmp_path / "broken" / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError) as error:
+        launch.compare.run([argument.format(**folders) for argument in arguments])
+    assert message in str(error.value) and capsys.readouterr().out == ""
