@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> int:
     """The drills one after the other, beside one calm run; returns the exit status."""
     args = parse(argv)
-    from megacore.survive.drills import TORCHRUN, Drill, as_json, check_launcher
+    from megacore.survive.drills import TORCHRUN, Drill, check_launcher
     from megacore.survive.faults import check
     from megacore.survive.faults import parse as parse_fault
 
@@ -82,7 +83,7 @@ def run(argv: list[str]) -> int:
         return 0 if found["as_expected"] else 1
     outcomes = drilled(drill, faults)
     show(outcomes)
-    (args.output / "drill.json").write_text(json.dumps(as_json(outcomes), indent=2) + "\n", encoding="utf-8")
+    (args.output / "drill.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n", encoding="utf-8")
     return 0 if all(outcome.as_expected for outcome in outcomes) else 1
 
 

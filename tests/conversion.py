@@ -8,10 +8,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch.checkpoint import run
-from megacore.checkpoint import Reader, locate, save
+from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config.load import load, resolve
 from megacore.model.gpt import Stage, whole_model
+from tests.checkpoints import save
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 

@@ -14,8 +14,9 @@ from unittest import mock
 
 import torch
 
-from megacore.checkpoint import Alone, LocalTensor, Ranks, Reader, Saver, disk, find_latest, save
+from megacore.checkpoint import LocalTensor, Ranks, Reader, Saver, disk
 from megacore.distributed.shard import Shard
+from tests.checkpoints import Alone, find_latest, save
 from tests.pieces import piece
 from tests.thread_ranks import run_threads
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from megacore import checkpoint
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedWriter
 from megacore.distributed.mesh import Mesh, pick_device
@@ -16,6 +15,7 @@ from megacore.model.gpt import whole_model
 from megacore.survive.noting import note_mesh, note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
+from tests.checkpoints import save
 
 VOCAB_SIZE = 65  # does not divide by 2 or 4
 
@@ -73,7 +73,7 @@ def write_weights(folder: Path, config: Config) -> Path:
     """A checkpoint that holds a model's first weights and no run, as an import leaves it; returns the step's folder."""
     weights = {f"model/{name}": (parameter.data, shard_of(parameter)) for name, parameter in whole_model(config).named_parameters()}
     state = {"model": config.model.model_dump(), "config": config.model_dump(by_alias=True)}
-    return checkpoint.save(folder, 0, weights, state, keep=1)
+    return save(folder, 0, weights, state, keep=1)
 
 
 Figures = list[tuple[float, float]]  # (loss, gradient norm) of steps

@@ -42,37 +42,26 @@ def fault_of(path: Path, *, deep: bool) -> CheckpointError | None:
     return None
 
 
-def warn_of_damage(error: CheckpointError, instead: Path | None) -> None:
+def warn_of_damage(error: CheckpointError, instead: Path) -> None:
     """The warning that a checkpoint was passed over, framed: it must not drown among other lines."""
-    then = f"using the one before it, {instead.name}" if instead else "there is none before it"
-    lines = ("A CHECKPOINT IS DAMAGED AND WAS SKIPPED", str(error), then)
+    lines = ("A CHECKPOINT IS DAMAGED AND WAS SKIPPED", str(error), f"using the one before it, {instead.name}")
     frame = "!" * 100
     logger.warning("%s\n%s\n%s", frame, "\n".join(f"!! {line}" for line in lines), frame)
 
 
-def find_latest(path: Path, *, deep: bool = True) -> Path | None:
-    """The newest whole checkpoint in `path` (see `checkpoints_in`), or None. Warns of each that it skips.
-
-    `deep` compares every file with its digest; else only the manifest, and the sizes and headers of the files. Call it on one
-    rank and share the result: ranks that look for themselves may see different folders.
-    """
-    found, damage = _newest_whole(path, deep)
-    if found is None and damage:
-        warn_of_damage(damage[0], None)
-    return found
-
-
-def _newest_whole(path: Path, deep: bool) -> tuple[Path | None, list[CheckpointError]]:
-    """`find_latest`, and what is wrong with those that were passed over. It warns of them where there is one to take instead."""
-    damage: list[CheckpointError] = []
-    for candidate in checkpoints_in(path):
-        error = fault_of(candidate, deep=deep)
-        if error is None:
-            for each in damage:
+def newest_whole(candidates: list[Path], *, deep: bool = False) -> tuple[Path | None, list[CheckpointError]]:
+    """The first of the candidates without a fault (see `fault_of`), and the faults of those before it, which are warned of where there
+    is one to take instead. What was looked at is taken off the list."""
+    faults: list[CheckpointError] = []
+    while candidates:
+        candidate = candidates.pop(0)
+        fault = fault_of(candidate, deep=deep)
+        if fault is None:
+            for each in faults:
                 warn_of_damage(each, candidate)
-            return candidate, damage
-        damage.append(error)
-    return None, damage
+            return candidate, faults
+        faults.append(fault)
+    return None, faults
 
 
 def locate(path: Path) -> Path:
@@ -86,7 +75,7 @@ def locate(path: Path) -> Path:
     if candidates == [path]:
         Reader(path).verify_headers()
         return path
-    latest, damage = _newest_whole(path, deep=False)
+    latest, damage = newest_whole(candidates)
     if latest is None:
         wrong = "holds no checkpoint"
         if damage:

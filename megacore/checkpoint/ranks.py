@@ -1,7 +1,6 @@
 """What ranks tell one another about a checkpoint. Every method is collective, and only the main thread calls them: collectives of
 two threads would come between one another."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,22 +28,6 @@ class Ranks(Protocol):
 
     def total(self, number: int) -> int:
         """The sum of the ranks' numbers."""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A process without others."""
-
-    rank: int = 0
-    world: int = 1
-
-    def first(self, text: str) -> str:
-        """See `Ranks`."""
-        return text
-
-    def total(self, number: int) -> int:
-        """See `Ranks`."""
-        return number
 
 
 class MeshRanks:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacore.checkpoint.commit import clear_leftovers, commit, folder_of, partial_of, prune, wait_for_indexes
 from megacore.checkpoint.disk import FULL, free_bytes, remove, size_text
-from megacore.checkpoint.ranks import Alone, Ranks
+from megacore.checkpoint.ranks import Ranks
 from megacore.checkpoint.staging import Staging
 from megacore.checkpoint.write import LocalTensor, bytes_of, places_of, write_rank
 from megacore.errors import CheckpointError
@@ -176,17 +176,3 @@ class Saver:
                 logger.warning("could not delete %s, of a save that failed: %s", save.partial, error)
         right = "the checkpoints before it are whole; make room, or see to its folder"
         raise CheckpointError(str(save.final), f"was not saved: {reason}", right) from save.error
-
-
-def save(
-    directory: Path, step: int, tensors: Mapping[str, LocalTensor], state: dict[str, Any], *, keep: int, ranks: Ranks | None = None
-) -> Path:
-    """Write the checkpoint of `step` and return its folder. Every rank calls it; on return it is whole and on disk.
-
-    Arguments and errors are those of `Saver`; a process without others leaves out `ranks`.
-    """
-    saver = Saver(directory, Alone() if ranks is None else ranks, keep=keep)
-    saver.start(step, tensors, state)
-    saved = saver.finish()
-    assert saved is not None
-    return saved.path

@@ -2,5 +2,3 @@
 
 from megacore.config.load import Resolved, load
 from megacore.config.schema import Config
-
-__all__ = ["Config", "Resolved", "load"]

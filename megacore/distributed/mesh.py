@@ -5,7 +5,7 @@ A `Mesh` is built once, after the config is checked, and handed down; a layer ta
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -16,30 +16,10 @@ from megacore.distributed.axes import AXES, Axis, coordinates, describe, ranks_a
 from megacore.distributed.place import Place
 from megacore.distributed.shard import Along, Shard
 from megacore.distributed.shared_memory import join
-from megacore.distributed.wire import Wire
+from megacore.distributed.wire import Group, Wire
 from megacore.errors import ConfigError
 from megacore.plan.memory import ELEMENT_BYTES
 from megacore.plan.partition import placement_of
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks along some axes that share the other coordinates. A group of one has no `wire`: every collective is the identity."""
-
-    name: str
-    ranks: tuple[int, ...]
-    rank: int  # this process's position in `ranks`
-    wire: Wire | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The communicator, for libraries that bring their own collectives."""
-        return None if self.wire is None else self.wire.process_group
-
 
 SOLO = Group("solo", (0,), 0)
 

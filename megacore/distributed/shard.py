@@ -8,21 +8,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import count
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-
-class Group(Protocol):
-    """What is needed of a `mesh.Group`, which is built on this."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+from megacore.distributed.wire import Group
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ rank waits, replaces methods of a `Wire` (`survive/ledger.py`, `benchmarks/wire.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -87,3 +88,22 @@ class Wire:
         """Posts sends and receives as one batch; a handle for each."""
         works = dist.batch_isend_irecv(list(posts))
         return [works[min(i, len(works) - 1)] for i in range(len(posts))]  # NCCL returns one for the whole batch
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along some axes that share the other coordinates. A group of one has no `wire`: every collective is the identity."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int  # this process's position in `ranks`
+    wire: Wire | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The communicator, for libraries that bring their own collectives."""
+        return None if self.wire is None else self.wire.process_group

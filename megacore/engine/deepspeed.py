@@ -67,7 +67,7 @@ class DeepSpeedEngine:
             stage.compute_on(mesh.device)
             # Without the global batch, which `Init` would hold against a world of one rank.
             alone = {key: value for key, value in settings.items() if key != "train_batch_size"}
-            deepspeed.zero.Init(stage, unit.get_data_parallel_group(), config_dict_or_path=alone, mpu=unit)
+            deepspeed.zero.Init(stage, unit.data, config_dict_or_path=alone, mpu=unit)
         with contextlib.redirect_stdout(io.StringIO()):  # memory figures that no setting turns off
             self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
         self.modules: Sequence[nn.Module] = [ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds]

@@ -22,9 +22,12 @@ class MeshUnit:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.alone: dist.ProcessGroup | None = None
-        self.data, self.model, self.tensor = (
-            self._process_group(group) for group in (mesh.gradient_group, mesh.group("pp", "tp"), mesh.tp)
-        )
+        self.data = self._process_group(mesh.gradient_group)
+        groups = {"data_parallel": mesh.gradient_group, "model_parallel": mesh.group("pp", "tp"), "tensor_model_parallel": mesh.tp}
+        for name, group in groups.items():
+            answers = {"group": self._process_group(group), "world_size": group.size, "rank": group.rank, "group_ranks": list(group.ranks)}
+            for what, answer in answers.items():  # it calls get_data_parallel_world_size() and the like
+                setattr(self, f"get_{name}_{what}", lambda answer=answer: answer)
 
     def _process_group(self, group: Group) -> dist.ProcessGroup:
         """Also of one rank, where ours has none: to DeepSpeed no group is the world."""
@@ -34,36 +37,6 @@ class MeshUnit:
             mesh = self.mesh
             self.alone = dist.new_group([mesh.place.rank], timeout=mesh.timeout, backend=mesh.backend, use_local_synchronization=True)
         return self.alone
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.data
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.mesh.gradient_group.size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.gradient_group.rank
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return list(self.mesh.gradient_group.ranks)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.model
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.mesh.group("pp", "tp").size
-
-    def get_model_parallel_rank(self) -> int:
-        return self.mesh.group("pp", "tp").rank
-
-    def get_tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.tensor
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.mesh.tp.size
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.mesh.tp.rank
 
 
 class StartBackward(torch.autograd.Function):

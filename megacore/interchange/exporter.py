@@ -13,7 +13,7 @@ from megacore.config.load import resolve
 from megacore.distributed.shard import Shard
 from megacore.errors import ConfigError
 from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
-from megacore.interchange.families import family_for_config, tensors
+from megacore.interchange.families import family_for_config
 from megacore.interchange.folder import CONFIG, Folder, aside, write_json, write_weights
 from megacore.interchange.mapped import Mapped
 from megacore.interchange.tokenizer import write_tokenizer
@@ -50,7 +50,7 @@ def export_hf(
     check_layers(compare_layers, config)
     check_weights(reader, config)
     family = family_for_config(config)
-    mapped = tensors(family, config)
+    mapped = family.mapped(config)
     with aside(output) as partial:
         settings = family.write(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(partial / CONFIG, settings)

@@ -13,9 +13,7 @@ from megacore.config import Config
 from megacore.config.schema import Model
 from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange import settings
-from megacore.interchange.mapped import Mapped, gpt2_tensors, llama_tensors, stored_name
-
-__all__ = ["FAMILIES", "Family", "Mapped", "family_for_config", "family_for_hf", "stored_name", "tensors"]
+from megacore.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
 TRAINING_KEYS = {"dropout", "attention", "init_std"}  # of our model section: no part of the function
 
@@ -31,7 +29,7 @@ class Family:
     architecture: str  # "LlamaForCausalLM"
     read: Callable[[dict[str, Any]], dict[str, Any]]  # their config.json → our `model` section
     write: Callable[[Config], dict[str, Any]]  # our config → their config.json
-    mapped: Callable[[Config], list[Mapped]]
+    mapped: Callable[[Config], list[Mapped]]  # every parameter of the logical model exactly once, in the order of the layers
     ignored: tuple[re.Pattern[str], ...] = ()
 
 
@@ -50,11 +48,6 @@ FAMILIES: dict[str, Family] = {
         Family("GraniteForCausalLM", settings.read_granite, settings.write_granite, llama_tensors, OLD_ROTARY),
     )
 }
-
-
-def tensors(family: Family, config: Config) -> list[Mapped]:
-    """Every parameter of the logical model exactly once, in the order of the layers."""
-    return family.mapped(config)
 
 
 def family_for_hf(hf: dict[str, Any], path: str) -> Family:

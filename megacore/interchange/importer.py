@@ -17,7 +17,7 @@ from megacore.config.load import parse_override, resolve, set_value
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
 from megacore.interchange.compare import check_layers, compare_logits, require_same, transformers_if_installed
-from megacore.interchange.families import family_for_hf, tensors
+from megacore.interchange.families import family_for_hf
 from megacore.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.interchange.mapped import Mapped, stored_name
 from megacore.interchange.nanogpt import HEAD, IGNORED, NanoGPT, nanogpt_tensors
@@ -72,7 +72,7 @@ def hf_peer(path: Path) -> Peer:
         model = family.read(folder.config)
     except CheckpointError as error:
         raise CheckpointError(str(path / CONFIG), error.wrong, error.right) from error
-    return Peer(path, family.architecture, model, lambda config: tensors(family, config), family.ignored, folder.shapes, folder.read)
+    return Peer(path, family.architecture, model, family.mapped, family.ignored, folder.shapes, folder.read)
 
 
 def nanogpt_peer(path: Path) -> Peer:

@@ -17,7 +17,6 @@ Query head i uses key/value head i // g in both, and both turn feature j of a he
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from einops import rearrange
@@ -91,17 +90,18 @@ def grouped_qkv(name: str, shape: Shape, peers: list[str]) -> Mapped:
     return Mapped(name, shape, shapes, join, split)
 
 
-def fused_qkv(name: str, shape: Shape, peer: str) -> Mapped:
-    """``[heads, 3, head, …]`` that the peer keeps as ``[…, 3 · heads · head]``."""
-    heads, three, _, *rest = shape
+def fused_qkv(name: str, shape: Shape, peer: str, theirs: str = "... (three heads head)") -> Mapped:
+    """``[heads, 3, head, …]`` that the peer keeps as ``[…, 3 · heads · head]``, or as the einops pattern `theirs` says."""
+    heads, three, head, *rest = shape
+    features = three * heads * head
 
-    def join(theirs: dict[str, Tensor]) -> Tensor:
-        return rearrange(theirs[peer], "... (three heads head) -> heads three head ...", three=three, heads=heads).contiguous()
+    def join(stored: dict[str, Tensor]) -> Tensor:
+        return rearrange(stored[peer], f"{theirs} -> heads three head ...", three=three, heads=heads).contiguous()
 
     def split(ours: Tensor) -> dict[str, Tensor]:
-        return {peer: rearrange(ours, "heads three head ... -> ... (three heads head)").contiguous()}
+        return {peer: rearrange(ours, f"heads three head ... -> {theirs}").contiguous()}
 
-    return Mapped(name, shape, {peer: (*rest, prod(shape[:3]))}, join, split)
+    return Mapped(name, shape, {peer: (features, *rest) if theirs.endswith("...") else (*rest, features)}, join, split)
 
 
 def qkv_shape(config: Config) -> Shape:
@@ -109,27 +109,37 @@ def qkv_shape(config: Config) -> Shape:
     return (config.kv_heads, config.model.num_heads // config.kv_heads + 2, config.head_size)
 
 
+def inputs_of(kind: str, size: int) -> Shape:
+    """The last dim of a linear layer's weight, which its bias has not."""
+    return (size,) if kind == "weight" else ()
+
+
 def gpt2_tensors(config: Config) -> list[Mapped]:
     """A model with GPT-2's names and ``[in, out]`` weights."""
+    return gpt2_like(config, transposed, fused_qkv)
+
+
+def gpt2_like(config: Config, linear: Callable[[str, Shape, str], Mapped], qkv: Callable[[str, Shape, str], Mapped]) -> list[Mapped]:
+    """A model with GPT-2's names, whose linear layers, and of them that of queries, keys and values, are stored as the peer does."""
     model = config.model
     h, f, a = model.hidden_size, resolved(model.ffn_size), model.num_heads * config.head_size
+    kinds = ("weight", "bias") if model.bias else ("weight",)
     tensors = [
         renamed("embedding.weight", (model.vocab_size, h), "transformer.wte.weight"),
         renamed("position", (config.max_positions, h), "transformer.wpe.weight"),
     ]
     for i in range(model.num_layers):
         ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-        for kind in ("weight", "bias"):
-            inputs = {"weight": lambda size: (size,), "bias": lambda size: ()}[kind]
+        for kind in kinds:
             tensors += [
                 renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.ln_1.{kind}"),
-                fused_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs(h)), f"{theirs}.attn.c_attn.{kind}"),
-                transposed(f"{ours}.attention.output.{kind}", (h, *inputs(a)), f"{theirs}.attn.c_proj.{kind}"),
+                qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), f"{theirs}.attn.c_attn.{kind}"),
+                linear(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, a)), f"{theirs}.attn.c_proj.{kind}"),
                 renamed(f"{ours}.norm2.{kind}", (h,), f"{theirs}.ln_2.{kind}"),
-                transposed(f"{ours}.feed_forward.up.{kind}", (f, *inputs(h)), f"{theirs}.mlp.c_fc.{kind}"),
-                transposed(f"{ours}.feed_forward.down.{kind}", (h, *inputs(f)), f"{theirs}.mlp.c_proj.{kind}"),
+                linear(f"{ours}.feed_forward.up.{kind}", (f, *inputs_of(kind, h)), f"{theirs}.mlp.c_fc.{kind}"),
+                linear(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.c_proj.{kind}"),
             ]
-    tensors += [renamed(f"norm.{kind}", (h,), f"transformer.ln_f.{kind}") for kind in ("weight", "bias")]
+    tensors += [renamed(f"norm.{kind}", (h,), f"transformer.ln_f.{kind}") for kind in kinds]
     return tensors + lm_head(config)
 
 
@@ -145,16 +155,15 @@ def llama_tensors(config: Config) -> list[Mapped]:
             renamed(f"{ours}.norm2.weight", (h,), f"{theirs}.post_attention_layernorm.weight"),
         ]
         for kind in ("weight", "bias"):
-            inputs = {"weight": lambda size: (size,), "bias": lambda size: ()}[kind]
             if kind == "weight" or model.qkv_bias:
                 qkv = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-                tensors.append(grouped_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs(h)), qkv))
+                tensors.append(grouped_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs_of(kind, h)), qkv))
             if kind == "weight" or model.bias:
                 gated = [f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up")]
                 tensors += [
-                    renamed(f"{ours}.attention.output.{kind}", (h, *inputs(a)), f"{theirs}.self_attn.o_proj.{kind}"),
-                    stacked(f"{ours}.feed_forward.up.{kind}", (2, f, *inputs(h)), gated),
-                    renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs(f)), f"{theirs}.mlp.down_proj.{kind}"),
+                    renamed(f"{ours}.attention.output.{kind}", (h, *inputs_of(kind, a)), f"{theirs}.self_attn.o_proj.{kind}"),
+                    stacked(f"{ours}.feed_forward.up.{kind}", (2, f, *inputs_of(kind, h)), gated),
+                    renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs_of(kind, f)), f"{theirs}.mlp.down_proj.{kind}"),
                 ]
         if model.qk_norm:
             tensors += [

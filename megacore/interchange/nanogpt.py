@@ -1,18 +1,17 @@
 """nanoGPT's ``ckpt.pt``: a dictionary of tensors and plain values, read without running anything in it."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.schema import resolved
 from megacore.errors import CheckpointError
 from megacore.files import open_plain
-from megacore.interchange.mapped import Mapped, Shape, lm_head, qkv_shape, renamed
+from megacore.interchange.mapped import Mapped, fused_qkv, gpt2_like, renamed
 
 COMPILED = "_orig_mod."  # before the names of a model that was compiled
 IGNORED = (re.compile(r"transformer\.h\.\d+\.attn\.bias"),)  # the causal mask, where PyTorch had no fused attention
@@ -89,38 +88,5 @@ def load_plain(path: Path) -> Any:
 
 
 def nanogpt_tensors(config: Config) -> list[Mapped]:
-    """nanoGPT's names: GPT-2's, with weights ``[out, in]``."""
-    model = config.model
-    h, f = model.hidden_size, resolved(model.ffn_size)
-    tensors = [
-        renamed("embedding.weight", (model.vocab_size, h), EMBEDDING),
-        renamed("position", (config.max_positions, h), "transformer.wpe.weight"),
-    ]
-    for i in range(model.num_layers):
-        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-        for kind, inputs in (("weight", lambda size: (size,)), ("bias", lambda size: ())):
-            if kind == "bias" and not model.bias:
-                continue
-            tensors += [
-                renamed(f"{ours}.norm1.{kind}", (h,), f"{theirs}.ln_1.{kind}"),
-                stacked_qkv(f"{ours}.attention.qkv.{kind}", (*qkv_shape(config), *inputs(h)), f"{theirs}.attn.c_attn.{kind}"),
-                renamed(f"{ours}.attention.output.{kind}", (h, *inputs(h)), f"{theirs}.attn.c_proj.{kind}"),
-                renamed(f"{ours}.norm2.{kind}", (h,), f"{theirs}.ln_2.{kind}"),
-                renamed(f"{ours}.feed_forward.up.{kind}", (f, *inputs(h)), f"{theirs}.mlp.c_fc.{kind}"),
-                renamed(f"{ours}.feed_forward.down.{kind}", (h, *inputs(f)), f"{theirs}.mlp.c_proj.{kind}"),
-            ]
-    tensors += [renamed(f"norm.{kind}", (h,), f"transformer.ln_f.{kind}") for kind in ("weight", "bias") if kind == "weight" or model.bias]
-    return tensors + lm_head(config)
-
-
-def stacked_qkv(name: str, shape: Shape, peer: str) -> Mapped:
-    """``[heads, 3, head, …]`` that the peer keeps as ``[3 · heads · head, …]``: all queries, all keys, all values."""
-    heads, three, head, *rest = shape
-
-    def join(theirs: dict[str, Tensor]) -> Tensor:
-        return rearrange(theirs[peer], "(three heads head) ... -> heads three head ...", three=three, heads=heads).contiguous()
-
-    def split(ours: Tensor) -> dict[str, Tensor]:
-        return {peer: rearrange(ours, "heads three head ... -> (three heads head) ...").contiguous()}
-
-    return Mapped(name, shape, {peer: (three * heads * head, *rest)}, join, split)
+    """nanoGPT's names: GPT-2's, with weights ``[out, in]``, of which all queries come first, then all keys, then all values."""
+    return gpt2_like(config, renamed, partial(fused_qkv, theirs="(three heads head) ..."))

@@ -4,6 +4,7 @@ Reading refuses every setting that would make theirs another function than ours,
 (dropout) or numerics are passed over. What a file leaves out is what transformers takes where it is missing; sizes must be there.
 """
 
+from functools import partial
 from typing import Any
 
 from megacore.config import Config
@@ -50,6 +51,9 @@ def flag(hf: dict[str, Any], key: str, default: bool) -> bool:
 
 # GPT-2
 
+GPT2_SIZES = {  # ours, and what they are called there
+    "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size", "max_positions": "n_positions",
+}  # fmt: skip
 GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 
 
@@ -58,21 +62,15 @@ def read_gpt2(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, "activation_function", "gelu_new", *GPT2_ACTIVATIONS)
     require(hf, "scale_attn_by_inverse_layer_idx", False, False)
     require(hf, "add_cross_attention", False, False)
-    hidden, heads = whole(hf, "n_embd"), whole(hf, "n_head")
-    head_size = head_size_of(hidden, heads, "n_embd", "n_head")
-    return {
-        "num_layers": whole(hf, "n_layer"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": heads,
+    head_size = head_size_of(hf, "n_embd", "n_head")
+    return {ours: whole(hf, theirs) for ours, theirs in GPT2_SIZES.items()} | {
+        "num_kv_heads": hf["n_head"],
         "head_size": head_size,
-        "ffn_size": whole(hf, "n_inner", None) or 4 * hidden,
-        "vocab_size": whole(hf, "vocab_size"),
+        "ffn_size": whole(hf, "n_inner", None) or 4 * hf["n_embd"],
         "norm": "layernorm",
         "norm_eps": number(hf, "layer_norm_epsilon", 1e-5),
         "activation": GPT2_ACTIVATIONS[hf.get("activation_function", "gelu_new")],
         "position": "learned",
-        "max_positions": whole(hf, "n_positions"),
         "bias": True,
         "qkv_bias": True,
         "attention_scale": head_size**-0.5 if flag(hf, "scale_attn_weights", True) else 1.0,
@@ -84,12 +82,8 @@ def read_gpt2(hf: dict[str, Any]) -> dict[str, Any]:
 def write_gpt2(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
     model = config.model
-    return heading(config, "GPT2LMHeadModel", "gpt2") | {
-        "n_layer": model.num_layers,
-        "n_embd": model.hidden_size,
-        "n_head": model.num_heads,
+    return heading(config, "GPT2LMHeadModel", "gpt2", GPT2_SIZES) | {
         "n_inner": model.ffn_size,
-        "n_positions": config.max_positions,
         "activation_function": {"gelu": "gelu_new"}.get(model.activation, "gelu"),
         "layer_norm_epsilon": model.norm_eps,
         "scale_attn_weights": model.attention_scale != 1.0,
@@ -99,28 +93,36 @@ def write_gpt2(config: Config) -> dict[str, Any]:
     }
 
 
-def head_size_of(hidden: int, heads: int, hidden_key: str, heads_key: str) -> int:
+def head_size_of(hf: dict[str, Any], hidden_key: str, heads_key: str) -> int:
     """The head size of a peer that wants all heads to make up the hidden size."""
+    hidden, heads = whole(hf, hidden_key), whole(hf, heads_key)
     if hidden % heads:
         raise CheckpointError(CONFIG, f"{hidden_key} {hidden} is not a multiple of {heads_key} {heads}", "sizes that divide")
     return hidden // heads
 
 
-def heading(config: Config, architecture: str, model_type: str) -> dict[str, Any]:
-    """What every config.json has. Token ids are null, lest the peer take its own defaults, of another vocabulary."""
+def heading(config: Config, architecture: str, model_type: str, sizes: dict[str, str]) -> dict[str, Any]:
+    """What every config.json has; `sizes` are ours, and what they are called there.
+
+    Token ids are null, lest the peer take its own defaults, of another vocabulary.
+    """
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "torch_dtype": "float64" if config.train.precision == "fp64" else "float32",
-        "vocab_size": config.model.vocab_size,
         "tie_word_embeddings": config.model.tie_embeddings,
         "initializer_range": config.model.init_std,
         "bos_token_id": None,
         "eos_token_id": None,
-    }
+    } | {theirs: getattr(config.model, ours) for ours, theirs in sizes.items()}
 
 
 # Llama and those after it: RMS norms, swiglu, rotary positions
+
+LLAMA_SIZES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
+}  # fmt: skip
 
 
 def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -129,22 +131,16 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
     require(hf, "quantization_config", None, None)
     if any(kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()):
         raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
-    hidden, heads = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
-    head_size = whole(hf, "head_dim", None) or head_size_of(hidden, heads, "hidden_size", "num_attention_heads")
+    sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
+    head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
     theta, scaling = read_rope(hf)
-    return {
-        "num_layers": whole(hf, "num_hidden_layers"),
-        "hidden_size": hidden,
-        "num_heads": heads,
-        "num_kv_heads": whole(hf, "num_key_value_heads", None) or heads,
+    own = {
+        "num_kv_heads": whole(hf, "num_key_value_heads", None) or sizes["num_heads"],
         "head_size": head_size,
-        "ffn_size": whole(hf, "intermediate_size"),
-        "vocab_size": whole(hf, "vocab_size"),
         "norm": "rmsnorm",
         "norm_eps": number(hf, "rms_norm_eps", 1e-6),
         "activation": "swiglu",
         "position": "rope",
-        "max_positions": whole(hf, "max_position_embeddings"),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "bias": False,
@@ -152,7 +148,8 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
         "attention_scale": head_size**-0.5,
         "tie_embeddings": flag(hf, "tie_word_embeddings", False),
         "init_std": number(hf, "initializer_range", 0.02),
-    } | settings
+    }
+    return sizes | own | settings
 
 
 def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -183,23 +180,14 @@ def write_rope(config: Config) -> dict[str, Any]:
 def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of their config.json."""
     model = config.model
-    return (
-        heading(config, architecture, model_type)
-        | {
-            "num_hidden_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_heads,
-            "num_key_value_heads": model.num_kv_heads,
-            "head_dim": model.head_size,
-            "intermediate_size": model.ffn_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": model.norm_eps,
-            "max_position_embeddings": config.max_positions,
-            "attention_dropout": 0.0,
-        }
-        | write_rope(config)
-        | settings
-    )
+    own = {
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "attention_dropout": 0.0,
+    }
+    return heading(config, architecture, model_type, LLAMA_SIZES) | own | write_rope(config) | settings
 
 
 def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +205,7 @@ def write_biases(config: Config) -> dict[str, Any]:
 
 def read_llama(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    head_size_of(whole(hf, "hidden_size"), whole(hf, "num_attention_heads"), "hidden_size", "num_attention_heads")  # LlamaConfig's rule
+    head_size_of(hf, "hidden_size", "num_attention_heads")  # LlamaConfig's rule
     return read_llama_like(hf, **read_biases(hf))
 
 
@@ -232,9 +220,7 @@ def read_mistral(hf: dict[str, Any]) -> dict[str, Any]:
     return read_llama_like({"num_key_value_heads": 8} | hf)
 
 
-def write_mistral(config: Config) -> dict[str, Any]:
-    """See `Family.write`."""
-    return write_llama_like(config, "MistralForCausalLM", "mistral", sliding_window=None)
+write_mistral = partial(write_llama_like, architecture="MistralForCausalLM", model_type="mistral", sliding_window=None)
 
 
 def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
@@ -243,9 +229,7 @@ def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
     return read_llama_like({"num_key_value_heads": 32} | hf, qkv_bias=True)
 
 
-def write_qwen2(config: Config) -> dict[str, Any]:
-    """See `Family.write`."""
-    return write_llama_like(config, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False, sliding_window=None)
+write_qwen2 = partial(write_llama_like, architecture="Qwen2ForCausalLM", model_type="qwen2", use_sliding_window=False, sliding_window=None)
 
 
 def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
@@ -255,9 +239,7 @@ def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
     return read_llama_like({"num_key_value_heads": 32, "head_dim": 128} | hf, qk_norm=True)
 
 
-def write_qwen3(config: Config) -> dict[str, Any]:
-    """See `Family.write`."""
-    return write_llama_like(config, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False, sliding_window=None, attention_bias=False)
+write_qwen3 = partial(write_qwen2, architecture="Qwen3ForCausalLM", model_type="qwen3", attention_bias=False)
 
 
 def read_granite(hf: dict[str, Any]) -> dict[str, Any]:

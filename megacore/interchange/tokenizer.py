@@ -44,22 +44,12 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     return bool(found)
 
 
-def check_model(file: Path) -> None:
-    """Refuses what is no sentencepiece model."""
-    SentencePieceTokenizer(str(file))
-
-
 def check_fast(file: Path) -> None:
     """Refuses what is no tokenizer.json; as far as can be told where the package tokenizers is not installed."""
     if not isinstance(read_json(file).get("model"), dict):
         raise CheckpointError(str(file), "holds no model of a tokenizer", "a tokenizer.json as transformers writes it")
     if find_spec("tokenizers") is not None:
         JsonTokenizer(str(file))
-
-
-def check_settings(file: Path) -> None:
-    """Refuses what is no JSON object."""
-    read_json(file)
 
 
 def check_ids(file: Path) -> None:
@@ -89,11 +79,11 @@ def read_text(file: Path) -> str:
         raise CheckpointError(str(file), f"is no text: {error}", WHOLE) from error
 
 
-FILES: dict[str, Callable[[Path], None]] = {  # of a tokenizer, each with what refuses a file that is something else
-    SENTENCEPIECE: check_model,
-    "tokenizer_config.json": check_settings,  # before tokenizer.json, which is read together with it
+FILES: dict[str, Callable[[Path], object]] = {  # of a tokenizer, each with what refuses a file that is something else
+    SENTENCEPIECE: lambda file: SentencePieceTokenizer(str(file)),
+    "tokenizer_config.json": read_json,  # before tokenizer.json, which is read together with it
     "tokenizer.json": check_fast,
-    "special_tokens_map.json": check_settings,
+    "special_tokens_map.json": read_json,
     "added_tokens.json": check_ids,
     "vocab.json": check_ids,
     "merges.txt": check_merges,

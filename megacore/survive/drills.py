@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.distributed.place import free_port
@@ -241,8 +241,3 @@ def same_weights(one: Path, other: Path) -> bool:
         if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
             return False
     return True
-
-
-def as_json(outcomes: list[Outcome]) -> list[dict[str, object]]:
-    """Outcomes as JSON values."""
-    return [asdict(outcome) for outcome in outcomes]

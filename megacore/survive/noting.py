@@ -96,20 +96,13 @@ def note_runtime(runtime: Runtime, ledger: Ledger) -> None:
     runtime.methods.update({op: marked(method) for op, method in runtime.methods.items()})
 
 
-class Noted:
-    """What a trainer hears of itself: see `trainer.Watch`."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.waited, self.stragglers = ledger.take_waited, Stragglers().named
-
-
 def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
     """Notes what a trainer does between its microbatches; returns it."""
     note_runtime(trainer.train_step.runtime, ledger)
     note_loader(trainer.loader, ledger)
     note_mailbox(trainer.mailbox, ledger)
-    trainer.watch = Noted(ledger)
     noted: Any = trainer
+    noted.watch.waited, noted.watch.stragglers = ledger.take_waited, Stragglers().named
     next_batch, step = trainer.next_batch, trainer.engine.step
 
     def data() -> Any:

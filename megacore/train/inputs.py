@@ -67,18 +67,11 @@ class Inputs:
 
     def _newest(self, damage: CheckpointError | None) -> Path:
         """The next of the candidates that is whole by its manifest and the sizes and headers of its files."""
-        faults: list[CheckpointError] = []  # warned of where there is another to take instead
-        while self.candidates:
-            candidate = self.candidates.pop(0)
-            fault = checkpoint.fault_of(candidate, deep=False)
-            if fault is None:
-                for each in faults:
-                    checkpoint.warn_of_damage(each, candidate)
-                self._check_run(checkpoint.Reader(candidate))
-                return candidate
-            faults.append(fault)
-            damage = damage or fault
-        assert damage is not None
+        candidate, faults = checkpoint.newest_whole(self.candidates)
+        if candidate is not None:
+            self._check_run(checkpoint.Reader(candidate))
+            return candidate
+        damage = damage or faults[0]
         wrong = f"{damage.wrong}, and no checkpoint before it is whole"
         raise CheckpointError(damage.where, wrong, "bring back a whole one, or start from nothing with checkpoint.resume=never")
 

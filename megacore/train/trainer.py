@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -31,25 +30,15 @@ from megacore.train.step import TrainStep
 from megacore.train.stopping import StopAgreed, StopRequest
 
 
-class Watch(Protocol):
-    """What a trainer hears of itself from those who watch it (`survive/noting.py`)."""
+class Watch:
+    """What a trainer hears of itself: from those who watch it (`survive/noting.py`), or from nobody."""
 
     def waited(self) -> float:
         """Seconds that this rank waited for others since this was asked last."""
-
-    def stragglers(self, own: list[float], seconds: float) -> dict[int, float]:
-        """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step."""
-
-
-class Unwatched:
-    """A trainer that nobody watches."""
-
-    def waited(self) -> float:
-        """See `Watch`."""
         return 0.0
 
     def stragglers(self, own: list[float], seconds: float) -> dict[int, float]:
-        """See `Watch`."""
+        """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step."""
         return {}
 
 
@@ -74,7 +63,7 @@ class Trainer:
         self.step = self.started = self.resume()
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
-        self.watch: Watch = Unwatched()
+        self.watch = Watch()
         self.mailbox = Mailbox(mesh.device)
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks, self.engine.state()["skipped"])
         self.logs = Logs(config, self.is_writer, self.step + 1)

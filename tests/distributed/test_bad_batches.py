@@ -14,6 +14,7 @@ from megacore.train.skips import TooManySkips
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.checkpoints import find_latest
 
 OVERRIDES = ["train.steps=8", "checkpoint.every=2"]
 
@@ -51,7 +52,7 @@ def skipped(folder: Path) -> list[tuple[int, int, int]]:
 
 
 def updates(folder: Path) -> float:
-    path = checkpoint.find_latest(folder)
+    path = find_latest(folder)
     assert path is not None
     return checkpoint.Reader(path).state["engine"]["updates"]
 

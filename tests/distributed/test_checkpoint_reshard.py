@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import LocalTensor, Reader, find_latest, save, write
+from megacore.checkpoint import LocalTensor, Reader, write
 from megacore.distributed.shard import Along, Shard
 from megacore.errors import CheckpointError
+from tests.checkpoints import find_latest, save
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 

@@ -29,6 +29,7 @@ from megacore.pipeline.runtime import Microbatch
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training
+from tests.checkpoints import find_latest, save
 from tests.commands import run_script
 from tests.engines import zero
 
@@ -79,7 +80,7 @@ def hop(config_path: str, overrides: list[str], log_dir: str) -> None:
     mesh = Mesh(config, place, pick_device(config, place))
     trainer = Trainer(config, mesh, inputs)
     if trainer.step:
-        checkpoint.save(Path(log_dir) / "copies", trainer.step, trainer.engine.tensors(), {}, keep=9, ranks=MeshRanks(mesh))
+        save(Path(log_dir) / "copies", trainer.step, trainer.engine.tensors(), {}, keep=9, ranks=MeshRanks(mesh))
     assert trainer.run() == 0
     mesh.close()
 
@@ -293,4 +294,4 @@ def test_a_disk_that_is_really_full(pool: Any, config: str, small_disk: Path, ba
     ):
         pool.run(1, training.run_rank, config, overrides, str(small_disk / "run"))
     assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["step_00000002"]
-    assert checkpoint.find_latest(small_disk / "run") is not None
+    assert find_latest(small_disk / "run") is not None

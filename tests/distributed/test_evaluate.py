@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from launch.evaluate import run
-from megacore.checkpoint import Reader, locate, save
+from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedTokens
@@ -28,6 +28,7 @@ from megacore.interchange.settings import read_gpt2
 from megacore.model.gpt import whole_model
 from megacore.train.inputs import Inputs
 from tests import training
+from tests.checkpoints import save
 from tests.pool import ROOT
 
 TP2PP2 = ["parallel.tensor=2", "parallel.pipeline=2"]

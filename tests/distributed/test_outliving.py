@@ -22,6 +22,7 @@ from megacore import checkpoint
 from megacore.errors import LogError
 from megacore.train.trainer import FINISHED, STOPPED, Trainer
 from tests import training
+from tests.checkpoints import find_latest
 from tests.commands import play
 from tests.pool import CONTEXT
 
@@ -85,7 +86,7 @@ def test_a_closed_terminal_lets_the_run_save(config: str, tmp_path: Path) -> Non
         os.close(slave)
         os.close(master)
         assert ended(process) == STOPPED
-    assert checkpoint.find_latest(run) is not None
+    assert find_latest(run) is not None
 
 
 def test_sighup_asks_to_stop_unless_it_was_ignored_at_the_start(config: str, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_standard_output_may_go_away(config: str, tmp_path: Path, kind: str) -> 
     with command(config, tmp_path / "run", out=out, err=out if kind == "both pipes" else err) as process:
         assert ended(process) == FINISHED
     assert [m["step"] for m in training.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    assert checkpoint.find_latest(tmp_path / "run") is not None
+    assert find_latest(tmp_path / "run") is not None
     assert kind == "full" or first[0].startswith("mesh: ")
     if kind != "both pipes":
         lines = Path(err).read_text().splitlines()
@@ -182,7 +183,7 @@ def test_a_deleted_folder_is_said_once_and_made_again(run_ranks: Any, config: st
     assert status == FINISHED and out.count("WARNING") == 1 and "metrics.jsonl was deleted while the run wrote it" in out
     assert [m["step"] for m in training.metrics(tmp_path / "run")] == [3, 4, 5]
     assert (tmp_path / "run/config.json").exists() and list((tmp_path / "run/tensorboard").iterdir()) and not err
-    assert checkpoint.find_latest(tmp_path / "run") is not None
+    assert find_latest(tmp_path / "run") is not None
 
 
 def test_tensorboard_may_fail(run_ranks: Any, config: str, tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_without_its_records_a_run_saves_and_ends(run_ranks: Any, config: str, t
     """Nobody would know what was trained. All ranks end alike, also where only the last step's record is lost."""
     overrides = [f"train.steps={steps}", "checkpoint.last=false", "parallel.tensor=2"]
     lines = run_ranks(2, unrecorded_rank, config, overrides, str(tmp_path / "run"))
-    saved = checkpoint.find_latest(tmp_path / "run")
+    saved = find_latest(tmp_path / "run")
     assert saved is not None
     step = checkpoint.Reader(saved).step
     assert step == min(4, steps)

@@ -20,7 +20,7 @@ from megacore.distributed.place import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.interchange import mapped
-from megacore.interchange.families import family_for_hf, tensors
+from megacore.interchange.families import family_for_hf
 from megacore.model import attention, block
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan.partition import plan_of
@@ -103,7 +103,7 @@ def measure(pool: Any, tmp_path: Path) -> Measure:
         train = {"seq_len": 12, "micro_batch_size": 2, "global_batch_size": 4, "precision": precision, "device": "cpu"}
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"model": family.read(peer.settings) | model, "train": train}))
-        mapping = tensors(family, load(str(path)).config)
+        mapping = family.mapped(load(str(path)).config)
         assert sorted(peer.weights) == sorted(stored for tensor in mapping for stored in tensor.peers)
         weights = {tensor.name: tensor.join(peer.weights) for tensor in mapping}
         gradients = {tensor.name: tensor.join(peer.gradients) for tensor in mapping}

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megacore.checkpoint import Alone, Reader, Saver
+from megacore.checkpoint import Reader, Saver
 from megacore.distributed.shard import Shard
+from tests.checkpoints import Alone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from launch.checkpoint import run
-from megacore.checkpoint import Reader, find_latest, locate, save
+from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
+from tests.checkpoints import find_latest, save
 from tests.manifests import aged, edit_manifest
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch.checkpoint import run
-from megacore.checkpoint import Alone, Reader, Saver, disk, find_latest, locate, read, save
+from megacore.checkpoint import Reader, Saver, disk, locate, read
 from megacore.checkpoint.commit import set_aside
 from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
 from tests import crashes
+from tests.checkpoints import Alone, find_latest, save
 from tests.manifests import edit_manifest
 from tests.pieces import piece
 

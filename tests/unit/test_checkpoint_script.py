@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from launch.checkpoint import FEW, run
-from megacore.checkpoint import save
 from megacore.distributed.shard import Shard
+from tests.checkpoints import save
 
 LONG = "adam_v/blocks.117.attention.a_part_with_a_name_of_its_own_that_goes_on_and_on_and_on_beyond_every_terminal.weight"
 

@@ -10,7 +10,8 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.config.schema import Model
 from megacore.errors import CheckpointError, ConfigError
-from megacore.interchange.families import FAMILIES, family_for_config, family_for_hf, stored_name, tensors
+from megacore.interchange.families import FAMILIES, family_for_config, family_for_hf
+from megacore.interchange.mapped import stored_name
 from megacore.model.gpt import whole_model
 from tests.peers import LLAMA, PEERS, VOCAB_SIZE
 
@@ -49,7 +50,7 @@ def test_every_parameter_is_mapped_once_and_back(name: str) -> None:
     """A tensor left out would keep its random values; one that does not come back as it went in would be lost in export."""
     hf = settings(name)
     family, config = family_for_hf(hf, "config.json"), config_of(read(hf))
-    mapping = tensors(family, config)
+    mapping = family.mapped(config)
     assert {t.name: t.shape for t in mapping} == {n: tuple(p.shape) for n, p in whole_model(config).named_parameters()}
     assert len({peer for t in mapping for peer in t.peers}) == sum(len(t.peers) for t in mapping)
     for tensor in mapping:

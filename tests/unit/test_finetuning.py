@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.checkpoint import Reader, locate, save
+from megacore.checkpoint import Reader, locate
 from megacore.config import Config
 from megacore.config.load import parse_override
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
+from tests.checkpoints import save
 from tests.commands import ROOT, run_script
 from tests.conversion import random_run
 

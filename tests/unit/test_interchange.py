@@ -155,19 +155,29 @@ def changed(mapped: list[Mapped], name: str, **functions: Callable[..., Any]) ->
     return [dataclasses.replace(tensor, **functions) if tensor.name == name else tensor for tensor in mapped]
 
 
+def change_mapping(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Mapped]], list[Mapped]]) -> None:
+    """Lets the exporter take another mapping of the tensors for the family's."""
+    right = exporter.family_for_config
+
+    def wrong(config):
+        family = right(config)
+        return dataclasses.replace(family, mapped=lambda config: change(family.mapped(config)))
+
+    monkeypatch.setattr(exporter, "family_for_config", wrong)
+
+
 @pytest.mark.parametrize("consistent", [False, True])
 def test_swapped_tensors_are_not_exported(consistent, tmp_path, monkeypatch):
     """Gate and up have one shape. Swapped on the way out, they are not what was read; swapped both ways, logits alone tell."""
     random_run(tmp_path / "run", **OWN["llama, grouped queries"])
-    right = exporter.tensors
+    name = "blocks.1.feed_forward.up.weight"
 
-    def wrong(family, config):
-        mapped, name = right(family, config), "blocks.1.feed_forward.up.weight"
+    def wrong(mapped):
         (up,) = (tensor for tensor in mapped if tensor.name == name)
         functions = {"split": lambda ours: up.split(ours.flip(0))}
         return changed(mapped, name, **functions, **({"join": lambda theirs: up.join(theirs).flip(0)} if consistent else {}))
 
-    monkeypatch.setattr(exporter, "tensors", wrong)
+    change_mapping(monkeypatch, wrong)
     message = r"logits of .* differ from LlamaForCausalLM's by" if consistent else r"tensor blocks\.1\.feed_forward\.up\.weight, read back,"
     with pytest.raises(CheckpointError, match=message):
         export(tmp_path / "run", tmp_path / "out")
@@ -210,10 +220,10 @@ def test_a_setting_read_wrongly_is_not_imported(theirs, tmp_path, monkeypatch):
 def test_compare_layers_compares_the_first(layer, refused, tmp_path, monkeypatch):
     """`--compare-layers 1` sees a fault of the first block, from the written files; of the second it cannot."""
     random_run(tmp_path / "run", **OWN["llama, grouped queries"])
-    right, name = exporter.tensors, f"blocks.{layer}.norm1.weight"
+    name = f"blocks.{layer}.norm1.weight"
     peer = f"model.layers.{layer}.input_layernorm.weight"
     opposite = {"split": lambda ours: {peer: -ours}, "join": lambda theirs: -theirs[peer]}
-    monkeypatch.setattr(exporter, "tensors", lambda family, config: changed(right(family, config), name, **opposite))
+    change_mapping(monkeypatch, lambda mapped: changed(mapped, name, **opposite))
     if refused:
         with pytest.raises(CheckpointError, match="through the first 1 of 2 blocks"):
             export(tmp_path / "run", tmp_path / "out", "--compare-layers", 1)
