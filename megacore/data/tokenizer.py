@@ -3,9 +3,9 @@
 import io
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -17,42 +17,40 @@ SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one pie
 KINDS = f"bytes, a FILE.model or a tokenizer.json; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What the rest of megacore knows of a tokenizer."""
 
     vocab_size: int
-    end_of_document: int | None  # written behind every document; None: documents just follow each other
+    end_of_document: int | None = None  # written behind every document; None: documents just follow each other
 
+    @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """The token ids of a text, ``[tokens]``, without special tokens."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
-
+    @abstractmethod
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes that a token stands for within a text, perhaps part of a character; a special token has none."""
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
-class BytesTokenizer:
+
+class BytesTokenizer(Tokenizer):
     """Every byte of the UTF-8 text is a token."""
 
-    vocab_size: int = 256
-    end_of_document: int | None = None
+    vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
         """The bytes of the text: uint8 ``[bytes]``."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of the bytes."""
-        return bytes(ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The byte itself."""
         return bytes([token])
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model (Kudo and Richardson 2018)."""
 
     def __init__(self, path: str) -> None:
@@ -68,9 +66,9 @@ class SentencePieceTokenizer:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError:  # its text names sentencepiece's source lines, and nothing about the file
             raise DataError(path, "is no sentencepiece model", "a .model that launch/prepare.py or sentencepiece trained") from None
-        self.vocab_size: int = self._processor.vocab_size()
+        self.vocab_size = self._processor.vocab_size()
         eos = self._processor.eos_id()
-        self.end_of_document: int | None = eos if eos >= 0 else None
+        self.end_of_document = eos if eos >= 0 else None
 
     def encode(self, text: str) -> np.ndarray:
         """The pieces of the text: int32 ``[tokens]``."""
@@ -91,7 +89,7 @@ class SentencePieceTokenizer:
         return self._processor.id_to_piece(token).replace("\u2581", " ").encode("utf-8")
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A ``tokenizer.json`` of Hugging Face's `tokenizers`, such as GPT-2's and Llama 3's."""
 
     def __init__(self, path: str) -> None:
@@ -106,10 +104,10 @@ class JsonTokenizer:
             raise DataError(path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json") from None
         except Exception as error:  # `tokenizers` raises nothing more particular
             raise DataError(path, f"is no tokenizer: {error}", "a tokenizer.json as transformers writes it") from None
-        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {int(token["id"]) for token in json.loads(text).get("added_tokens", []) if token.get("special")}
         self._bytes = byte_characters() if '"ByteLevel"' in text else None
-        self.end_of_document: int | None = self._end(Path(path).with_name("tokenizer_config.json"))
+        self.end_of_document = self._end(Path(path).with_name("tokenizer_config.json"))
 
     def _end(self, settings: Path) -> int | None:
         """The id of the token that `settings`, the file beside ours, says ends a text."""
@@ -126,10 +124,6 @@ class JsonTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """The ids of the text: int32 ``[tokens]``."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; special tokens have none."""
-        return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
         """What the token's characters stand for: bytes one by one, or text with ▁ for spaces and ``<0x0A>`` for a byte."""

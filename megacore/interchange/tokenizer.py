@@ -38,7 +38,10 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     refuse_foreign(source)
     found = [source / name for name in FILES if (source / name).is_file()]
     for file in found:
-        FILES[file.name](file)
+        try:
+            FILES[file.name](file)
+        except (OSError, UnicodeError) as error:
+            raise CheckpointError(str(file), f"is no text: {error}", WHOLE) from error
     for file in found:
         shutil.copyfile(file, target / file.name)
     return bool(found)
@@ -60,23 +63,15 @@ def check_ids(file: Path) -> None:
 
 def check_merges(file: Path) -> None:
     """Refuses what is no list of pairs, one a line (its heading is `#version:` and a number)."""
-    pairs = [line.split(" ") for line in read_text(file).split("\n") if line.strip()]
+    pairs = [line.split(" ") for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     if not all(len(pair) == 2 and all(pair) for pair in pairs):
         raise CheckpointError(str(file), "is no list of merges", "two pieces a line, with a space between them")
 
 
 def check_template(file: Path) -> None:
     """Refuses what does not write out `messages`."""
-    if not re.search(r"\{[{%][^}]*\bmessages\b", read_text(file)):
+    if not re.search(r"\{[{%][^}]*\bmessages\b", file.read_text(encoding="utf-8")):
         raise CheckpointError(str(file), "is no template of a chat", "one that goes through `messages`")
-
-
-def read_text(file: Path) -> str:
-    """The text of a file. Raises `CheckpointError` where it is no text."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise CheckpointError(str(file), f"is no text: {error}", WHOLE) from error
 
 
 FILES: dict[str, Callable[[Path], object]] = {  # of a tokenizer, each with what refuses a file that is something else

@@ -1,6 +1,7 @@
 """Causal self-attention, its heads split over the tensor ranks; grouped queries, query-key norm and rotary positions."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,32 +30,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
         super().__init__()
-        model, sequence = config.model, config.parallel.sequence
+        model = config.model
         self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
         self.implementation, self.kernels = model.attention, model.kernels
         # sdpa keeps no scores, so there is nothing for selective recomputation to drop.
         self.recompute = config.train.recompute == "selective" and model.attention != "sdpa"
-        self.qkv = ColumnLinear(
-            model.hidden_size,
-            (config.kv_heads, self.queries + 2, config.head_size),
-            bias=resolved(model.qkv_bias),
-            init_std=model.init_std,
-            group=group,
-            sequence=sequence,
-            dtype=dtype,
-            device=device,
-        )
-        self.output = RowLinear(
-            model.num_heads * config.head_size,
-            model.hidden_size,
-            bias=model.bias,
-            init_std=output_std,
-            group=group,
-            sequence=sequence,
-            dtype=dtype,
-            device=device,
-        )
+        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
+        heads = (config.kv_heads, self.queries + 2, config.head_size)
+        self.qkv = ColumnLinear(model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, **where)
+        width = model.num_heads * config.head_size
+        self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
         self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
 

@@ -7,11 +7,13 @@ the tensor-parallel layers, so that each carries its `Shard`.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.distributed.mesh import Group
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
@@ -36,31 +38,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
         super().__init__()
-        model, sequence = config.model, config.parallel.sequence
-        assert model.ffn_size is not None
-        gated = model.activation == "swiglu"
-        self.up = ColumnLinear(
-            model.hidden_size,
-            (2, model.ffn_size) if gated else (model.ffn_size,),
-            dim=1 if gated else 0,
-            bias=model.bias,
-            init_std=model.init_std,
-            group=group,
-            sequence=sequence,
-            dtype=dtype,
-            device=device,
-        )
+        model, ffn_size = config.model, resolved(config.model.ffn_size)
+        where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
+        up, dim = ((2, ffn_size), 1) if model.activation == "swiglu" else ((ffn_size,), 0)
+        self.up = ColumnLinear(model.hidden_size, up, dim=dim, bias=model.bias, init_std=model.init_std, **where)
+        activation, again = partial(ACTIVATIONS[model.activation], implementation=model.kernels), config.train.recompute == "selective"
         self.down = RowLinear(
-            model.ffn_size,
-            model.hidden_size,
-            bias=model.bias,
-            init_std=output_std,
-            group=group,
-            sequence=sequence,
-            dtype=dtype,
-            device=device,
-            activation=partial(ACTIVATIONS[model.activation], implementation=model.kernels),
-            recompute=config.train.recompute == "selective",
+            ffn_size, model.hidden_size, bias=model.bias, init_std=output_std, activation=activation, recompute=again, **where
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 from megacore import checkpoint
 from megacore.checkpoint.weights import check_weights, recorded_sections
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
 from megacore.errors import CheckpointError, ConfigError
@@ -30,12 +31,10 @@ class Inputs:
         self.checkpoint = self._checkpoint() if rank == 0 else None
         self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
-            assert config.log.dir is not None
-            check_folder("log.dir", config.log.dir)
+            check_folder("log.dir", resolved(config.log.dir))
 
     def _checkpoint(self) -> Path | None:
-        resume, log_dir = self.config.checkpoint.resume, self.config.log.dir
-        assert log_dir is not None
+        resume, log_dir = self.config.checkpoint.resume, resolved(self.config.log.dir)
         if resume == "never":
             return None
         path = Path(log_dir if resume == "auto" else resume)
@@ -48,8 +47,7 @@ class Inputs:
 
     def look_again(self) -> None:
         """On rank 0, during the run: `checkpoint` is the newest that the run has saved."""
-        assert self.config.log.dir is not None
-        self.candidates = checkpoint.checkpoints_in(Path(self.config.log.dir))
+        self.candidates = checkpoint.checkpoints_in(Path(resolved(self.config.log.dir)))
         self.checkpoint = self._newest(None)
 
     def fall_back(self, damage: CheckpointError) -> None:

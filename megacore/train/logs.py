@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.train.board import Board
 from megacore.train.mailbox import Figures
 from megacore.train.output import Output
@@ -33,8 +34,7 @@ class Logs:
         self.broken = ""  # why the run's records cannot be written any more
         if not is_writer:
             return
-        assert config.log.dir is not None
-        self.config, self.directory = config, Path(config.log.dir)
+        self.config, self.directory = config, Path(resolved(config.log.dir))
         self.file = self.directory / "metrics.jsonl"
         self.console = Console(file=cast(IO[str], Output(sys.stdout)), highlight=False)
         self.board: Board | None = None

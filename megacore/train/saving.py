@@ -6,6 +6,7 @@ from pathlib import Path
 from megacore.checkpoint import MeshRanks, Saved, Saver
 from megacore.checkpoint.disk import size_text
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.distributed.mesh import Mesh
 from megacore.engine.protocol import Engine
 from megacore.errors import CheckpointError
@@ -13,14 +14,13 @@ from megacore.train.logs import Logs
 
 
 class Saving:
-    """Saves an engine's tensors in the run's folder. Methods are collective, but for `hold_update` and `read_seconds`."""
+    """Saves an engine's tensors in the run's folder. Methods are collective, but for `read_seconds`."""
 
     def __init__(self, config: Config, mesh: Mesh, engine: Engine, logs: Logs) -> None:
         self.config, self.engine, self.logs = config, engine, logs
         options = config.checkpoint
-        assert config.log.dir is not None
         self.saver = Saver(
-            Path(config.log.dir) / "checkpoints",
+            Path(resolved(config.log.dir)) / "checkpoints",
             MeshRanks(mesh),
             keep=options.keep,
             keep_every=options.keep_every,
@@ -81,15 +81,6 @@ class Saving:
         if saved.path != self.said:
             self.said = saved.path
             self.logs.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
-
-    def hold_update(self) -> None:
-        """Before each optimizer step: it waits, on the device, for what is being copied."""
-        self.saver.hold_update()
-
-    @property
-    def failed(self) -> bool:
-        """Whether this rank's part of the save under way has failed."""
-        return self.saver.failed
 
     def read_seconds(self) -> float:
         """How long training has waited for saves since this was last read."""

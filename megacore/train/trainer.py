@@ -123,7 +123,7 @@ class Trainer:
         self.timer = StepTimer()
         while self.step < train.steps:
             self.step += 1
-            done = self.train_step(self.step, self.next_batch(), self.votes, self.saving.hold_update)
+            done = self.train_step(self.step, self.next_batch(), self.votes, self.saving.saver.hold_update)
             self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped]))
             self.timer.step()
 
@@ -196,7 +196,7 @@ class Trainer:
 
     def votes(self) -> tuple[float, float]:
         """What ranks decide together: whether this one was asked to stop, and whether its save under way has failed."""
-        return float(self.must_end), float(self.saving.failed)
+        return float(self.must_end), float(self.saving.saver.failed)
 
     def greet(self) -> None:
         """What is about to run, in a few lines."""

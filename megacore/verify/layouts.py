@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from megacore.config import Config
-from megacore.config.schema import resolved
+from megacore.config.rules import check_model
 from megacore.errors import ConfigError
 
 MAX_WORLD = 64  # processes that one machine is asked for
@@ -58,15 +58,9 @@ def parse(name: str) -> Layout:
 
 def impossible(layout: Layout, config: Config) -> str | None:
     """Why a config's structure does not allow the layout, in a few words; None where it does."""
-    if config.kv_heads % layout.tensor:
-        return f"{config.kv_heads} key/value heads over {layout.tensor} tensor ranks"
-    if resolved(config.model.ffn_size) % layout.tensor:
-        return f"{config.model.ffn_size} feed-forward features over {layout.tensor} tensor ranks"
-    if (layout.tensor - 1) * -(-config.model.vocab_size // layout.tensor) >= config.model.vocab_size:
-        return f"{config.model.vocab_size} rows of the vocabulary over {layout.tensor} tensor ranks"
-    tokens = config.train.micro_batch_size * config.train.seq_len
-    if layout.sequence and tokens % layout.tensor:
-        return f"{tokens} tokens of a microbatch over {layout.tensor} tensor ranks"
-    if config.model.num_layers < layout.pipeline:
-        return f"{config.model.num_layers} layers over {layout.pipeline} stages"
+    sizes = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
+    try:
+        check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)}))
+    except ConfigError as error:
+        return f"{error.where} {error.wrong}"
     return None

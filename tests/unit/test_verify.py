@@ -201,7 +201,8 @@ def test_shrinking_keeps_what_does_not_divide() -> None:
     user = load_whole("configs/gpt_1b.json", ["model.vocab_size=50257", "model.num_layers=23", "model.num_kv_heads=2"])
     small = shrink(user, layouts, 3, "fp64")["model"]
     assert small["vocab_size"] % 4 == 1 and small["num_kv_heads"] == 2
-    assert impossible(Layout("tp4", 4), user) == "2 key/value heads over 4 tensor ranks" and impossible(layouts[1], user) is None
+    assert impossible(Layout("tp4", 4), user) == "model.num_kv_heads 2 is not a multiple of parallel.tensor 4"
+    assert impossible(layouts[1], user) is None
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, 
         assert small.num_microbatches >= 2 and small.model.num_layers >= 4
         assert small.kv_heads > layout.tensor  # a rank's number must not do for that of its first head
     odd = load_whole("configs/gpt_1b.json", ["train.seq_len=9", "train.micro_batch_size=1"])
-    assert impossible(parse("tp4sp"), odd) == "9 tokens of a microbatch over 4 tensor ranks"
+    assert impossible(parse("tp4sp"), odd) == "train.seq_len 9 is not a multiple of parallel.tensor 4"
 
 
 def records(folder: Path, pieces: list[tuple[torch.Tensor, Shard]], loss: float = 2.0) -> Records:
