@@ -99,7 +99,7 @@ def schedule() -> None:
 
 
 def peers(results: Path) -> None:
-    """megacore's speed over the best other library's, as users get them and with equal process settings."""
+    """megacore's speed over the best other library's, as users get it and with equal process settings."""
     found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     drawn = figure(8.0, 3.3)
     panels = drawn.subplots(1, 2, sharey=True)

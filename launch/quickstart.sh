@@ -45,6 +45,6 @@ next:
   .venv/bin/python launch/generate.py --checkpoint runs/quickstart --prompt "import "
   .venv/bin/python launch/evaluate.py --checkpoint runs/quickstart
   .venv/bin/tensorboard --logdir runs/quickstart
-  .venv/bin/python launch/plan.py --config configs/gpt_7b.json --plot schedule.png
+  .venv/bin/python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png
   bash tests/run.sh                                                    the tests
 EOF

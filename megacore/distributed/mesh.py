@@ -193,9 +193,11 @@ class Mesh:
             dist.destroy_process_group()
 
     def describe(self) -> str:
-        """One line: the axes and their sizes."""
-        world, memory = self.place.world_size, " and shared memory" if self.tp.wire is not None and self.tp.wire.shared else ""
-        return f"{describe(self.axes, self.sizes)} = " + (f"{world} ranks, {self.backend}{memory}" if world > 1 else "1 rank")
+        """One line: the axes and their sizes, what ranks communicate by, and on a CPU how many threads each has."""
+        memory = " and shared memory" if self.tp.wire is not None and self.tp.wire.shared else ""
+        ranks = f"{self.place.world_size} ranks, {self.backend}{memory}" if self.place.world_size > 1 else "1 rank"
+        threads = f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
+        return f"{describe(self.axes, self.sizes)} = {ranks}{threads}"
 
 
 def pick_device(config: Config, place: Place) -> torch.device:

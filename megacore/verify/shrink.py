@@ -120,7 +120,7 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
     # Only what differs, and not what would be derived: another version of the code, which may not know every key, can then
     # read it too.
     written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
-    for key in [key for key in written if defaults[key] is None]:
+    for key in [key for key in written if defaults[key] is None and key != "engine.config"]:  # which nothing derives
         rest = {k: v for k, v in written.items() if k != key}
         if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
             written = rest

@@ -114,7 +114,7 @@ def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_pat
             name: (tuple(ranks.ravel()), tuple(ranks.ravel()), rank, 77.0) for name, ranks in right.items()
         }
         assert found["text"] == f"from rank {mesh[pp, 0, tp]}, «ü»"
-        assert found["description"] == "pipeline 2 × data 2 × tensor 2 = 8 ranks, gloo and shared memory"
+        assert found["description"] == "pipeline 2 × data 2 × tensor 2 = 8 ranks, gloo and shared memory, threads 1"
 
 
 def tied_group_of_rank(config_path: str) -> tuple[int, ...] | None:

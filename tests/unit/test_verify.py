@@ -1,6 +1,7 @@
 """The parts of the proof that need no process: layouts by name, shrinking, comparing, finding the first difference."""
 
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,13 @@ def test_layout_names() -> None:
     layouts = [parse(name) for name in DEFAULT]
     assert max(layout.world for layout in layouts) == 8
     assert len({(layout.tensor, layout.pipeline, layout.data, layout.sequence) for layout in layouts}) == len(layouts)
+
+
+def test_a_ds_config_stays_in_the_small_config() -> None:
+    """Without it verify would ask for the ds_config that the user has given, and not say what DeepSpeed cannot do."""
+    ds_config = {"zero_optimization": {"stage": 1}}
+    user = load_whole("configs/gpt_tiny.json", ["engine.kind=deepspeed", f"engine.config={json.dumps(ds_config)}"])
+    assert shrink(user, [parse("dp2")], 3, "bf16")["engine"]["config"] == ds_config
 
 
 @pytest.mark.parametrize("width", [80, 140, 300])
