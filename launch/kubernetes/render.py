@@ -1,0 +1,166 @@
+"""Writes the Kubernetes manifest of a run: an Indexed Job with a headless Service, or a JobSet; a pod a node."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser, exit_with
+from megacore.config import Config, load
+from megacore.errors import ConfigError
+from megacore.files import read_text
+
+EXAMPLE = """python launch/kubernetes/render.py --config configs/gpt_7b.json --nodes 4 --gpus 8 --image megacore:1 \\
+      --volume training data.train=data/train > run.yaml
+  kubectl apply -f run.yaml"""
+MORE = """Every pod runs the deepspeed launcher for its node; `--nodes` × `--gpus` ranks train. The config is checked here first.
+The image holds megacore in /megacore (launch/kubernetes/Dockerfile makes it). The volume, which all pods must be able to write,
+holds data/ and runs/. When a pod is lost, all pods end and start again from the newest checkpoint: a lost pod ends the ranks of the
+others, and --restarts says how often. A bad config (status 2) fails the job at once; a stop on request (75) and an evicted pod do
+not count as failures. --gpus 0 trains on CPUs, a rank a pod.
+Needs PyYAML: pip install 'megacore[kubernetes]'."""
+HOME, SETTINGS, PORT = "/megacore", "/etc/megacore", 29500
+FOLDERS = ("data", "runs")  # of the volume; relative paths in a config then mean there what they mean in a checkout
+GRACE_SECONDS = 120  # for a checkpoint, when a pod must go
+BAD_CONFIG, STOPPED = 2, 75
+TEXT = "tag:yaml.org,2002:str"  # texts of several lines are written as they are
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the run's config; its text goes into the manifest")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="pods, one on each node")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs a node, all of which train")
+    parser.add_argument("--image", required=True, metavar="NAME", help="container image")
+    parser.add_argument("--volume", required=True, metavar="CLAIM", help="PersistentVolumeClaim that all pods share (ReadWriteMany)")
+    parser.add_argument("--kind", choices=("job", "jobset"), default="job", help="jobset needs the JobSet operator (job)")
+    parser.add_argument("--name", metavar="NAME", help="of the job (the config's name)")
+    parser.add_argument("--restarts", type=int, default=10, metavar="N", help="of the whole job after failures (10)")
+    parser.add_argument("--memory", default="64Gi", metavar="SIZE", help="shared memory a pod, for NCCL and the loader (64Gi)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
+    args = parser.parse_intermixed_args(argv)
+    args.name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
+    for option, least in (("nodes", 1), ("gpus", 0), ("restarts", 0)):
+        if getattr(args, option) < least:
+            raise ConfigError(f"--{option}", f"{getattr(args, option)} is too few", f"{least} or more")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", args.name):  # of 63 characters some are for what Kubernetes appends
+        raise ConfigError("--name", f"{args.name!r} is no name for a job", "letters a-z, digits and -, 42 characters at most")
+    if not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", args.memory):
+        raise ConfigError("--memory", f"{args.memory!r} is no size", "such as 64Gi")
+    return args
+
+
+def checked(args: argparse.Namespace) -> Config:
+    """The resolved config. Raises `ConfigError` unless it fits the ranks, and keeps what it writes on the volume."""
+    config = load(args.config, args.overrides, args.nodes * max(1, args.gpus)).config
+    data, checkpoint = config.data, config.checkpoint
+    inside = {"log.dir": config.log.dir, "data.train": data.train, "data.valid": data.valid, "checkpoint.weights": checkpoint.weights}
+    inside |= {"data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer}
+    inside |= {"checkpoint.resume": None if checkpoint.resume in ("auto", "never") else checkpoint.resume}
+    for key, value in inside.items():
+        for path in [value] if isinstance(value, str) else [prefix for _, prefix in value or []]:
+            if Path(path).parts[:1] not in [(folder,) for folder in FOLDERS]:
+                raise ConfigError(key, f"{path} is not on the volume", "a path below data/ or runs/")
+    return config
+
+
+def training(args: argparse.Namespace, leader: str) -> dict[str, Any]:
+    """The container that trains. Kubernetes puts the values of variables in the place of ``$(NAME)``."""
+    config = f"{SETTINGS}/{Path(args.config).name}"
+    launcher = ["deepspeed", "--no_ssh", "--hostfile", f"{SETTINGS}/hostfile", "--node_rank", "$(JOB_COMPLETION_INDEX)"]
+    launcher += ["--master_addr", "$(MASTER_ADDR)", "--master_port", "$(MASTER_PORT)"]
+    verbatim = [override.replace("$", "$$") for override in args.overrides]
+    mounts = [{"name": "volume", "mountPath": f"{HOME}/{folder}", "subPath": folder} for folder in FOLDERS]
+    mounts += [{"name": "settings", "mountPath": SETTINGS}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    return {
+        "name": "megacore",
+        "image": args.image,
+        "workingDir": HOME,
+        "command": [*launcher, "launch/pretrain.py", "--config", config, *verbatim],
+        "env": [{"name": "MASTER_ADDR", "value": leader}, {"name": "MASTER_PORT", "value": str(PORT)}],
+        "resources": {"limits": {"nvidia.com/gpu": args.gpus}} if args.gpus else {},
+        "volumeMounts": mounts,
+    }
+
+
+def job(args: argparse.Namespace, leader: str, subdomain: str | None, *, limit: int) -> dict[str, Any]:
+    """The spec of an Indexed Job: as many pods as nodes, each on a node of its own. `limit`: failed pods that it bears."""
+    apart = {"labelSelector": {"matchLabels": {"app": args.name}}, "topologyKey": "kubernetes.io/hostname"}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",  # a pod that ended is replaced: only so the failure policy sees its status
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        **({} if subdomain is None else {"subdomain": subdomain}),
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
+        "containers": [training(args, leader)],
+        "volumes": [
+            {"name": "volume", "persistentVolumeClaim": {"claimName": args.volume}},
+            {"name": "settings", "configMap": {"name": args.name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": args.memory}},
+        ],
+    }
+    ended = {"containerName": "megacore", "operator": "In"}
+    rules = [
+        {"action": "FailJob", "onExitCodes": ended | {"values": [BAD_CONFIG]}},
+        {"action": "Ignore", "onExitCodes": ended | {"values": [STOPPED]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    return {
+        "completionMode": "Indexed",
+        "completions": args.nodes,
+        "parallelism": args.nodes,
+        "backoffLimit": limit,
+        "podReplacementPolicy": "Failed",  # not while the old one still saves a checkpoint
+        "podFailurePolicy": {"rules": rules},
+        "template": {"metadata": {"labels": {"app": args.name}}, "spec": pod},
+    }
+
+
+def manifest(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All objects of the run."""
+    try:
+        text = read_text(args.config)
+    except OSError as error:
+        raise ConfigError("--config", f"{args.config}: {error.strerror}", "the path of a config") from None
+    hosts = "".join(f"node{i} slots={max(1, args.gpus)}\n" for i in range(args.nodes))
+    named = {"metadata": {"name": args.name}}
+    settings = {"apiVersion": "v1", "kind": "ConfigMap", **named, "data": {Path(args.config).name: text, "hostfile": hosts}}
+    if args.kind == "jobset":
+        leader = f"{args.name}-nodes-0-0.{args.name}"
+        replicated = {"name": "nodes", "replicas": 1, "template": {"spec": job(args, leader, None, limit=0)}}
+        spec = {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": args.name},
+            # All pods anew, as soon as one has failed; not where the job's own policy has failed it.
+            "failurePolicy": {
+                "maxRestarts": args.restarts,
+                "rules": [{"name": "bad-config", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
+            "replicatedJobs": [replicated],
+        }
+        return [settings, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", **named, "spec": spec}]
+    # Pods get names in the service's domain before they are ready: ranks look for the first of them while they start.
+    domain = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": args.name}, "ports": [{"port": PORT}]}
+    service = {"apiVersion": "v1", "kind": "Service", **named, "spec": domain}
+    spec = job(args, f"{args.name}-0.{args.name}", args.name, limit=args.restarts * args.nodes)
+    return [settings, service, {"apiVersion": "batch/v1", "kind": "Job", **named, "spec": spec}]
+
+
+def run(argv: list[str]) -> int:
+    """Everything that the script does."""
+    args = parse(argv)
+    checked(args)
+    objects = manifest(args)
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("render.py", "PyYAML is not installed", "pip install 'megacore[kubernetes]'") from None
+    yaml.SafeDumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(TEXT, text, style="|" if "\n" in text else None))
+    print(yaml.safe_dump_all(objects, sort_keys=False, width=120), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(run)
