@@ -1,7 +1,7 @@
-"""Making a checkpoint of what all ranks wrote: indexes merged into a manifest, one rename, and what is too old deleted.
+"""Makes a checkpoint of what all ranks wrote: merges their indexes into a manifest, renames the folder, deletes old checkpoints.
 
-The folder in which ranks write, `step_00000100.<token>.partial`, is nobody's to read. A token is new in each save, so that
-a straggler of a job that was killed cannot write into the folder of the job that followed it.
+Ranks write in a folder `step_00000100.<token>.partial`, which nobody reads. Every save has a new token, so that a late rank of a
+killed job cannot write into the folder of the job that followed it.
 """
 
 import logging
@@ -28,28 +28,28 @@ logger = logging.getLogger(__name__)
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, once it is whole."""
+    """The folder of the checkpoint of `step`, once it is whole."""
     return directory / f"step_{step:08d}"
 
 
 def partial_of(directory: Path, step: int, token: str) -> Path:
-    """Where it is written."""
+    """The folder in which ranks write it."""
     return directory / f"step_{step:08d}.{token}.partial"
 
 
 def clear_leftovers(directory: Path, but: Path) -> None:
-    """Delete what interrupted saves left, `but` not the folder of this one."""
+    """Delete what interrupted saves left, except the folder `but` of this save."""
     for leftover in directory.glob("step_*.partial"):
         if leftover != but:
             try:
                 remove(leftover)
-            except OSError as error:  # a straggler of another host may still be writing there: the next save tries again
+            except OSError as error:  # a late rank on another host may still be writing there: the next save tries again
                 logger.warning("could not delete %s: %s", leftover, error)
 
 
 def wait_for_indexes(folder: Path, world: int, abandoned: Callable[[], bool]) -> bool:
-    """Wait until every rank has left its index; False where the save is `abandoned` before. Asks the file system alone: this may run
-    beside training, whose collectives another thread's would come between."""
+    """Wait until every rank has written its index; return False if the save is `abandoned` before that.
+    Only asks the file system: a collective here could come between those of the training thread."""
     wanted = {index_file(folder, rank).name for rank in range(world)}
     pause = 0.005
     while True:
@@ -63,9 +63,9 @@ def wait_for_indexes(folder: Path, world: int, abandoned: Callable[[], bool]) ->
 
 
 def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
-    """Merge the indexes of all ranks in `folder` into the manifest, check the whole, and give it its name, which is returned.
+    """Merge the indexes of all ranks in `folder` into the manifest, check it, rename the folder, and return its final path.
 
-    An earlier checkpoint of the same step is renamed aside, and found there if we stop between.
+    An earlier checkpoint of the same step is renamed aside first. If the process stops between the two renames, it is found there.
 
     Raises:
         CheckpointError: the slices do not tile their tensors; nothing is committed.
@@ -106,10 +106,10 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
 
 
 def prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
-    """Delete what is older than the `keep` newest whole checkpoints, but of steps that are multiples of `keep_every`.
+    """Delete checkpoints older than the `keep` newest whole ones, except those of steps that are multiples of `keep_every`.
 
-    `newest` is always kept. It has just been written and read back, so that whatever is deleted, a whole one stays. Only whole
-    ones count, so damage never uses up the room of a checkpoint that could be resumed from.
+    `newest` is always kept. It has just been written and read back, so at least one whole checkpoint stays. Only whole ones count
+    towards `keep`, so a damaged one never takes the room of one that could be resumed from.
     """
     try:
         _prune(directory, newest, keep, keep_every)
@@ -132,7 +132,7 @@ def _prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
 
 def _delete(path: Path) -> None:
     try:
-        # Out of sight first: a deletion that is interrupted must not leave a damaged checkpoint.
+        # Rename it first: an interrupted deletion must not leave a damaged checkpoint.
         doomed = path.with_name(f"{path.name}.deleted.partial")
         path.rename(doomed)
         remove(doomed)
@@ -141,8 +141,8 @@ def _delete(path: Path) -> None:
 
 
 def set_aside(directory: Path, above: int) -> None:
-    """Rename the checkpoints of steps beyond `above`, which a run that starts from there will reach again: they are of another course,
-    and would be taken for its newest. They can be named, and stay until somebody deletes them."""
+    """Rename checkpoints of steps beyond `above`. A run that starts from `above` reaches these steps again, and would take the old
+    checkpoints for its newest. They can still be given by path, and stay until somebody deletes them."""
     moved = []
     for path in checkpoints_in(directory):
         if int(path.stem.removeprefix("step_")) > above:
@@ -165,13 +165,13 @@ def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Te
     Args:
         directory: the run's checkpoints folder.
         layout: whole logical tensors.
-        tensors: the same, made one after the other when their turn comes, in the order of `layout`.
+        tensors: these tensors in the order of `layout`, each made when its turn comes.
         state: as for `save`.
-        file_bytes: a file is closed before it would exceed this; a tensor that alone does has a file of its own.
+        file_bytes: the largest size of a file; a tensor that is larger has a file of its own.
     """
     partial = partial_of(directory, step, "stream")
     partial.mkdir(parents=True)
     files = pack(layout, file_bytes)
-    for part, names in enumerate(files):  # as if each file were the work of a rank of its own
+    for part, names in enumerate(files):  # each file counts as the work of one rank
         write_rank(partial, part, {name: (layout[name][0], Shard(layout[name][1])) for name in names}, tensors)
     return commit(partial, step, state, len(files))

@@ -1,4 +1,4 @@
-"""In which tensors two checkpoints differ, whatever layouts wrote them."""
+"""Compares two checkpoints tensor by tensor, whatever layouts wrote them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megacore.distributed.shard import Box
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor, from the first checkpoint to the second."""
+    """How one tensor differs between the first checkpoint and the second."""
 
     name: str
     what: str
@@ -25,15 +25,15 @@ class Difference:
 
 
 def compare(before: Reader, after: Reader) -> Iterator[Difference]:
-    """The tensors that are not the same in both, by name.
+    """Yields the tensors that differ, in the order of their names.
 
-    Everything is read, and compared with its digest, before its digest is believed; of `trusted` readers the digests are believed as
-    they stand, and only tensors whose digests differ are read.
+    Every tensor is read and compared with its digest first. If the readers are `trusted`, digests are believed unread, and only
+    tensors whose digests differ are read.
 
     Raises:
         CheckpointError: a tensor is damaged.
     """
-    # Of two formats, the digests of equal tensors differ.
+    # Digests of equal tensors differ between the two kinds of format.
     comparable = (before.manifest.format_version in NAMELESS) == (after.manifest.format_version in NAMELESS)
     for name in sorted({*before.names, *after.names}):
         for reader in (before, after):

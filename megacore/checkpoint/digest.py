@@ -1,9 +1,9 @@
-"""Digests: of a file's bytes, and of a tensor's content however it is cut.
+"""Digests of a file's bytes, and of a tensor's content, which do not depend on how the tensor is cut.
 
-A *content digest* is a sum over elements, modulo 2⁶⁴, of a hash of where the element stands in the logical tensor and of its bits.
-A sum does not mind the order, so pieces add up to the same number whichever ranks held them: equal digests before and behind a
-change of layout say that every element is the same and in its place. What the tensor is goes into every hash too, so that two tensors
-of one shape cannot change names.
+A *content digest* is the sum over all elements, modulo 2⁶⁴, of a hash of the element's position in the logical tensor and its bits.
+The order of a sum does not matter, so pieces add up to the same number whichever ranks held them: if the digest is the same before
+and after a change of layout, every element is the same and in its position. Every hash also contains the tensor's name, dtype and
+shape, so that two tensors of one shape cannot change names.
 """
 
 import hashlib
@@ -22,25 +22,25 @@ Words = npt.NDArray[np.uint64]
 
 MODULUS = 1 << 64
 ROWS, COLUMNS = 16, 4096  # elements hashed at once: their 64-bit words stay in a core's cache
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # what an element of so many bytes is looked at as
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integer type for an element of so many bytes
 
 
 def identity_word(name: str, dtype: str, shape: Sequence[int]) -> int:
-    """What a logical tensor is, as the word that `content_digest` adds: its name, its dtype (`float32`) and its global shape."""
+    """A word made of a logical tensor's name, dtype (`float32`) and global shape, for `content_digest`."""
     return xxhash.xxh3_64_intdigest(json.dumps([name, dtype, list(shape)]).encode())
 
 
 def content_digest(piece: Tensor, offset: Sequence[int], identity: int) -> int:
-    """The part of a logical tensor's content digest that `piece` contributes, whose first element stands at `offset`.
+    """What `piece`, whose first element is at `offset`, contributes to the content digest of its logical tensor.
 
-    With b the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`; 0 before format version 4),
-    and K, U, …, V tables of pseudo-random 64-bit words, those but K odd, it adds ``z · ⌊z / 2³²⌋`` where
-    ``z = N + K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is multiplied by an odd number, so
-    no flipped bit is lost, the highest neither; the place decides by what, and the product is not linear in z: elements that change
-    places, move or turn to zero change the sum by as good as random amounts, which cancel with a probability of about 2⁻⁶⁰. It
-    is no defence against somebody who constructs a collision.
+    Let b be the bits of the element at (i, …, j, k) as an integer, N the `identity` (see `identity_word`; 0 before format version 4),
+    and K, U, …, V tables of pseudo-random 64-bit words, odd in all tables but K. The element adds ``z · ⌊z / 2³²⌋`` with
+    ``z = N + K[k] + b · U[i] ⋯ V[j]`` (all modulo 2⁶⁴). b is multiplied by an odd number, so no flipped bit is lost, not even the
+    highest. The factor depends on the position, and the product is not linear in z: elements that move or turn to zero change the
+    sum by nearly random amounts, which cancel with a probability of about 2⁻⁶⁰. It does not protect against somebody who constructs
+    a collision.
 
-    Costs about 3 ns an element on one core, and memory for 64 thousand of them.
+    It costs about 3 ns an element on one core, and memory for 64 thousand elements.
     """
     piece = piece.detach().cpu().contiguous()
     shape = tuple(piece.shape) or (1,)
@@ -65,7 +65,7 @@ def content_digest(piece: Tensor, offset: Sequence[int], identity: int) -> int:
 
 
 def _row_factors(shape: Sequence[int], offset: Sequence[int]) -> Words:
-    """An odd word for each row (every index but the last), ``[prod(shape)]``: the product of one for each of its indices."""
+    """An odd word for each row, ``[prod(shape)]``: the product of one word for each index but the last."""
     factors = np.full(1, 0x9E3779B97F4A7C15, dtype=np.uint64)
     for dim, (size, start) in enumerate(zip(shape, offset, strict=True), 1):
         factors = np.multiply.outer(factors, _words(dim, start, size) | np.uint64(1)).reshape(-1)
@@ -74,7 +74,7 @@ def _row_factors(shape: Sequence[int], offset: Sequence[int]) -> Words:
 
 
 def _words(table: int, start: int, count: int) -> Words:
-    """Words `start` to `start + count` of a table: SplitMix64 (Steele, Lea and Flood 2014), of which each is a function of its index."""
+    """Words `start` to `start + count` of a table. SplitMix64 (Steele, Lea and Flood 2014) computes each from its index."""
     seed = (table * 0xD1342543DE82EF95 + 0x632BE59BD9B4E019) % MODULUS
     x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -83,16 +83,16 @@ def _words(table: int, start: int, count: int) -> Words:
 
 
 def digest_text(digest: int) -> str:
-    """A content digest as the manifest holds it: 16 hexadecimal digits (JSON's numbers are exact to 2⁵³ only)."""
+    """A content digest as text for the manifest: 16 hexadecimal digits (JSON's numbers are exact only up to 2⁵³)."""
     return f"{digest % MODULUS:016x}"
 
 
 def add_digests(digests: Sequence[str]) -> str:
-    """The digest of a tensor whose pieces have these."""
+    """The digest of a tensor, from the digests of its pieces."""
     return digest_text(sum(int(digest, 16) for digest in digests))
 
 
-# Of files. XXH3 does 14 GB/s on a core that does 1.5 of SHA-256 with instructions for it (and 0.4 without); its 128 bits let no
-# accident pass, and against forgers a digest that lies beside the file is no help. Both release the interpreter's lock.
+# Hashes of files. XXH3 reads 14 GB/s on a core where SHA-256 reads 1.5 GB/s with instructions for it, and 0.4 without. 128 bits
+# find every accident; a digest that lies beside its file stops no forger anyway. Both release the interpreter's lock.
 HASHES: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # the second: format version 2
 FILE_HASH: Literal["xxh3_128"] = "xxh3_128"

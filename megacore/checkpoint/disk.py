@@ -1,4 +1,4 @@
-"""Files that are on the disk when a function returns, and say so when they are not.
+"""Writes files so that they are on the disk when a function returns; raises if they are not.
 
 Everything that changes a checkpoints folder goes through the calls of `os`, one for each write, fsync and rename.
 """
@@ -24,11 +24,11 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, str]:
     """Write a new file, wait until it is on the disk, and return its size in bytes and digest.
 
-    Past the kernel's memory where the file system can, both ways: a save then takes a third less of the processor's time,
-    and what is read back is what the disk has.
+    Writes and reads back past the kernel's page cache where the file system can: a save then takes a third less processor time,
+    and what is read back comes from the disk.
 
     Raises:
-        OSError: it could not be written, or what is read back is not what was written. What there is of it is left.
+        OSError: it could not be written, or what is read back differs. The unfinished file is left.
     """
     digest, size = HASHES[FILE_HASH](), 0
     descriptor = _open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -45,7 +45,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
                     if error.errno != errno.EINVAL or not _leave_direct(descriptor):
                         raise
         os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):  # or reading back might only show this machine's memory
+        if hasattr(os, "posix_fadvise"):  # else reading back might only show the page cache
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -55,7 +55,7 @@ def write_file(path: Path, parts: Iterable[memoryview | bytes]) -> tuple[int, st
 
 
 def file_digest(path: Path, name: str = FILE_HASH) -> str:
-    """The digest of a file by the hash of that name, in memory for one block. Whoever reads the file next finds it in the kernel's.
+    """The digest of a file by the hash `name`. It needs memory for one block, and leaves the file in the page cache.
 
     Raises:
         OSError: it cannot be read.
@@ -64,7 +64,7 @@ def file_digest(path: Path, name: str = FILE_HASH) -> str:
 
 
 def _digest(descriptor: int, name: str) -> str:
-    """The digest of what is read to the end; closes the descriptor."""
+    """Reads to the end, closes the descriptor, and returns the digest."""
     try:
         digest, buffer, count = HASHES[name](), _buffer(), 1
         while count:
@@ -81,7 +81,7 @@ def _digest(descriptor: int, name: str) -> str:
 
 
 def _gathered(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
-    """The parts' bytes in full blocks, and the rest; each is overwritten by the next."""
+    """The parts' bytes in full blocks, and a last shorter one. Each block overwrites the one before."""
     buffer, filled = _buffer(), 0
     target = np.frombuffer(buffer, np.uint8)
     for part in parts:
@@ -93,18 +93,18 @@ def _gathered(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview]:
             if filled == BLOCK_BYTES:
                 yield buffer
                 filled = 0
-        del part, left  # or a tensor would stay until the next is there
+        del part, left  # else a tensor would stay in memory until the next is there
     if filled:
         yield buffer[:filled]
 
 
 def _buffer() -> memoryview:
-    """A block of memory of its own pages, as reading and writing past the kernel's memory need."""
+    """A block of memory that begins on a page, as reading and writing past the page cache need."""
     return memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    """A descriptor past the kernel's memory, or a plain one where the file system says that it cannot."""
+    """A descriptor that bypasses the page cache, or a plain one if the file system has no such."""
     try:
         return os.open(path, flags | DIRECT, 0o644)
     except OSError as error:
@@ -114,22 +114,22 @@ def _open_direct(path: Path, flags: int) -> int:
 
 
 def _leave_direct(descriptor: int) -> bool:
-    """From here on through the kernel's memory, which takes any number of bytes; whether it was not so before. A file system that
-    cannot be passed by may say so only now, by EINVAL."""
+    """Switches to the page cache, which takes any number of bytes; returns whether the descriptor bypassed it before. Some file
+    systems refuse to bypass it only now, with EINVAL."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
     return bool(flags & DIRECT)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that nobody sees in part."""
+    """Write a file so that nobody ever sees a part of it."""
     aside = path.with_name(f"{path.name}.writing")
     write_file(aside, [content])
     os.rename(aside, path)
 
 
 def plain_size(path: Path) -> int | None:
-    """Bytes of a plain file; None where there is none, or a link, a folder or a device in its place."""
+    """Bytes of a plain file; None if there is none, or if it is a link, a folder or a device."""
     try:
         found = os.lstat(path)
     except (OSError, ValueError):  # ValueError: a name that no file can have
@@ -153,7 +153,7 @@ def remove(folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What a user may still write on the file system of `folder`, or of the nearest folder above it that is there."""
+    """Bytes that a user may still write on the file system of `folder`, or of the nearest folder above it that exists."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

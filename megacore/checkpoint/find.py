@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: looked for, never pointed to by a file that could lag behind."""
+"""Finds the checkpoint that a path means. No file points to the newest one, because it could lag behind."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def checkpoints_in(path: Path) -> list[Path]:
     """The step folders that `path` means, newest first, whole or not.
 
-    `path` is a run's log.dir, its checkpoints folder, or a step folder itself; a path that is none of them has none.
+    `path` is a run's log.dir, its checkpoints folder, or a step folder; any other path gives an empty list.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -31,7 +31,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def fault_of(path: Path, *, deep: bool) -> CheckpointError | None:
-    """What is wrong with the checkpoint in folder `path`; None if nothing is. Only `deep` reads the tensors."""
+    """What is wrong with the checkpoint in folder `path`; None if it is whole. Tensors are read only if `deep`."""
     try:
         reader = Reader(path)
         reader.verify_headers()
@@ -43,7 +43,7 @@ def fault_of(path: Path, *, deep: bool) -> CheckpointError | None:
 
 
 def warn_of_damage(error: CheckpointError, instead: Path) -> None:
-    """The warning that a checkpoint was passed over, framed: it must not drown among other lines."""
+    """Warns in a frame that a checkpoint was passed over, so that nobody misses it among other lines."""
     lines = ("A CHECKPOINT IS DAMAGED AND WAS SKIPPED", str(error), f"using the one before it, {instead.name}")
     frame = "!" * 100
     logger.warning("%s\n%s\n%s", frame, "\n".join(f"!! {line}" for line in lines), frame)

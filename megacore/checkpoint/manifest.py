@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what each logical tensor is, which file holds which slice of it, and the digests of both.
+"""The manifest of a checkpoint lists every logical tensor, the file that holds each slice of it, and the digests of both.
 
-The manifest carries a digest of itself, so that no flipped bit in it goes unnoticed; and it is read as if anybody could have written
-it, because a digest does not say who did.
+It contains a digest of itself, so that a flipped bit in it is noticed. A digest does not say who wrote the manifest, so it is read
+as if anybody could have.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from megacore.errors import CheckpointError
 
 FORMAT_VERSION = 4
 READABLE = (2, 3, FORMAT_VERSION)
-NAMELESS = (2, 3)  # versions whose content digests say nothing of a tensor's name, dtype and shape
+NAMELESS = (2, 3)  # versions whose content digests do not contain a tensor's name, dtype and shape
 MANIFEST = "manifest.json"
-# `.old` is a step that was being saved anew: it counts only where the crash came before the new one took its place.
+# `.old` is a step that was saved anew. It counts only if a crash came before the new folder had its name.
 STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
 
 # torch dtype -> its code in a safetensors header. The manifest itself says `float32`, as torch does.
@@ -40,7 +40,7 @@ DTYPE_CODES = {
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
-# Bounds far above any model, so that no number in a manifest can make a reader allocate or count without end.
+# Bounds far above any model: no number in a manifest may make a reader allocate or count without end.
 MOST_DIMS, LARGEST, MANIFEST_BYTES = 8, 2**48, 2**31
 EARLIER = "use an earlier checkpoint"
 
@@ -52,26 +52,26 @@ FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
 
 
 class Entry(BaseModel):
-    # From JSON a tuple is a list; numbers are not coerced, nor unknown keys dropped.
+    # JSON has lists for tuples. Numbers are not coerced, and unknown keys are refused.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Slice(Entry):
-    """A box of a logical tensor: stored under `key` in `file`, its first element at `offset` of the whole."""
+    """A box of a logical tensor, stored under `key` in `file`. Its first element is at `offset` in the whole tensor."""
 
     file: FileName
     key: str
     offset: Sizes
     shape: Sizes
-    digest: ContentDigest  # what it contributes to the tensor's
+    digest: ContentDigest  # its part of the tensor's digest
 
 
 class Logical(Entry):
-    """A logical tensor, whole: the slices tile `shape` exactly."""
+    """A logical tensor, whose slices tile `shape` exactly."""
 
     shape: Sizes
     dtype: str
-    digest: ContentDigest  # of the whole, in whatever slices it lies (see `digest.content_digest`)
+    digest: ContentDigest  # of the whole tensor (see `digest.content_digest`)
     slices: list[Slice]
 
     @property
@@ -80,7 +80,7 @@ class Logical(Entry):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def fault(self) -> str | None:
-        """Why this is not a tensor that can be read in whole, or None where it is."""
+        """Why the whole tensor cannot be read, or None if it can."""
         if self.dtype not in DTYPES:
             return f"has the unknown dtype {self.dtype}"
         for piece in self.slices:
@@ -104,19 +104,19 @@ class File(Entry):
     """A file of the checkpoint, as it was written."""
 
     bytes: Size
-    hash: Literal["xxh3_128", "sha256"] = "sha256"  # which of `digest.HASHES`; version 2 did not say
+    hash: Literal["xxh3_128", "sha256"] = "sha256"  # a name in `digest.HASHES`; version 2 did not record it
     digest: FileDigest = Field(validation_alias=AliasChoices("digest", "sha256"))
 
 
 class Index(Entry):
-    """What one rank wrote: its files, and its slice of each tensor."""
+    """What one rank wrote: its files, and its slices of tensors."""
 
     files: dict[FileName, File]
     tensors: dict[str, Logical]
 
 
 class Manifest(Index):
-    """What all ranks wrote, and the state of the run, whose `model` entry is the config's model section."""
+    """What all ranks wrote, and the run's state, whose entry `model` is the config's model section."""
 
     format_version: int
     megacore_version: str
@@ -129,12 +129,12 @@ class Manifest(Index):
         return sum(file.bytes for file in self.files.values())
 
     def identity(self, name: str) -> int:
-        """What the content digest of tensor `name` says of it beside its elements (see `digest.content_digest`)."""
+        """The word that stands for tensor `name` in its content digest (see `digest.identity_word`)."""
         tensor = self.tensors[name]
         return 0 if self.format_version in NAMELESS else identity_word(name, tensor.dtype, tensor.shape)
 
     def fault(self) -> str | None:
-        """The first thing that does not agree with the rest, or None."""
+        """The first contradiction in the manifest, or None."""
         room = {name: file.bytes for name, file in self.files.items()}
         taken = set()
         for name, tensor in self.tensors.items():
@@ -152,21 +152,21 @@ class Manifest(Index):
         return None
 
 
-# The text begins with its own digest, of everything that stands behind this, an opening brace put before it.
+# The text begins with its own digest: of an opening brace and everything behind this head.
 HEAD = re.compile(rb'\{"manifest_sha256": "([0-9a-f]{64})", ')
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """The text of manifest.json for `content`: one JSON object, with its digest in front."""
+    """The text of manifest.json for `content`: one JSON object that begins with its digest."""
     body = json.dumps(content, allow_nan=False).encode()
     return b'{"manifest_sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
 
 
 def unsealed(text: bytes) -> bytes:
-    """The JSON of the content of what `sealed` made.
+    """The JSON text that `sealed` was given, once its digest is checked.
 
     Raises:
-        ValueError: something in it has changed, or it is not JSON as the standard has it.
+        ValueError: it has changed, or is not standard JSON.
         UnknownVersion: it is of another version.
     """
     head = HEAD.match(text)
@@ -182,11 +182,11 @@ def unsealed(text: bytes) -> bytes:
 
 
 class UnknownVersion(ValueError):
-    """The manifest is of a format that is not this one."""
+    """The manifest has a format version that this megacore does not read."""
 
 
 def _json(text: bytes) -> dict[str, Any]:
-    """A JSON object, without the liberties that Python's parser takes: no NaN, and no key twice."""
+    """Parses a JSON object. Unlike Python's parser it refuses NaN, and a key that stands twice."""
 
     def no_constant(name: str) -> NoReturn:
         raise ValueError(f"it holds {name}")
@@ -204,10 +204,10 @@ def _json(text: bytes) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder `path`, checked against its digest, in itself, and against the sizes of the files.
+    """Reads the manifest of the checkpoint in folder `path`; checks its digest, its contents, and the sizes of the files.
 
     Raises:
-        CheckpointError: nothing there, another version, a change in it, a tensor with a hole or an overlap, a missing or cut-off file.
+        CheckpointError: no checkpoint, another version, a changed manifest, a tensor with a hole or an overlap, a missing or cut-off file.
     """
     size = plain_size(path / MANIFEST)
     if size is None:

@@ -1,5 +1,5 @@
-"""What ranks tell one another about a checkpoint. Every method is collective, and only the main thread calls them: collectives of
-two threads would come between one another."""
+"""What ranks tell one another about a checkpoint. Every method is collective. Only the main thread calls them: collectives of two
+threads would mix."""
 
 from typing import Protocol
 
@@ -21,10 +21,10 @@ class Ranks(Protocol):
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def first(self, text: str) -> str:
-        """Of the texts that are not empty, that of the lowest rank, on every rank; "" where all are empty."""
+        """On every rank, the text of the lowest rank that has one; "" if all are empty."""
 
     def total(self, number: int) -> int:
         """The sum of the ranks' numbers."""

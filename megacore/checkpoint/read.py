@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any slice of any tensor in it, and proof that what is read is what was written."""
+"""Reads any slice of any tensor in a checkpoint, and checks that it is what was written."""
 
 import json
 import shlex
@@ -17,19 +17,18 @@ from megacore.checkpoint.tiling import blocks, overlap, relative
 from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
 
-# Model keys that may change between a checkpoint and the run that resumes it: they do not touch what is computed. (max_positions
-# does so as the shape of a learned position table.)
+# Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
+# max_positions changes a learned position table, its shape says so.)
 FREE_MODEL_KEYS = {"dropout", "attention", "init_std", "kernels", "chunked_loss", "max_positions"}
 
-BLOCK_ELEMENTS = 1 << 22  # of a tensor that are in memory at once while it is read
+BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once while it is read
 
 
 class Reader:
     """An open checkpoint. Any rank of any layout reads the slices it needs, in blocks of bounded size.
 
-    Opening checks the manifest and that every file is there in its recorded size. A slice is compared with its digest before
-    anything of it is first read, which takes reading all of it; not so with `trusted`, behind a `verify` that all ranks
-    have shared.
+    Opening checks the manifest, and that every file is there in its recorded size. Before a slice is first used, all of it is read
+    and compared with its digest. A `trusted` reader does not do so: all ranks have called `verify` together before.
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged or of an unknown version.
@@ -47,12 +46,12 @@ class Reader:
 
     @property
     def step(self) -> int:
-        """The step after whose update the checkpoint was written."""
+        """The step whose update came last before the checkpoint."""
         return self.manifest.step
 
     @property
     def state(self) -> dict[str, Any]:
-        """The JSON state that `save` was given."""
+        """The JSON state that was given to `save`."""
         return self.manifest.state
 
     @property
@@ -89,14 +88,14 @@ class Reader:
     def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint") -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
 
-        Keys that only one of them has are passed over, as are those that change no shape and no function (dropout). `otherwise`
-        is what to do for a user who wants the section as it is.
+        Keys that only one of them has are passed over, and those that change no shape and no function (dropout). `otherwise` tells
+        a user who wants to keep the section what to do.
         """
         recorded = self.state.get("model", {})
         if not isinstance(recorded, dict):
             raise CheckpointError(str(self.path), "the model section in its state is no section", EARLIER)
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
-        # In the schema's order: what others are derived from comes first.
+        # In the schema's order: keys from which others are derived come first.
         if differ := [key for key in model if key in recorded and key not in free and recorded[key] != model[key]]:
             was, now = (
                 {key: value if isinstance(value := of[key], str) else json.dumps(value) for key in differ} for of in (recorded, model)
@@ -106,7 +105,7 @@ class Reader:
             raise CheckpointError(str(self.path), f"was written with {said}", f"set {words}, or {otherwise}")
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Refuse a logical tensor that is not there, or not of this shape.
+        """Refuse a logical tensor that is missing or has another shape.
 
         Raises:
             CheckpointError: naming it.
@@ -132,14 +131,14 @@ class Reader:
             except OSError as error:
                 raise CheckpointError(str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER) from error
             self._open(name)
-            for tensor, piece in self._slices[name]:  # which also says whether the manifest has taken one slice for another
+            for tensor, piece in self._slices[name]:  # which also shows whether the manifest mixes up slices
                 note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
             if found != file.digest:
                 raise CheckpointError(str(self.path), f"{name} has changed since it was written, outside of its tensors", EARLIER)
 
     def verify_tensor(self, name: str) -> None:
-        """Read one tensor and compare it with its digest, if that has not been done.
+        """Read one tensor and compare it with its digest, once.
 
         Raises:
             CheckpointError: as `verify`.
@@ -159,7 +158,7 @@ class Reader:
                 self._stored(name, piece)
 
     def _verify_slice(self, name: str, piece: Slice, stored: Any) -> None:
-        """Refuse a slice whose content, or whose name, is not that of its digest; once."""
+        """Refuse a slice whose content or name does not match its digest. Each slice is checked once."""
         if (piece.file, piece.key) in self._verified:
             return
         total, identity = 0, self.manifest.identity(name)
@@ -172,7 +171,7 @@ class Reader:
         self._verified.add((piece.file, piece.key))
 
     def _open(self, name: str) -> safe_open:
-        """A file, once it is known to hold what the manifest says, and nothing that the manifest has lost."""
+        """Opens a file, and refuses it unless it holds exactly the tensors that the manifest lists."""
         if name not in self._files:
             try:
                 file = safe_open(self.path / name, framework="pt")
@@ -186,7 +185,7 @@ class Reader:
         return self._files[name]
 
     def _stored(self, name: str, piece: Slice) -> Any:
-        """A slice on disk, its header checked: a lazy safetensors slice that reads what it is indexed with."""
+        """A slice on disk whose header is checked: a lazy safetensors slice, which reads the part it is indexed with."""
         stored = self._open(piece.file).get_slice(piece.key)
         dtype = DTYPE_CODES[DTYPES[self.manifest.tensors[name].dtype]]
         if tuple(stored.get_shape()) != piece.shape or stored.get_dtype() != dtype:

@@ -1,8 +1,7 @@
-"""Saving together: in the training loop, or beside it.
+"""Saves checkpoints of all ranks together, in the training loop or in a thread beside it.
 
-A save has a part that every rank does for itself (its file, its index) and one that rank 0 does when all have done theirs (the
-manifest, the rename). Ranks agree in the loop only, when a save begins and when it is finished; what happens between needs
-nothing but the shared file system, so it can be a thread's work.
+Every rank writes its file and its index. When all have, rank 0 writes the manifest and renames the folder. Ranks communicate only in
+the loop, when a save begins and when it is finished. What happens between needs only the shared file system, so a thread can do it.
 """
 
 import logging
@@ -32,7 +31,7 @@ class Saved:
     """A checkpoint that is whole and on disk."""
 
     path: Path
-    nbytes: int  # of all ranks' tensors
+    nbytes: int  # of all tensors
     seconds: float  # from when it began until it was committed
 
 
@@ -52,7 +51,7 @@ class _Save:
         self.thread: threading.Thread | None = None
 
     def write(self, places: dict[str, Any], tensors: Iterator[Tensor], ready: Callable[[], None]) -> None:
-        """This rank's file and index, once `ready` returns. Keeps the error."""
+        """Writes this rank's file and index when `ready` returns. Keeps the error."""
         free, own = 0, bytes_of(places)
         try:
             ready()
@@ -66,12 +65,12 @@ class _Save:
             if isinstance(error, OSError) and error.errno in FULL:
                 sizes = (self.needed, own, free)
                 self.reason += "; it needs {} in all and {} for this rank, and {} was free".format(*map(size_text, sizes))
-            for file in self.partial.glob(f"rank_{self.rank:05d}.*"):  # at once: a full disk is everybody's
+            for file in self.partial.glob(f"rank_{self.rank:05d}.*"):  # at once: others need the room on a full disk
                 file.unlink(missing_ok=True)
         self.written.set()
 
     def commit(self) -> None:
-        """What rank 0 does when all have written. Keeps the error."""
+        """Waits on rank 0 until all ranks have written, and commits. Keeps the error."""
         try:
             if not wait_for_indexes(self.partial, self.world, self.abandoned.is_set):
                 return
@@ -82,7 +81,7 @@ class _Save:
             self._fail(error)
 
     def run(self, places: dict[str, Any], tensors: Iterator[Tensor], ready: Callable[[], None]) -> None:
-        """All of this rank's part, for a thread."""
+        """Does all of this rank's part, in a thread."""
         self.write(places, tensors, ready)
         if self.rank == 0 and self.error is None:
             self.commit()
@@ -95,7 +94,7 @@ class _Save:
 class Saver:
     """Saves a run's checkpoints, one at a time. `start`, `finish` are collective.
 
-    With `background`, `start` returns before the tensors are copied: they must not be written into before `hold_update`.
+    With `background`, `start` returns before the tensors are copied: call `hold_update` before they change.
     """
 
     def __init__(
@@ -108,10 +107,10 @@ class Saver:
         self.current: _Save | None = None
 
     def start(self, step: int, tensors: Mapping[str, LocalTensor], state: dict[str, Any]) -> None:
-        """Begin the checkpoint of `step`, when the one before is finished.
+        """Begin the checkpoint of `step`. The one before must be finished.
 
         Args:
-            tensors: this rank's pieces by logical name (see `shard.piece_key`). Those not `counted` are another rank's to write.
+            tensors: this rank's pieces by logical name (see `shard.piece_key`). Another rank writes those that are not `counted`.
             state: JSON values (step, samples, seed, …; `model`: the config's model section). Rank 0's is written.
         """
         assert self.current is None, "finish the save before"
@@ -129,25 +128,25 @@ class Saver:
         save.thread.start()
 
     def hold_update(self) -> None:
-        """Before each optimizer step: what is being copied must not change."""
+        """Call it before each optimizer step: tensors must not change while they are copied."""
         if self.staging is not None:
             self.staging.hold_update()
 
     @property
     def committed(self) -> Saved | None:
-        """On rank 0, what `start` began, as soon as it is whole and on disk; before `finish`, which forgets it."""
+        """On rank 0, the checkpoint that `start` began, as soon as it is whole and on disk. `finish` forgets it."""
         return None if self.current is None else self.current.saved
 
     @property
     def failed(self) -> bool:
-        """Whether this rank's part of the save has failed by now. `finish`, on all ranks, then says why."""
+        """Whether this rank's part of the save has failed so far. `finish` then says why, on all ranks."""
         return self.current is not None and self.current.error is not None
 
     def finish(self) -> Saved | None:
-        """Wait until what `start` began is whole and on disk; None where there is nothing to wait for.
+        """Wait until the checkpoint that `start` began is whole and on disk, and return it; None if none was begun.
 
         Raises:
-            CheckpointError: it could not be saved, on every rank with the first one's reason. Nothing is left of it.
+            CheckpointError: it could not be saved. Every rank gets the reason of the first that failed. Nothing is left of it.
         """
         save, self.current = self.current, None
         if save is None:
@@ -162,7 +161,7 @@ class Saver:
         return save.saved or Saved(save.final, save.needed, time.monotonic() - save.started)
 
     def _agree(self, save: _Save) -> None:
-        """Raise on every rank if some rank has failed."""
+        """Raise on every rank if any has failed."""
         reason = self.ranks.first(save.reason)
         if not reason:
             return

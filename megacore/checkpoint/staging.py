@@ -1,4 +1,4 @@
-"""Host memory in which a checkpoint waits to be written, while training goes on."""
+"""Copies a checkpoint into host memory, where it waits to be written while training goes on."""
 
 import threading
 import weakref
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Staging:
-    """Copies tensors into one buffer that is made at the first save and used again.
+    """Copies tensors into one buffer. The first save makes it, and later saves use it again.
 
-    The copies are made beside the next forward and backward: only the next update of what is copied must wait (`hold_update`). On a
-    GPU the buffer is pinned, and a stream of its own copies; else whoever calls `wait` does, a thread.
+    Copying runs beside the next forward and backward; only the next update of the tensors must wait (`hold_update`). On a GPU the
+    buffer is pinned and a stream of its own copies. On a CPU the thread that calls `wait` copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,14 +20,14 @@ class Staging:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
-        self.sources: Sequence[Tensor] = ()  # kept until they are copied: some engines give out copies of their own
+        self.sources: Sequence[Tensor] = ()  # kept until they are copied: some engines hand out copies
         self.copies: list[Tensor] = []
-        self.made = threading.Event()  # the copies, by the host
+        self.made = threading.Event()  # set when the host has made the copies
         self.made.set()
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors in host memory, once `wait` returns; the copies before them are overwritten. Widest dtype first, or views
-        would not be aligned."""
+        """Returns tensors in host memory that hold the copies once `wait` returns. They overwrite the copies before. Give the widest
+        dtype first, so that every tensor is aligned."""
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if self.buffer.nbytes < nbytes:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -55,15 +55,15 @@ class Staging:
             copy.copy_(tensor, non_blocking=True)
 
     def hold_update(self) -> None:
-        """Before anything writes into the tensors: lets the device, not the host, wait until the copies are made, or the host where it
-        makes them."""
+        """Call it before anything writes into the tensors. On a GPU the device waits until the copies are made, and the host does not;
+        on a CPU the host waits."""
         if self.copied is None:
             self.made.wait()
         elif self.sources:
             torch.cuda.current_stream(self.device).wait_event(self.copied)
 
     def wait(self) -> None:
-        """Returns when the copies are made; from any thread, once behind every `copy`."""
+        """Returns when the copies are made. Call it once after every `copy`, from any thread."""
         try:
             if self.copied is None:
                 self._copy()
@@ -75,7 +75,7 @@ class Staging:
 
 
 def pin(buffer: Tensor) -> None:
-    """Page-locks memory where it is: PyTorch's own pinned tensors are rounded up to a power of two, half of it wasted at worst."""
+    """Page-locks memory where it is. PyTorch rounds its own pinned tensors up to a power of two, which wastes up to half."""
     cuda = torch.cuda.cudart()
     portable = 1
     torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable))

@@ -1,4 +1,4 @@
-"""Boxes in a tensor: what two share, how to walk through one in bounded memory, and whether some make up the whole."""
+"""Boxes in a tensor: the overlap of two, one cut into blocks of bounded size, and whether some tile the whole."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ NAMED = 1000  # boxes among which overlapping ones are searched by name
 def overlap(
     a_offset: tuple[int, ...], a_shape: tuple[int, ...], b_offset: tuple[int, ...], b_shape: tuple[int, ...]
 ) -> tuple[slice, ...] | None:
-    """The box that two boxes of one tensor share, in the tensor's coordinates; None where they share no element.
+    """The overlap of two boxes of one tensor, in the tensor's coordinates; None if they share no element.
 
     Boxes of a 0-dim tensor share its only element: the result is then `()`.
     """
@@ -27,12 +27,12 @@ def overlap(
 
 
 def relative(box: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """`box`, in coordinates that start at `offset`."""
+    """`box` in coordinates that begin at `offset`."""
     return tuple(slice(s.start - start, s.stop - start) for s, start in zip(box, offset, strict=True))
 
 
 def blocks(box: tuple[slice, ...], elements: int) -> Iterator[tuple[slice, ...]]:
-    """`box` in smaller ones of at most `elements`, in the order of their elements."""
+    """Cuts `box` into boxes of at most `elements`, in the order of their elements."""
     start, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
     whole = Box(shape, start, shape)
     for first in range(0, prod(shape), elements):
@@ -41,11 +41,11 @@ def blocks(box: tuple[slice, ...], elements: int) -> Iterator[tuple[slice, ...]]
 
 
 def tiles(shape: tuple[int, ...], boxes: Iterable[Extent]) -> bool:
-    """Whether every element of a tensor of `shape` is in exactly one of the boxes. Linear in their number, which may be large:
-    a sharded optimizer leaves many boxes a tensor.
+    """Whether every element of a tensor of `shape` is in exactly one of the boxes. Takes time linear in the number of boxes, which
+    a sharded optimizer makes large.
 
-    A box is the product, over dims, of the steps "up at its start, down at its end". So the boxes add up to the whole exactly
-    where the signed corners of all of them cancel, but those of the whole.
+    A box is a product, over dims, of the steps "up at its start, down at its end". So the boxes tile the whole if the signed
+    corners of all of them cancel, except the corners of the whole.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, (offset, size) in [(-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)]:
@@ -56,7 +56,7 @@ def tiles(shape: tuple[int, ...], boxes: Iterable[Extent]) -> bool:
 
 
 def overlapping(boxes: Iterable[Extent]) -> tuple[int, int] | None:
-    """Two boxes (by their positions) that share an element, among the first `NAMED`."""
+    """The positions of two boxes that overlap, among the first `NAMED`."""
     for (i, a), (j, b) in combinations(enumerate(islice(boxes, NAMED)), 2):
         if overlap(*a, *b) is not None:
             return i, j

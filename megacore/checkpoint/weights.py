@@ -1,4 +1,4 @@
-"""Weights without a run around them: to write text, to evaluate, to start another run from."""
+"""Loads only the weights of a checkpoint: to generate text, to evaluate, or to start another run."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,14 +9,14 @@ from megacore.distributed.shard import shard_of
 from megacore.errors import CheckpointError
 from megacore.model.gpt import Stage, whole_model
 
-WEIGHTS = "model/"  # of the weights' names in a checkpoint; optimizer moments stand beside them
+WEIGHTS = "model/"  # the prefix of weights' names in a checkpoint; optimizer moments have others
 
 
 def recorded_sections(reader: Reader) -> dict[str, Any]:
     """The sections of the config that the checkpoint was written with, as in a config's file.
 
     Raises:
-        CheckpointError: it was written without.
+        CheckpointError: it was written without one.
     """
     sections = reader.state.get("config")
     if not isinstance(sections, dict) or not all(isinstance(sections.get(name), dict) for name in ("model", "train", "data")):
@@ -32,7 +32,7 @@ def check_weights(reader: Reader, config: Config) -> None:
             section that differ.
     """
     reader.check_model(config.model.model_dump())
-    if config.model.num_layers > len(reader.names):  # before so many are built
+    if config.model.num_layers > len(reader.names):  # before so many layers are built
         wrong = f"has {len(reader.names)} tensors, too few for model.num_layers={config.model.num_layers}"
         raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")
     expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in whole_model(config, "meta").named_parameters()}
@@ -45,10 +45,10 @@ def check_weights(reader: Reader, config: Config) -> None:
 
 
 def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
-    """Fills the parameters of a rank's stages with their slices of the checkpoint's weights, in the parameters' dtype and on their device.
+    """Fills the parameters of a rank's stages with their slices of the checkpoint's weights.
 
     Raises:
-        CheckpointError: one is not there, of another shape, or cannot be read.
+        CheckpointError: a weight is missing, has another shape, or cannot be read.
     """
     for stage in stages:
         for name, parameter in stage.named_parameters():

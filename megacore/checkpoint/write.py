@@ -1,4 +1,4 @@
-"""Writing a rank's part of a checkpoint: one safetensors file, and an index of what is in it, with digests taken on the way."""
+"""Writes a rank's part of a checkpoint: one safetensors file, and an index of its tensors with their digests."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -14,14 +14,14 @@ from megacore.checkpoint.disk import replace_file, write_file
 from megacore.checkpoint.manifest import DTYPE_CODES, File, Index, Logical, Slice
 from megacore.distributed.shard import Box, Shard, logical_name
 
-LocalTensor = tuple[Tensor, Box | Shard]  # this rank's piece, and where it stands in the logical tensor
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in its order
-Places = Mapping[str, tuple[torch.dtype, Box | Shard]]  # what a rank will write, by piece, in its order
+LocalTensor = tuple[Tensor, Box | Shard]  # this rank's piece, and its position in the logical tensor
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in order
+Places = Mapping[str, tuple[torch.dtype, Box | Shard]]  # what a rank will write, by piece, in order
 
 
 def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype, Box | Shard]]:
-    """The pieces that this rank writes: those `counted`, widest dtype first, so that every tensor is aligned in the file, as
-    readers that map it expect."""
+    """The pieces that this rank writes, which are those `counted`. The widest dtype comes first, so that every tensor is aligned in
+    the file, as readers that map it expect."""
     own = {key: (tensor.dtype, box) for key, (tensor, box) in tensors.items() if box.counted}
     for key, (_, box) in own.items():
         shape = tensors[key][0].shape
@@ -30,16 +30,16 @@ def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype
 
 
 def bytes_of(places: Places) -> int:
-    """What the pieces take."""
+    """The size of the pieces."""
     return sum(dtype.itemsize * prod(box.local_shape) for dtype, box in places.values())
 
 
 def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor]) -> None:
-    """Write a rank's slices and then its index, which says that they are on the disk. A rank without any leaves an empty index,
-    so that a lost one is noticed.
+    """Write a rank's slices, and then its index, which says that they are on the disk. A rank without slices writes an empty index,
+    so that a lost index is noticed.
 
     Raises:
-        OSError: the disk refused, or gives back something else.
+        OSError: the disk refused, or what is read back differs.
     """
     file = folder / f"rank_{rank:05d}.safetensors"
     entries: dict[str, Logical] = {}
@@ -47,7 +47,7 @@ def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor
 
     def note(tensor: Tensor) -> None:
         key, (dtype, box) = next(boxes)
-        if tensor.numel() > 0:  # a rank beyond the end of a size that does not divide holds nothing
+        if tensor.numel() > 0:  # where a size does not divide, the last ranks may hold nothing
             name, dtype_name = logical_name(key), str(dtype).removeprefix("torch.")
             digest = digest_text(content_digest(tensor, box.offset, identity_word(name, dtype_name, box.global_shape)))
             piece = Slice(file=file.name, key=key, offset=box.offset, shape=box.local_shape, digest=digest)
@@ -62,20 +62,20 @@ def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor
 
 
 def index_file(folder: Path, rank: int) -> Path:
-    """Where a rank says what it wrote."""
+    """The index file of a rank."""
     return folder / f"rank_{rank:05d}.json"
 
 
 def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], note: Callable[[Tensor], None] = lambda tensor: None) -> File:
     """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
 
-    The library's own writer wants every tensor on the CPU at once; this one needs memory for the largest only,
-    where a host with eight devices may not have room for all their weights and moments, or a model may be larger than memory.
+    The library's own writer needs every tensor on the CPU at once. This one needs memory for the largest only: a host with eight
+    devices may not have room for all their weights and moments, and a model may be larger than memory.
 
     Args:
-        layout: what the file will hold; without elements is left out.
-        tensors: as many tensors in that order, on any device. Each is let go before the next is asked for.
-        note: is shown each on the CPU.
+        layout: what the file will hold; tensors without elements are left out.
+        tensors: these tensors in that order, on any device. Each is freed before the next is made.
+        note: is called with each tensor, on the CPU.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -93,7 +93,7 @@ def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], not
             assert (tensor.dtype, tensor.shape) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)} is not {expected}"
             tensor = tensor.detach().cpu().contiguous()
             note(tensor)
-            # Bytes of a flat tensor: numpy knows no bfloat16, and a 0-dim tensor cannot be viewed in another width.
+            # The bytes of a flat tensor: numpy has no bfloat16, and a 0-dim tensor has no view of another width.
             yield tensor.reshape(-1).view(torch.uint8).numpy().data
             del tensor
 
@@ -102,7 +102,7 @@ def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], not
 
 
 def pack(layout: Layout, file_bytes: int) -> list[list[str]]:
-    """The names of `layout`, in order, cut into files of at most `file_bytes` (a larger tensor has a file of its own)."""
+    """Cuts the names of `layout`, in order, into files of at most `file_bytes` (a larger tensor has a file of its own)."""
     files: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in layout.items():
