@@ -1,1 +1,1 @@
-"""Runs that go on: the supervisor that restarts them, and drills that show it."""
+"""Keeps runs going: a supervisor restarts them, a doctor explains hangs, and drills prove both."""

@@ -1,8 +1,8 @@
-"""The hang doctor: notices that training stands still, asks every rank where it is, and says in words who holds it up.
+"""The hang doctor notices that training stands still, finds out which rank causes it, and says so in a sentence.
 
-Each rank has a thread that now and then looks whether its ledger has grown, and whether some rank has raised the alarm; both cost
-nothing that a step could feel. At an alarm every rank publishes its ledger through the store in which the ranks met (over a
-connection of its own: the main thread's may be waiting), one of them judges, and if waiting is of no use all end.
+Each rank has a thread that checks every few seconds whether its ledger has grown, and whether some rank has raised the alarm. Both
+checks are too cheap to slow a step. After an alarm every rank publishes its ledger through the store in which the ranks met, over a
+connection of its own, because the main thread's may be waiting. One rank judges. If waiting is of no use, all end.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from megacore.distributed.reasons import record
 from megacore.survive.ledger import Ledger, line_of
 from megacore.survive.verdict import Seat, Snapshot, Verdict, judge
 
-START_UP = 4.0  # times as long may pass until the first step is done: compiling, reading a checkpoint
+START_UP = 4.0  # the first step may take this many times as long: it compiles, or reads a checkpoint
 ANSWER_SECONDS = 3.0  # for a rank to publish its ledger
-LINGER_SECONDS = 1.0  # after a verdict: who holds the store ends last
-STORE_SECONDS = 10.0  # more that a verdict may take because of the store
+LINGER_SECONDS = 1.0  # after a verdict: the process that holds the store ends last
+STORE_SECONDS = 10.0  # what a slow store may add to a verdict
 HUNG = 1  # exit status
 
 
@@ -35,10 +35,10 @@ NOBODY = Seat(0, "unknown", 0, "still joining")
 
 
 class Doctor:
-    """One rank's part of it. `close` before the rank leaves the mesh."""
+    """One rank's doctor. Call `close` before the rank leaves the mesh."""
 
     def __init__(self, mesh: Mesh, ledger: Ledger, seconds: float, folder: Path) -> None:
-        """Starts watching; `seconds` in which nothing happens are a hang. `folder`: for what NCCL has to say then."""
+        """Starts watching. A hang is `seconds` in which nothing happens. NCCL's flight recorder is then written to `folder`."""
         assert mesh.store is not None
         self.ledger, self.rank, self.world_size, self.seconds = ledger, mesh.place.rank, mesh.place.world_size, seconds
         self.folder = folder if mesh.backend == "nccl" else None
@@ -47,13 +47,13 @@ class Doctor:
         self.local_ranks = range(first, min(first + mesh.place.local_world_size, self.world_size))
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
-        self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # for a verdict: twice what its judge waits, and some
+        self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # seconds for a verdict: more than twice what its judge waits
         place = mesh.coordinates_text
         self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), place)
         self.store = dist.PrefixStore("doctor", mesh.store.clone())  # type: ignore[attr-defined]
-        self.answers = 0  # of the store
+        self.answers = 0  # that the store has given
         self.store.set(f"seat/{self.rank}", json.dumps(asdict(self.seat)))
-        self.first: Seat | None = None  # of rank 0, which may hold the store: asked for while it lives
+        self.first: Seat | None = None  # rank 0's, which may hold the store: asked for while it answers
         self.failed = ""
         self.asked, self.closed = threading.Event(), threading.Event()
         self.round = 0
@@ -69,13 +69,13 @@ class Doctor:
         self.thread.join(self.seconds)  # it may wait for the store
 
     def ask(self, failed: str) -> None:
-        """This rank has lost its peer: ends the process with a verdict on whose fault it was; returns if there is none in time."""
+        """Called when this rank has lost its peer. Ends the process with a verdict on the cause; returns if none comes in time."""
         self.failed = failed
         self.asked.set()
         self.thread.join(self.patience + ANSWER_SECONDS)
 
     def last_words(self, reason: str) -> None:
-        """This rank has failed, and said why: the others shall end without a word."""
+        """Called when this rank has failed and said why: lets the others end silently."""
         try:
             self.store.set("words", reason)
             self.store.set(f"alarm/{self.round}", "1")
@@ -100,7 +100,7 @@ class Doctor:
             self.asked.wait(self.tick)
 
     def _watch_store(self) -> None:
-        """The store may be in a process that has been stopped: a question to it then waits for ever. Counts looks, as `_stands_still`."""
+        """Notices a store whose process was stopped, where every question waits for ever. Counts looks, as `_stands_still` does."""
         answers, late = -1, 0.0
         while not self.closed.wait(self.tick) and self.thread.is_alive():
             late = late + self.tick if self.answers == answers else 0.0
@@ -110,13 +110,13 @@ class Doctor:
                 late = 0.0
 
     def _is_there(self, key: str) -> bool:
-        """Whether the store has it."""
+        """Whether the store has this key."""
         there: bool = self.store.check([key])
         self.answers += 1
         return there
 
     def _stands_still(self) -> bool:
-        """Counts looks, not clocks: a job that was suspended as a whole has not been idle."""
+        """Whether too many looks in a row found nothing new. It counts looks, not seconds: a suspended job has not been idle."""
         ledger = self.ledger
         self.first_step = self.first_step or ledger.step
         self.idle = self.idle + self.tick if ledger.events == self.events else 0.0
@@ -157,13 +157,13 @@ class Doctor:
         return Snapshot(**json.loads(self.store.get(f"{folder}/{rank}")))
 
     def _seats(self, ranks: range) -> dict[int, Seat]:
-        """Of the ranks that have come so far; of others a seat without a place."""
+        """The seats of the ranks that have come so far; others get a seat without a place."""
         come = [rank for rank in ranks if self._is_there(f"seat/{rank}")]
         known = dict(zip(come, self.store.multi_get([f"seat/{rank}" for rank in come]), strict=True))
         return {rank: Seat(**json.loads(known[rank])) if rank in known else Seat(rank, "unknown", 0, "still joining") for rank in ranks}
 
     def _examine(self) -> None:
-        """Publishes this rank's ledger and waits for the verdict, or is the rank that makes it."""
+        """Publishes this rank's ledger and waits for the verdict, or makes it if this rank is the judge."""
         folder = f"round/{self.round}"
         self._publish(folder)
         if self.store.compare_set(f"{folder}/judge", "", str(self.rank)) == str(self.rank).encode():
@@ -180,7 +180,7 @@ class Doctor:
                     say(f"hang doctor: rank {self.rank} was promised a verdict and got none")
                     os._exit(HUNG)
                 time.sleep(self.tick)
-                self._publish(folder)  # whose process was about to die may be dead by now
+                self._publish(folder)  # once more: a process that was about to die may be dead by now
             verdict = Verdict(**json.loads(self.store.get(f"{folder}/verdict")))
         self.idle = 0.0
         self.round += 1
@@ -188,7 +188,7 @@ class Doctor:
             self._end(verdict)
 
     def _judge(self, folder: str) -> Verdict:
-        """Collects what the others publish and judges; does not wait for ranks that are known not to answer."""
+        """Collects the others' ledgers and judges. Does not wait for ranks that cannot answer."""
         seats = self._seats(range(self.world_size))
         snapshots: dict[int, Snapshot] = {}
         deadline = time.monotonic() + ANSWER_SECONDS + 2 * self.tick
@@ -197,7 +197,7 @@ class Doctor:
                 if rank not in snapshots and self._is_there(f"{folder}/{rank}"):
                     snapshots[rank] = self._published(folder, rank)
             if self._is_there("words"):
-                return Verdict("failed", [], "")  # a rank that has said so itself
+                return Verdict("failed", [], "")  # that rank has said so itself
             silent = {str(rank) for rank in seats if rank not in snapshots}
             states = [snapshot.processes for snapshot in snapshots.values()] + ([self._processes()] if silent else [])
             if silent <= {rank for processes in states for rank, state in processes.items() if state in ENDED + STOPPED}:
@@ -210,7 +210,7 @@ class Doctor:
         return judge(seats, snapshots, self.seconds)
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends this process, and those here that cannot do so themselves; the launcher, or whoever supervises it, starts the job anew."""
+        """Ends this process, and those on this machine that cannot end themselves. The launcher or supervisor starts the job anew."""
         if verdict.cause in ("stopped", "silent"):
             for seat in self._seats(self.local_ranks).values():
                 if seat.rank in verdict.ranks and seat.host == self.seat.host and process_state(seat.pid) not in ENDED:
@@ -224,11 +224,11 @@ class Doctor:
         os._exit(HUNG)
 
     def _first_state(self) -> str:
-        """Of rank 0's process; ? on another machine."""
+        """The state of rank 0's process; ? if it is on another machine."""
         return process_state(self.first.pid) if self.first is not None and self.first.host == self.seat.host else "?"
 
     def _lost_store(self) -> None:
-        """Whoever holds the store is gone, or out of reach. At the end of a run that is as it should be, and this one is about to close."""
+        """Handles a store that is gone or out of reach. At the end of a run that is normal: `close` then comes soon."""
         answers = self.answers
         if self.closed.wait(0.5 if self.failed or self._first_state() in STOPPED else 2 * ANSWER_SECONDS) or self.answers != answers:
             return
@@ -247,18 +247,18 @@ class Doctor:
 
 
 def say(line: str) -> None:
-    """A line on stderr, in one write: lines of several ranks must not mix."""
+    """Writes a line to stderr in one write, so that lines of several ranks do not mix."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
 def prepare_flight_recorder() -> None:
-    """Lets NCCL's process groups keep their last operations, unless the environment says otherwise."""
+    """Makes NCCL's process groups record their last operations, unless the environment says otherwise."""
     os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
 
 
 def dump_flight_recorder(file: Path) -> None:
-    """Writes what NCCL's process groups did last, and says where it is."""
+    """Writes the last operations of NCCL's process groups to a file, and names it."""
     from torch._C import _distributed_c10d
 
     file.write_bytes(_distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Drills: a run that is struck by a fault under the supervisor, beside the same run that is not."""
+"""Drills run a config twice, once with a fault under the supervisor and once without, and compare the two."""
 
 import json
 import random
@@ -26,9 +26,9 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --nproc-per-node {{ranks}
 
 @dataclass(frozen=True)
 class Expected:
-    """What a fault must lead to."""
+    """What must follow a fault."""
 
-    cause: str  # a pattern that a line of output matches; {rank} and {step} stand for the fault's
+    cause: str  # a pattern that a line of output matches; {rank} and {step} are the fault's
     restarts: int = 1
     same_weights: bool = True
 
@@ -50,7 +50,7 @@ EXPECTED = {
 
 @dataclass
 class Outcome:
-    """What came of a drill; None where it does not apply or did not happen."""
+    """The outcome of a drill. A figure is None if it does not apply or did not happen."""
 
     fault: str
     noticed_seconds: float | None  # from the fault to the line that names its cause
@@ -58,7 +58,7 @@ class Outcome:
     restarts: int
     steps_lost: int | None
     final_step: int
-    same_weights: bool  # bitwise those of the calm run
+    same_weights: bool  # whether they are bitwise those of the calm run
     as_expected: bool
 
 
@@ -80,7 +80,7 @@ class Drill:
         return [*launcher, str(ROOT / script), *strike, "--config", self.config, *self.overrides, f"log.dir={self.folder / name}"]
 
     def calm(self) -> Path:
-        """The run without a fault; returns its folder. Raises `ConfigError` where it does not finish."""
+        """Runs without a fault and returns the run's folder. Raises `ConfigError` if the run does not finish."""
         folder = self._fresh("calm")
         with self._kept(folder) as keep:
             status = Supervisor(self.command("calm"), folder, restarts=0, listener=keep).run()
@@ -91,7 +91,7 @@ class Drill:
         return folder
 
     def strike(self, fault: Fault, calm: Path) -> Outcome:
-        """The run with a fault, until it has finished."""
+        """Runs with a fault until the run has finished."""
         folder = self._fresh(fault.name.replace(":", "_").replace(",", "_").replace("=", ""))
         lines: list[tuple[float, str]] = []
         with self._kept(folder) as keep:
@@ -127,7 +127,7 @@ class Drill:
         )
 
     def soak(self, seconds: float, seed: int) -> dict[str, object]:
-        """A run of which a random rank is killed again and again for so long, and which then may finish, beside a calm one."""
+        """Kills random ranks of a run for `seconds`, lets it finish, and compares it with a calm one."""
         calm = self.calm()
         folder = self._fresh("soak")
         with self._kept(folder) as keep:
@@ -159,11 +159,13 @@ class Drill:
 
     @contextmanager
     def _kept(self, folder: Path) -> Iterator[Callable[[str], None]]:
-        """For the lines that a run says."""
+        """Keeps the lines that a run prints."""
         with said_by(folder).open("wb", buffering=0) as file:  # read while it runs, and after a kill
 
             def keep(line: str) -> None:
-                with suppress(OSError, ValueError):  # a full disk must not stop whoever reads the run's pipe, nor a line after the end
+                with suppress(
+                    OSError, ValueError
+                ):  # neither a full disk nor a line after the end may stop the thread that reads the run's pipe
                     file.write(line.encode())
                 if self.verbose:
                     sys.stderr.write(line)
@@ -172,7 +174,7 @@ class Drill:
 
 
 def launcher_words(launcher: str, ranks: int, port: int) -> list[str]:
-    """The words of a launcher's command, `{ranks}` and `{port}` filled in. Raises `ValueError` where it is none."""
+    """Splits a launcher's command into words and fills in `{ranks}` and `{port}`. Raises `ValueError` if it is no command."""
     words = shlex.split(launcher)
     if not words:
         raise ValueError("it is empty")
@@ -191,12 +193,12 @@ def check_launcher(launcher: str) -> None:
 
 
 def said_by(folder: Path) -> Path:
-    """Where what a drill's run said is kept."""
+    """The file that keeps the output of a drill's run."""
     return folder.with_name(f"{folder.name}.txt")
 
 
 def kill_at_random(supervisor: Supervisor, seconds: float, chance: random.Random, kills: list[float], done: threading.Event) -> None:
-    """For `seconds`, some seconds after every start has shown that it trains, kills one of its ranks."""
+    """For `seconds`, kills one rank a few seconds after every start that has begun to train."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not done.is_set():
         before, attempt = supervisor.progress(), supervisor.attempts

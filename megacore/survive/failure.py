@@ -1,4 +1,4 @@
-"""How a rank that cannot go on ends the job, so that the cause is the last thing on stderr."""
+"""Ends a job when a rank cannot go on, so that the cause is the last line on stderr."""
 
 import os
 import socket
@@ -27,10 +27,10 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor | None = None) -> None:
-    """Prints this rank's traceback and, last, its reason in one line; ends the process with status 1, without clean-up:
+    """Prints this rank's traceback, then its reason in one line, and ends the process with status 1. It does not clean up, because
     leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks.
-    A rank that only lost its peer leaves the word to the doctor, if there is one. A `UserError` is one line and status 2. After
-    Ctrl-C, which the user knows of, the status is `INTERRUPTED` and nothing is printed."""
+    If this rank only lost its peer, the doctor speaks instead, if there is one. A `UserError` is one line and status 2. After Ctrl-C
+    the status is `INTERRUPTED`, and nothing is printed."""
     if isinstance(error, KeyboardInterrupt):
         os._exit(INTERRUPTED)
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2

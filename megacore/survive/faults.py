@@ -1,4 +1,4 @@
-"""What can befall a rank, for drills. Training itself knows nothing of it: a fault is wrapped around one of its methods."""
+"""Faults for drills. A fault wraps one of the trainer's methods; training itself contains nothing of it."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ SPEC = "KIND:rank=R,step=N, such as kill:rank=3,step=7"
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: which, on which rank, at the beginning of which step; it strikes once, however often the run starts."""
+    """A kind of fault, its rank, and the step at whose beginning it strikes, once however often the run starts."""
 
     kind: str
     rank: int
@@ -34,12 +34,12 @@ class Fault:
         return f"{self.kind}:rank={self.rank},step={self.step}" + "".join(f",{key}={value:g}" for key, value in self.options.items())
 
     def mark(self, folder: Path) -> Path:
-        """The file that says that it has struck, and when."""
+        """The file that records that the fault has struck, and when."""
         return folder / f"drill_{self.kind}_{self.rank}_{self.step}"
 
 
 def parse(text: str) -> Fault:
-    """`SPEC` to a fault. Raises `ConfigError`."""
+    """Reads a fault from text of the form `SPEC`. Raises `ConfigError`."""
     kind, _, rest = text.partition(":")
     try:
         options = {key: value for key, _, value in (pair.partition("=") for pair in rest.split(",") if pair)}
@@ -57,7 +57,7 @@ def parse(text: str) -> Fault:
 
 
 def check(fault: Fault, config: Config, ranks: int) -> None:
-    """Refuse a fault that could not strike, or after which no run could go on. Raises `ConfigError`."""
+    """Refuses a fault that could not strike, or after which no run could go on. Raises `ConfigError`."""
 
     def refuse(wrong: str, right: str) -> NoReturn:
         raise ConfigError("--fault", f"{fault.name}: {wrong}", right)
@@ -71,7 +71,7 @@ def check(fault: Fault, config: Config, ranks: int) -> None:
         refuse("nothing is saved from that step on", "checkpoint.last=true")
     if fault.kind == "disk_full" and saves.on_failure == "continue":
         refuse("nothing has to restart with checkpoint.on_failure=continue", "checkpoint.on_failure=stop")
-    if fault.kind == "corrupt":  # the newest is struck: one before it must be there
+    if fault.kind == "corrupt":  # it damages the newest checkpoint: one before it must be there
         first = 2 * saves.every + 1
         older = (fault.step - 1) // saves.every * saves.every - saves.every
         if saves.keep < 2 and not (saves.keep_every and older % saves.keep_every == 0):
@@ -82,37 +82,37 @@ def check(fault: Fault, config: Config, ranks: int) -> None:
 
 
 def kill(trainer: Trainer, fault: Fault) -> None:
-    """As the kernel does that is out of memory, or a machine that loses its power."""
+    """Kills the process, as the kernel does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(trainer: Trainer, fault: Fault) -> None:
-    """Stops without ending, as under a debugger, or a host that swaps."""
+    """Stops the process without ending it, as a debugger does."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def leave(trainer: Trainer, fault: Fault) -> None:
-    """Ends without a word."""
+    """Ends the process silently."""
     os._exit(7)
 
 
 def exception(trainer: Trainer, fault: Fault) -> NoReturn:
-    """A mistake in Python."""
+    """Raises an ordinary Python exception."""
     raise ValueError("the drill's exception")
 
 
 def out_of_memory(trainer: Trainer, fault: Fault) -> NoReturn:
-    """What PyTorch raises when a device has no more memory."""
+    """Raises what PyTorch raises when a device has no memory left."""
     raise torch.OutOfMemoryError("the drill's device is out of memory")
 
 
 def hang(trainer: Trainer, fault: Fault) -> None:
-    """Waits in Python for something that does not come."""
+    """Waits for ever in Python."""
     time.sleep(fault.options.get("seconds", 3600.0))
 
 
 def slow(trainer: Trainer, fault: Fault) -> None:
-    """This step and all after it take longer here: three times as long, unless the option `seconds` says by how much."""
+    """Makes this step and all after it longer on this rank: by `seconds`, or to three times as long."""
     run, began, usual = trainer.loader.step, 0.0, 0.0
 
     def step(number: int) -> Any:
@@ -127,7 +127,7 @@ def slow(trainer: Trainer, fault: Fault) -> None:
 
 
 def nan(trainer: Trainer, fault: Fault) -> None:
-    """A gradient that is not a number on this rank alone, as from a faulty device."""
+    """Makes a gradient NaN on this rank alone, as a faulty device would."""
     step = trainer.engine.step
 
     def poisoned(*args: Any) -> Any:
@@ -140,12 +140,12 @@ def nan(trainer: Trainer, fault: Fault) -> None:
 
 
 def terminate(trainer: Trainer, fault: Fault) -> None:
-    """What a scheduler sends before it takes the machine away."""
+    """Sends SIGTERM, as a scheduler does before it takes the machine away."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def disk_full(trainer: Trainer, fault: Fault) -> None:
-    """The next save finds no room."""
+    """Makes the next save find a full disk."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> NoReturn:
@@ -156,7 +156,7 @@ def disk_full(trainer: Trainer, fault: Fault) -> None:
 
 
 def corrupt(trainer: Trainer, fault: Fault) -> None:
-    """A bit of the newest checkpoint is flipped, and then the rank killed, so that somebody has to read it."""
+    """Flips a bit of the newest checkpoint and kills the rank, so that the next start has to read it."""
     every = trainer.config.checkpoint.every
     newest = folder_of(trainer) / "checkpoints" / f"step_{(trainer.step - 1) // every * every:08d}"
     while not newest.exists():  # it may be under way, beside training
@@ -191,7 +191,7 @@ def folder_of(trainer: Trainer) -> Path:
 
 
 def install(fault: Fault) -> None:
-    """Lets the fault strike in this process, if it is the rank."""
+    """Prepares the fault to strike in this process, if it is the rank."""
     next_batch = Trainer.next_batch
 
     def struck(self: Trainer) -> list[Microbatch]:
@@ -203,7 +203,7 @@ def install(fault: Fault) -> None:
 
 
 def strike_once(mark: Path) -> bool:
-    """Whether this is the first time; leaves the time there."""
+    """Whether the fault strikes for the first time; writes the time to `mark`."""
     try:
         with mark.open("x") as out:
             out.write(str(time.time()))

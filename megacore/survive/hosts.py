@@ -1,4 +1,4 @@
-"""The machines of a run: which of a hostfile's answer, and how the run is laid out on them."""
+"""Finds the machines of a hostfile that answer, and lays a run out on them."""
 
 import re
 import shlex
@@ -19,11 +19,11 @@ PROBE_SECONDS = 15.0
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
 LINES = "lines such as `node1 slots=8`"  # of a hostfile
 OPTION = re.compile(r"(--hostfile|-H)(=(.*))?")  # of the deepspeed launcher
-KEPT = 0.75  # of the ranks: a layout that employs as many is not changed for one that employs more
+KEPT = 0.75  # a layout that uses this part of the ranks is not changed for one that uses more
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Slots by host. Raises `ConfigError` where the file cannot be read."""
+    """Reads a hostfile: slots by host. Raises `ConfigError` if it cannot be read."""
     try:
         lines = read_text(path).splitlines()
     except OSError as error:
@@ -45,8 +45,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
-    """Where in the deepspeed launcher's command its hostfile stands, and which it is. Raises `ConfigError` for another's, which
-    says the number of ranks elsewhere too."""
+    """The position of the hostfile in the deepspeed launcher's command, and its path. Raises `ConfigError` for the hostfile of
+    another launcher, whose command also gives the number of ranks elsewhere."""
     if Path(command[0]).name in ("mpirun", "mpiexec", "srun"):
         if any(re.fullmatch(r"-?-(machine|host)file(=.*)?", word) for word in command):
             right = "leave it to the job's own machines, or use the deepspeed launcher"
@@ -62,14 +62,14 @@ def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
 
 
 class Planned(NamedTuple):
-    """How many ranks a run gets, and the overrides that lay it out on them."""
+    """The number of ranks that a run gets, and the overrides that lay it out on them."""
 
     ranks: int
     overrides: list[str]
 
 
 class Fleet:
-    """The machines that a launcher's hostfile names, looked at anew before every start."""
+    """The machines of a launcher's hostfile. They are asked again before every start."""
 
     def __init__(self, hostfile: Path, config: str, overrides: list[str], probe: str = PROBE) -> None:
         """`probe`: a command that succeeds if `{host}` answers; this machine always does."""
@@ -84,14 +84,14 @@ class Fleet:
         self.lines: list[str] = []  # about the last start
 
     def changed(self) -> bool:
-        """Whether the hostfile names others than at the last start."""
+        """Whether the hostfile names other machines than at the last start."""
         try:
             return read_hostfile(self.hostfile) != self.named
         except ConfigError:
             return False  # somebody is writing it
 
     def command(self, command: list[str], folder: Path) -> list[str]:
-        """The launcher's command for the machines that answer now. Raises `ConfigError` if there are none that would do."""
+        """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""
         self.named = read_hostfile(self.hostfile)
         hosts = self._answering()
         if not sum(hosts.values()):
@@ -132,8 +132,8 @@ class Fleet:
 
 
 def plan(config: str, overrides: list[str], ranks: int) -> Planned:
-    """The layout of a run on at most `ranks` ranks: its own if that employs most of them, else the most like it of those that employ
-    the most. The global batch stays; a rank's share may be cut into smaller microbatches.
+    """The layout of a run on at most `ranks` ranks. It is the config's own if that uses most of the ranks; otherwise, of the layouts
+    that use the most ranks, the one most like it. The global batch stays; microbatches may become smaller.
 
     Raises:
         ConfigError: no layout fits.
@@ -151,13 +151,13 @@ def plan(config: str, overrides: list[str], ranks: int) -> Planned:
 
 
 def load_any(config: str, overrides: list[str]) -> Config:
-    """The config on as many ranks as it asks for."""
+    """Loads the config for as many ranks as it asks for."""
     return load(config, overrides, smallest_world(config, overrides)).config
 
 
 def layouts_like(shape: tuple[int, int], ranks: int) -> Iterator[tuple[int, int]]:
-    """(tensor, pipeline) that divide `ranks`, those first that divide the model into nearly as many parts as `shape` does: less would
-    not fit in memory, more would be slow."""
+    """Pairs (tensor, pipeline) that divide `ranks`. Those come first that divide the model into nearly as many parts as `shape` does:
+    fewer would not fit in memory, more would be slow."""
     tensor, pipeline = shape
     pairs = [(t, p) for t in divisors(ranks) if t <= tensor for p in divisors(ranks // t)]
     yield from sorted(pairs, key=lambda pair: (abs(pair[0] * pair[1] - tensor * pipeline), abs(pair[0] - tensor)))
@@ -178,5 +178,5 @@ def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int
 
 
 def divisors(number: int) -> list[int]:
-    """Of a positive number, ascending."""
+    """The divisors of a positive number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,4 +1,4 @@
-"""What every script does whose ranks a launcher starts: say its mistakes once, join the mesh, fail clearly."""
+"""Steps that all scripts share whose ranks a launcher starts: report mistakes once, join the mesh, fail clearly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from megacore.train.determinism import compute_deterministically
 
 @contextmanager
 def own_mistakes() -> Iterator[None]:
-    """Around what a rank opens by itself: a `UserError` may then be of this machine alone, which is named."""
+    """A context around files that every rank opens by itself. A `UserError` in it may concern this machine alone, and names it."""
     try:
         yield
     except UserError as error:
@@ -31,8 +31,7 @@ def own_mistakes() -> Iterator[None]:
 
 @contextmanager
 def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple[Mesh, Ledger]]:
-    """The mesh and this rank's ledger of it, for as long as the block runs; whatever is raised in it ends the job with this rank's
-    reason."""
+    """A context with the mesh and this rank's ledger. An exception in it ends the job with this rank's reason."""
     if device.type == "cpu":
         set_up_cpu(config, place.local_world_size)
     if config.train.deterministic:

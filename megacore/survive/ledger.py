@@ -1,7 +1,7 @@
-"""What this rank has begun and where it waits, noted on the side, so that a hang can be put into words.
+"""Records what a rank has begun and where it waits, so that a hang can be explained.
 
-A note costs about a microsecond and touches no device. Where somebody stands in the code is not noted but looked up
-when it is asked for (`line_of`). With NCCL an operation is begun when it is enqueued, and only the host's waits are seen.
+A note costs about a microsecond and touches no device. The line of code where a thread is, is not recorded but looked up when
+needed (`line_of`). With NCCL an operation has begun when it is enqueued, and only the host's waits are seen.
 """
 
 import sys
@@ -14,17 +14,17 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-KEPT = 8  # operations a channel remembers: ranks that disagree do so over the last ones
+KEPT = 8  # the last operations that a channel remembers: ranks disagree on one of them
 Note = tuple[int, str, str, torch.Size, torch.dtype]  # number, name of the group, operation, shape, dtype
 
 FOR_DEVICE = "waiting for its device"  # a phase
 
 
 class Channel:
-    """What a rank has begun over one communicator, or sent or received over one link.
+    """The operations that a rank has begun over one communicator, or over one link between two ranks.
 
-    All members begin the same operations in the same order, so equal numbers are parts of one operation; where they are not, ranks
-    disagree. As a context, entered by `during` and `waiting_for`, it notes that the rank waits.
+    All members begin the same operations in the same order, so equal numbers mean one operation. If the operations differ, the ranks
+    disagree. `during` and `waiting_for` return it as a context that notes that the rank waits.
     """
 
     __slots__ = ("begun", "ledger", "ranks", "recent", "since", "wanted")
@@ -64,19 +64,19 @@ class Channel:
 
 
 class Ledger:
-    """One rank's channels, and what it does between them."""
+    """One rank's channels, and its work between their operations."""
 
     def __init__(self) -> None:
-        self.events = 0  # all that was noted: while it stands still, so does the rank
+        self.events = 0  # number of notes: while it does not grow, the rank stands still
         self.step = 0
         self.phase: tuple[str, int, int] = ("starting", -1, -1)  # with microbatch and chunk, where it has them
         self.waiting: Channel | None = None
-        self.worker: int | None = None  # the thread of this process for whose work the main one waits
+        self.worker: int | None = None  # the thread of this process that the main thread waits for
         self.waited = 0.0  # seconds spent waiting for other ranks
         self.channels: dict[str, Channel] = {}
 
     def mark(self, phase: str, microbatch: int = -1, chunk: int = -1) -> None:
-        """Notes what comes next, or goes on; also the work of engines that bring their own collectives is then told apart."""
+        """Notes the phase of work that begins or continues. It also tells apart the work of engines with their own collectives."""
         self.phase = (phase, microbatch, chunk)
         self.events += 1
 
@@ -90,7 +90,7 @@ class Ledger:
         return self._open(f"{ranks[0]}-{ranks[-1]}:{len(ranks)}:{hash(ranks) & 0xFFFFFFFF:x}", ranks)
 
     def link(self, source: int, target: int) -> Channel:
-        """The channel of what rank `source` sends to rank `target`."""
+        """The channel for transfers from rank `source` to rank `target`."""
         return self._open(f"{source}>{target}", (source, target))
 
     def _open(self, key: str, ranks: tuple[int, ...]) -> Channel:
@@ -103,12 +103,12 @@ STANDARD = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent), _
 
 
 def is_ours(file: str) -> bool:
-    """Whether code of this file says where somebody stands: neither the standard library's, nor PyTorch's, nor the ledger's does."""
+    """Whether a line of this file tells what a thread is doing. Lines of the standard library, PyTorch and the ledger do not."""
     return not file.startswith((*STANDARD, "<frozen")) or ("site-packages" in file and not file.startswith(STANDARD[1:]))
 
 
 def line_of(thread: int) -> str:
-    """Where a thread of this process stands: the innermost line of code that `is_ours`."""
+    """The innermost line that `is_ours` of a thread of this process."""
     frame = innermost = sys._current_frames().get(thread)
     while frame is not None and not is_ours(frame.f_code.co_filename):
         frame = frame.f_back

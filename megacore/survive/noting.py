@@ -1,6 +1,6 @@
-"""Keeps a rank's ledger from outside: wraps the groups' operations, the runtime's methods and what the trainer does between steps.
+"""Fills a rank's ledger by wrapping the groups' operations, the runtime's methods and the trainer's work between steps.
 
-Nothing that is watched knows of it, and a run without it is the same code.
+The wrapped code does not know of the ledger. A run without it executes the same code.
 """
 
 import time
@@ -38,7 +38,7 @@ class Begun:
 
 
 def note_mesh(mesh: Mesh) -> Ledger:
-    """A ledger in which every operation of the mesh's groups is noted."""
+    """Makes a ledger that records every operation of the mesh's groups."""
     ledger = Ledger()
     for group in {id(group): group for group in (mesh.world, mesh.tied, *mesh.groups.values()) if group is not None}.values():
         note_group(group, ledger)
@@ -47,7 +47,7 @@ def note_mesh(mesh: Mesh) -> Ledger:
 
 
 def note_group(group: Group, ledger: Ledger) -> None:
-    """Notes what a rank begins over a group and waits for; of groups with equal ranks in one channel."""
+    """Notes the operations that a rank begins over a group and waits for. Groups with equal ranks have one channel."""
     wire, name = group.wire, group.name
     if wire is None:
         return
@@ -84,7 +84,7 @@ def note_group(group: Group, ledger: Ledger) -> None:
 
 
 def note_runtime(runtime: Runtime, ledger: Ledger) -> None:
-    """Notes which action of the plan a rank is at."""
+    """Notes each action of the plan that a rank runs."""
 
     def marked(method: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(action: Any) -> None:
@@ -121,7 +121,7 @@ def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
             waited = ledger.waited
             ledger.mark(phase)
             result = method()
-            ledger.waited = waited  # what is asked for is what steps wait for
+            ledger.waited = waited  # only waiting within steps counts
             return result
 
         return marked
@@ -132,7 +132,7 @@ def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
 
 
 def note_loader(loader: Loader, ledger: Ledger) -> None:
-    """Notes for whose work the main thread waits: if that thread hangs, its line is the one to be named."""
+    """Notes the reading thread while the main thread waits for it: if it hangs, its line of code is named."""
     noted: Any = loader
     wait = loader.wait
 
@@ -146,7 +146,7 @@ def note_loader(loader: Loader, ledger: Ledger) -> None:
 
 
 def note_mailbox(mailbox: Mailbox, ledger: Ledger) -> None:
-    """Notes when the host waits for its device: a host that is late does not wait here."""
+    """Notes when the host waits for its device. A host that is late does not wait here."""
     noted: Any = mailbox
     wait = mailbox.wait
 

@@ -1,10 +1,10 @@
-"""Ranks that hold up the others: who needs longer for its own part of a step."""
+"""Finds ranks that hold up the others, because their own part of a step takes longer."""
 
 from statistics import median
 
 FACTOR = 2.0  # times the median
-PART = 0.3  # of the step, by which a rank must be above the median: less is not worth a word
-REPORTS = 3  # in a row in which a rank must stand out: one may be chance
+PART = 0.3  # a rank must exceed the median by this part of the step: less is not worth a warning
+REPORTS = 3  # reports in a row in which a rank must stand out: one may be chance
 
 
 class Stragglers:
@@ -21,9 +21,9 @@ class Stragglers:
 
 
 def outliers(own: list[float], step_seconds: float) -> dict[int, float]:
-    """Ranks whose own seconds in a step (waiting for others left out) stand out, with these seconds.
+    """Ranks whose own seconds in a step stand out, with these seconds. Waiting for others is not counted.
 
-    In a synchronous step all ranks take equally long: who is slow shows by waiting less than the others do.
+    In a synchronous step all ranks take equally long: a slow rank waits less than the others do.
     """
     usual = median(own)
     return {rank: mine for rank, mine in enumerate(own) if mine > FACTOR * usual and mine - usual > PART * step_seconds}

@@ -1,7 +1,7 @@
-"""Starts a run again until it is finished: the launcher's command as a child, requests to stop as a file that all ranks see.
+"""Restarts a run until it has finished. The launcher's command is a child process.
 
-A launcher that gets a signal gives its ranks little time, some of them half a minute, and does not forward every signal. So none is
-sent: `STOP` in the run's folder lets training end at the next step, saved, on every machine.
+A launcher that gets a signal gives its ranks little time, sometimes half a minute, and does not forward every signal. So the
+supervisor sends none: it writes a file `STOP` to the run's folder, and every rank saves and ends at the next step.
 """
 
 import contextlib
@@ -45,23 +45,23 @@ class Supervisor:
         steps: int = 0,
         listener: Callable[[str], None] | None = None,
     ) -> None:
-        """`command` starts the run whose log.dir is `folder`, of so many `steps`. `fleet`: the machines, where a hostfile names them.
+        """`command` starts the run, which has `steps` steps and the log.dir `folder`. `fleet`: the machines, if a hostfile names them.
 
-        `restarts`: in a row that bring no progress. `backoff`: seconds before the first of them, doubled with each. `stall`: seconds
-        without anything new in `folder` after which the run is ended and started again. `listener` gets every line of output.
+        `restarts`: how many restarts in a row may bring no progress. `backoff`: seconds before the first of them, doubled with each.
+        `stall`: if nothing new is in `folder` for so many seconds, the run is restarted. `listener` gets every line of output.
         """
         self.command, self.folder, self.fleet, self.listener = command, folder, fleet, listener
         self.restarts, self.backoff, self.stall, self.steps = restarts, backoff, stall, steps
         self.child: subprocess.Popen[str] | None = None
         self.watch = Watch(folder, stall)
         self.requests = 0  # to stop
-        self.resizing = False  # whether the run was asked to stop because its machines are others now
+        self.resizing = False  # whether the run was asked to stop because its machines have changed
         self.stalled = False  # whether it was ended because nothing happened
-        self.request = 0  # when `_ask` wrote its file, as the file system says; 0: it has not
+        self.request = 0  # when `_ask` wrote its file, by the file system's clock; 0: it has not
         self.attempts, self.started = 0, time.time()
 
     def run(self) -> int:
-        """Until the run has finished (0), stopped on request (75), was refused (2), or fails without progress: the child's status."""
+        """Restarts the run until it has finished (0), stopped on request (75), is refused (2), or fails without progress (its status)."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.watch:
             return self._run()
@@ -88,7 +88,7 @@ class Supervisor:
                 if self.resizing:
                     self._withdraw()
                     continue
-                if status == 2 and now == initial:  # else it is a run that was going well and cannot go on, say for a full disk
+                if status == 2 and now == initial:  # else it was going well and cannot go on, for example because of a full disk
                     return 2
                 if (self.folder / STOP).exists():
                     say(f"stopped on request; remove {self.folder / STOP} to go on")
@@ -97,7 +97,7 @@ class Supervisor:
                 best = (max(best[0], now[0]), max(best[1], now[1]))
                 if fruitless > self.restarts:
                     say(f"given up: {self.restarts} restarts in a row brought no progress beyond step {max(best)} (status {status})")
-                    return status if status > 0 else 1  # a launcher that was killed may well say 0
+                    return status if status > 0 else 1  # a launcher that was killed may return 0
                 pause = min(MOST_BACKOFF, self.backoff * 2 ** min(max(0, fruitless - 1), 20))
                 say(f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in {pause:.0f} s")
                 self._sleep(pause)
@@ -113,7 +113,7 @@ class Supervisor:
         return self.requests > 0
 
     def progress(self) -> tuple[int, int]:
-        """The newest checkpoint's step and the last logged one, 0 where there is none."""
+        """The steps of the newest checkpoint and of the last logged line; 0 if there is none."""
         names = [path.name for path in (self.folder / "checkpoints").glob("step_*")]
         steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name))]
         metrics = self.folder / "metrics.jsonl"
@@ -131,7 +131,7 @@ class Supervisor:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.requests:
-            return  # the kernel and a shell both say that the terminal was closed
+            return  # both the kernel and the shell send it when the terminal is closed
         self.requests += 1
         if self.requests == 1:
             say(f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more ends it at once")
@@ -146,7 +146,7 @@ class Supervisor:
             self.request = file.stat().st_mtime_ns
 
     def _withdraw(self) -> None:
-        """Takes back what `_ask` has asked, and nobody else's request."""
+        """Removes the file that `_ask` wrote, but nobody else's."""
         file = self.folder / STOP
         self.resizing = False
         if self.request and file.exists() and file.stat().st_mtime_ns == self.request:
@@ -206,7 +206,7 @@ class Supervisor:
 
 
 def end_tree(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
-    """Ends a launcher and all that it has started; what a first signal does not end, SIGKILL does."""
+    """Ends a launcher and all processes that it has started, with SIGKILL if the first signal does not."""
     those = [pid, *descendants(pid)]
     send(those[:1], number)
     deadline = time.monotonic() + (END_SECONDS if number != signal.SIGKILL else 0.0)
@@ -216,7 +216,7 @@ def end_tree(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
-    """A signal to processes, some of which may have ended."""
+    """Sends a signal to processes, some of which may have ended."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -230,7 +230,7 @@ def is_main_thread() -> bool:
 
 
 def say(line: str) -> None:
-    """A line on stderr, in one write, if anybody can read it: a terminal may have been closed."""
+    """Writes a line to stderr in one write. A closed terminal is no error."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"supervise: {line}\n")
         sys.stderr.flush()

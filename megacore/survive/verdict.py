@@ -1,4 +1,4 @@
-"""Who holds up whom: from the ledgers of all ranks to one sentence that a person can act on."""
+"""Finds in the ledgers of all ranks which rank holds up the others, and says it in one sentence."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class Snapshot:
     rank: int
     step: int
     phase: str
-    line: str  # where its main thread stands
+    line: str  # the line of code that its main thread is in
     idle: float  # seconds in which it noted nothing
     waiting: tuple[str, int] | None = None  # channel, number of the operation that it waits for
     # By channel: the ranks, how many operations this one has begun, and the last of them as [number, group, operation, shape, dtype].
@@ -42,7 +42,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, and whether waiting is of no use."""
+    """The cause of a hang, and whether waiting is of no use."""
 
     cause: str  # dead, stopped, silent, unreachable, order, shapes, python, slow, deadlock, transport
     ranks: list[int]  # those that the others wait for
@@ -51,7 +51,7 @@ class Verdict:
 
 
 def judge(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot], patience: float) -> Verdict:
-    """The verdict on a world of `seats` of which those in `snapshots` have answered. `patience`: idle seconds that are too many."""
+    """Judges the ranks in `seats`, of which those in `snapshots` have answered. More than `patience` idle seconds are a hang."""
     verdict = _silent(seats, snapshots) or _disagreement(seats, snapshots) or _laggards(seats, snapshots, patience)
     failed = [snapshot for snapshot in snapshots.values() if snapshot.failed]
     if not failed or verdict.fatal:
@@ -61,12 +61,12 @@ def judge(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot], patience
 
 
 def _silent(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    """Ranks that did not answer; who is dead comes before who may be."""
+    """The verdict on ranks that did not answer. Dead ranks come before those that may be dead."""
     silent = [seat for rank, seat in seats.items() if rank not in snapshots]
     if not silent:
         return None
     seen = [(int(rank), state) for snapshot in snapshots.values() for rank, state in snapshot.processes.items()]
-    # Ranks looked at different times: whoever saw it dead was the last to look.
+    # Ranks looked at different times: a rank that saw it dead looked last.
     states = dict(sorted(seen, key=lambda one: (one[1] in ENDED, one[1] in STOPPED)))
     heard = {seats[rank].host for rank in snapshots}
     found: dict[str, list[Seat]] = {}
@@ -96,7 +96,7 @@ def _who_waits(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) -> 
 
 
 def _disagreement(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) -> Verdict | None:
-    """Two ranks whose operations of one number in one channel are not the same."""
+    """Finds two ranks that have different operations under one number of a channel."""
     first: dict[tuple[str, int], tuple[Snapshot, list[Any]]] = {}
     for snapshot in snapshots.values():
         for channel, (_, _, recent) in snapshot.channels.items():
@@ -115,7 +115,7 @@ def _disagreement(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) 
 
 
 def _laggards(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot], patience: float) -> Verdict:
-    """Follows who waits for whom to those who wait for nobody."""
+    """Follows the ranks that wait to the ranks they wait for, until one waits for nobody."""
     edges = _edges(snapshots)
     targets = {rank for _, behind in edges.values() for rank in behind}
     roots = sorted(targets - edges.keys())
@@ -157,8 +157,8 @@ def _laggards(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot], pati
 
 
 def _edges(snapshots: Mapping[int, Snapshot]) -> dict[int, tuple[str, list[int]]]:
-    """For each rank that waits: for which operation, and which ranks have not begun it. Where no host waits (as under NCCL, where
-    devices do) those wait that have begun more over a channel than others."""
+    """For each rank that waits, the operation and the ranks that have not begun it. Under NCCL devices wait and not hosts: there a
+    rank waits if it has begun more operations over a channel than others."""
     edges = {}
     for rank, snapshot in snapshots.items():
         if snapshot.waiting:
@@ -187,7 +187,7 @@ def _cycle(edges: Mapping[int, tuple[str, list[int]]]) -> list[int]:
 
 
 def _odd_ones(snapshots: Mapping[int, Snapshot]) -> list[int]:
-    """Nobody is known to wait, as where an engine brings its own collectives: those who are elsewhere than most."""
+    """The ranks that are in another line of code than most, if none is known to wait (an engine may have its own collectives)."""
     common, count = Counter((s.step, s.phase) for s in snapshots.values()).most_common(1)[0]
     odd = [rank for rank, s in snapshots.items() if (s.step, s.phase) != common]
     return sorted(odd) if odd and count > len(odd) else sorted(snapshots, key=lambda rank: -snapshots[rank].idle)
@@ -214,7 +214,7 @@ def _of(note: list[Any]) -> str:
 
 
 def _list(those: Iterable[Seat | int]) -> str:
-    """A few by name, and how many more."""
+    """Names a few, and says how many more there are."""
     named = [str(each) for each in those]
     numbers = all(name.isdigit() for name in named)
     shown = named if len(named) <= SHOWN else [*named[:SHOWN], f"{len(named) - SHOWN} more"]

@@ -1,4 +1,4 @@
-"""Watches over a supervisor. One that is killed can do nothing for its run any more: this process then lets the run save and stop."""
+"""Watches over a supervisor from another process: if the supervisor is killed, it lets the run save and stop."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ END_SECONDS = 10.0
 
 
 class Watch:
-    """A supervisor's own watch, for as long as it is entered: a process that sees this one end, however it does (Linux)."""
+    """A context with a process that notices when this one ends, in whatever way (Linux)."""
 
     def __init__(self, folder: Path, patience: float) -> None:
         """`folder`: the run's. `patience`: seconds that the run may take to stop."""
@@ -33,7 +33,7 @@ class Watch:
         return self
 
     def tell(self, launcher: int) -> None:
-        """The process id of the launcher that runs now; 0 when it has ended."""
+        """Tells the watch the process id of the running launcher; 0 when it has ended."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the watch
             self.process.stdin.write(b"%d\n" % launcher)
@@ -52,8 +52,8 @@ class Watch:
 
 
 def watch(launchers: Iterable[str], folder: Path, patience: float) -> None:
-    """Waits for the end of `launchers`, lines of `Watch.tell`, which comes when the supervisor ends. A launcher that is left is asked to
-    stop as the supervisor would have asked it, through the file `STOP`; one that has not ended after `patience` seconds is ended."""
+    """Reads `launchers`, the lines that `Watch.tell` writes, until the supervisor ends. Then asks a launcher that is left to stop, by
+    the file `STOP`, and ends it if it still runs after `patience` seconds."""
     launcher = 0
     for line in launchers:
         launcher = int(line)
