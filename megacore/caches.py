@@ -1,4 +1,4 @@
-"""Where compiled code is kept from run to run: whoever can put a file there can run code as this user."""
+"""Keeps compiled code from run to run, in folders where only this user can write: its files are run as code."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # where it is not set, torch.compile keeps
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder ``~/.cache/megacore/<kind>`` (or below XDG_CACHE_HOME), made if it is missing. Where it cannot be made, or other
-    users could put something in its place, a new folder for this process."""
+    """Makes and returns the folder ``~/.cache/megacore/<kind>`` (or below XDG_CACHE_HOME). If it cannot be made, or other users could
+    replace it, returns a new folder for this process."""
     with contextlib.suppress(OSError, RuntimeError):  # a home that is read-only; a user without one
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = (home / "megacore" / kind).resolve()
@@ -25,8 +25,8 @@ def cache_folder(kind: str) -> Path:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and no folder on the way to it is open to everybody. One like /tmp may be, where everybody
-    removes only what is their own, if what comes next is this user's or root's."""
+    """Whether a folder belongs to this user, and nobody else can write in a folder on the way to it. A sticky folder such as /tmp is
+    allowed on the way if the next folder belongs to this user or root: there, users can remove only what is their own."""
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
         return False
@@ -39,10 +39,10 @@ def is_private(folder: Path) -> bool:
 
 @functools.cache
 def new_folder(kind: str) -> Path:
-    """One a process, under a name that nobody can know before."""
+    """Makes a folder for this process, with a name that nobody can guess."""
     return Path(tempfile.mkdtemp(prefix=f"megacore_{kind}_"))
 
 
 def keep_inductor_private() -> None:
-    """Gives torch.compile a cache of this user's own, unless the user has named one; to be called before anything is compiled."""
+    """Gives torch.compile a cache that only this user can write, unless the user has named one. Call it before compiling anything."""
     os.environ.setdefault(INDUCTOR, str(cache_folder("inductor")))

@@ -1,4 +1,4 @@
-"""What all scripts share: `-h` that begins with an example, mistakes as one line with status 2, and how a process ends."""
+"""Shared by all scripts: help that begins with an example, mistakes as one line with status 2, and the end of a process."""
 
 import argparse
 import atexit
@@ -18,13 +18,13 @@ from megacore.distributed.reasons import record, say_once
 from megacore.errors import ConfigError, UserError
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
-UNHEARD = 141  # and for one whose reader, such as head, had enough
+UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose help begins with `example` (a command), and whose errors are `ConfigError`s.
 
-    With `ranks` the script is started once a rank by a launcher.
+    With `ranks`, a launcher starts the script once for every rank.
     """
 
     def __init__(self, example: str, description: str | None, *, ranks: bool = False, **options: Any) -> None:
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
-        if ranks:  # what the deepspeed launcher adds; it is in the environment too, and read there
+        if ranks:  # the deepspeed launcher adds it; the script reads it from the environment
             self.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
     def print_help(self, file: Any = None) -> None:
@@ -64,7 +64,7 @@ def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def exit_rank_with(script: Callable[[list[str], Place], int | None]) -> NoReturn:
-    """`exit_with` for a script that a launcher starts once a rank: whichever ranks raise a `UserError`, its line is said once."""
+    """`exit_with` for a script that a launcher starts once for every rank. If any ranks raise a `UserError`, one says its line."""
     guard_streams()
     place = Place()
     try:
@@ -81,7 +81,7 @@ def exit_rank_with(script: Callable[[list[str], Place], int | None]) -> NoReturn
 
 
 def status_after(error: BaseException) -> int:
-    """The exit status after what a script raised, said on stderr where the user does not know of it."""
+    """The exit status after an exception in a script. Prints the exception, unless the user caused it knowingly."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, StdoutLost):
@@ -98,13 +98,13 @@ def status_after(error: BaseException) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process with `status`, after what an ordinary end waits for, runs and flushes, but without taking the interpreter apart.
+    """Ends the process with `status`. It joins threads, runs exit handlers and flushes, but does not shut down the interpreter.
 
-    Threads that are not Python's may still drop the last reference to a tensor, as gloo's do with a finished collective. While the
-    interpreter is taken apart Python ends such a thread in the middle of a destructor, and that aborts the process with status 134.
+    A thread outside Python may still drop the last reference to a tensor, as gloo's threads do after a collective. While the
+    interpreter shuts down, Python ends such a thread in the middle of a destructor, and the process aborts with status 134.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ends executors, whose threads would wait for ever, and joins all other threads.
+    # This ends executors, whose threads would wait for ever, and joins all other threads.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if sys.stdout is not None:
@@ -118,12 +118,12 @@ def leave(status: int) -> NoReturn:
 
 
 class StdoutLost(OSError):
-    """Standard output cannot be written: nobody reads it any more (EPIPE), or its disk is full. Raised once; later output is dropped."""
+    """Standard output cannot be written: its reader has ended (EPIPE), or its disk is full. Raised once; later output is dropped."""
 
 
 class Stream(io.FileIO):
-    """Standard output or error. What it cannot write it drops from then on; standard output first says so, as `StdoutLost`, which is
-    told from the failure of another file or pipe."""
+    """Standard output or error. After a write fails it drops all output. Standard output first raises `StdoutLost`, which differs from
+    the error of any other file or pipe."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         """Writes bytes."""
@@ -144,7 +144,7 @@ def guard_streams() -> None:
 
 
 def guarded(stream: Any, descriptor: int) -> Any:
-    """The same text stream over a `Stream`; as it is where it is closed or not the process's own."""
+    """The same text stream over a `Stream`. A stream that is closed or not the process's own is returned unchanged."""
     try:
         if stream.fileno() != descriptor:
             return stream
@@ -162,8 +162,8 @@ def guarded(stream: Any, descriptor: int) -> Any:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C: raises `KeyboardInterrupt`, but ends the process at once while its script or torch is being imported. Nothing has begun
-    then, and what is half imported may swallow the exception.
+    """Handles Ctrl-C: raises `KeyboardInterrupt`. While the script or torch is being imported it ends the process at once instead:
+    nothing has begun, and a half-imported module may swallow the exception.
     """
     inner = ""
     while frame is not None:
@@ -174,6 +174,6 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# When this is imported, first of all by every script: the imports that follow take seconds.
+# Every script imports this module first, because the imports that follow take seconds.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, interrupt)

@@ -1,22 +1,22 @@
-"""Errors that a user can cause: one line each, and exit status 2.
+"""Errors that a user can cause. Each is one line, with exit status 2.
 
 Programmer errors are `assert`s and ordinary exceptions; they keep their traceback.
 """
 
 
 class UserError(ValueError):
-    """What the user got wrong, where, and what would be right.
+    """An error that says what the user got wrong, where, and what would be right.
 
     ``str(error)`` is the one line a user sees:
     ``<kind> error: <where>: <what is wrong> (<what would be right>)``.
     """
 
     kind = "user"
-    of_this_machine = False  # whether other machines of the job may be free of it
+    of_this_machine = False  # whether only this machine of the job may have it
 
     def __init__(self, where: str, wrong: str, right: str) -> None:
         line = f"{self.kind} error: {where}: {wrong} ({right})"
-        # One line, whatever the names in it hold.
+        # One line, whatever characters its names have.
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
         self.where, self.wrong, self.right = where, wrong, right
 

@@ -1,5 +1,5 @@
-"""Files that a user names. They are read without trust: plain files of a bounded size, never a pipe that nobody fills or a device
-without end. They are written whole or not at all."""
+"""Reads and writes files that a user names. Only plain files of a bounded size are read, never a pipe that nobody fills or an
+endless device. A file is written whole or not at all."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ MOST_BYTES = 256 << 20  # far above any config, hostfile, index or tokenizer
 
 
 def open_plain(path: str | Path) -> BinaryIO:
-    """A plain file, opened to read. Raises `OSError`, whose `strerror` says why not, also for a name that no file can have."""
+    """Opens a plain file to read. Raises `OSError`, whose `strerror` says why not, also for a name that no file can have."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: a pipe opens at once, to be refused
     except ValueError:  # NUL, or half a surrogate pair
@@ -46,7 +46,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
 
 
 def check_output(option: str, path: str) -> None:
-    """Raises `ConfigError`, naming the option, unless `path` can be a file: before hours of work whose result could not be kept."""
+    """Raises `ConfigError`, naming the option, unless `path` can be written. It is called before work whose result would be lost."""
     try:
         if not path or path.endswith("/") or (os.path.lexists(path) and stat.S_ISDIR(os.stat(path).st_mode)):
             raise OSError(errno.EINVAL, "Not a plain file")
@@ -61,8 +61,8 @@ def check_output(option: str, path: str) -> None:
 
 
 def write_json(option: str, path: str, value: Any) -> None:
-    """Writes a file as a whole or not at all; a device or a pipe, such as /dev/stdout, is written to and not replaced. Raises
-    `ConfigError`, naming the option."""
+    """Writes a file whole or not at all. A device or a pipe, such as /dev/stdout, is written to and not replaced. Raises `ConfigError`,
+    naming the option."""
     in_place = os.path.exists(path) and not os.path.isfile(path)
     aside = path if in_place else path + ASIDE.format(os.getpid())
     try:

@@ -1,8 +1,7 @@
-"""Random numbers that depend on what they are for, never on which rank draws them.
+"""Draws random numbers that depend on their purpose, never on the rank that draws them.
 
-There is no generator state to save or restore: every stream is named by a key. Weights are drawn by parameter
-name, dropout masks by (seed, step, microbatch, site), so every layout, every resume and every recomputation
-draws the same numbers.
+There is no generator state to save or restore: a key names every stream. The key of a weight is its parameter's name, and that of
+a dropout mask is (seed, step, microbatch, site). So every layout, resume and recomputation draws the same numbers.
 """
 
 import hashlib
@@ -10,7 +9,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-BLOCKS = 64  # pieces of a logical tensor with a stream each, so that a rank draws little more than its own part
+BLOCKS = 64  # pieces of a logical tensor, each with its own stream, so that a rank draws little more than its part
 
 
 def key_of(*parts: object) -> int:
@@ -19,10 +18,10 @@ def key_of(*parts: object) -> int:
 
 
 def normal_slice(key: tuple[object, ...], shape: tuple[int, ...], std: float, dim: int, start: int, stop: int) -> Tensor:
-    """``[start:stop]`` along `dim` of the logical tensor `key`: fp32, normal with deviation `std`, the same on every device.
+    """Draws ``[start:stop]`` along `dim` of the logical tensor `key`: fp32, normal with deviation `std`, the same on every device.
 
-    The tensor is drawn in at most `BLOCKS` pieces along `dim`, each from a stream of its own. The pieces depend on
-    the logical shape alone, so any cut along `dim` gives the same values.
+    The tensor is drawn in at most `BLOCKS` pieces along `dim`, each from its own stream. The pieces depend only on the logical shape,
+    so any cut along `dim` gives the same values.
     """
     if start == stop:
         return torch.empty([0 if d == dim else n for d, n in enumerate(shape)])

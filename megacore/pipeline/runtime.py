@@ -1,6 +1,6 @@
-"""Executes a lowered schedule on one rank, over the stages that it holds: an action, a method.
+"""Executes a lowered schedule on one rank, over the stages that it holds. Every action has one method.
 
-One runtime for every schedule and every layout: gradient accumulation on one device is the one-stage schedule.
+There is one runtime for every schedule and layout: gradient accumulation on one device is the one-stage schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ Key = tuple[int, int]  # microbatch, chunk
 class Runtime:
     """Runs plans on this rank's stages.
 
-    What lives between a microbatch's forward and its backward is the autograd graph, held by the input (for its
-    gradient) and the output's *edge* (to start backward from): the output itself is freed once it is sent.
+    Between a microbatch's forward and its backward the autograd graph stays in memory. The input (for its gradient) and the output's
+    *edge* (to start backward from) hold it; the output itself is freed once it is sent.
     """
 
     def __init__(self, stages: Sequence[Stage], engine: Engine | None, pp: Group) -> None:
@@ -45,7 +45,7 @@ class Runtime:
         self.hidden_shape = (tokens, first.config.model.hidden_size)
         self.dtype = DTYPES[train.precision]
         self.device = first.device
-        self.peak_live = 0  # most forwards whose activations were held at once
+        self.peak_live = 0  # the most forwards whose activations were held at once
         self.methods: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -68,7 +68,7 @@ class Runtime:
         self.loss = torch.zeros((), device=self.device, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
         self.inputs: dict[Key, Tensor] = {}  # activations received or taken over, leaves of their microbatch's graph
         self.outputs: dict[Key, Tensor] = {}  # to be sent
-        self.roots: dict[Key, Any] = {}  # what the engine starts backward from
+        self.roots: dict[Key, Any] = {}  # where the engine starts backward
         self.output_gradients: dict[Key, Tensor] = {}  # received or taken over
         self.input_gradients: dict[Key, Tensor] = {}  # to be sent
         self.sending: list[tuple[Work, Tensor]] = []
@@ -119,7 +119,7 @@ class Runtime:
             self._hand_over(self.output_gradients, self.input_gradients, key, -1, grad)
 
     def _hand_over(self, here: dict[Key, Tensor], away: dict[Key, Tensor], key: Key, step: int, x: Tensor) -> None:
-        """Gives a chunk's result to the stage behind it (`step` 1) or before it (-1): at once if this rank holds that, else to be sent."""
+        """Gives a chunk's result to the next stage (`step` 1) or the one before (-1): directly if this rank holds it, else to be sent."""
         m, chunk = key
         neighbour = self.chunk_of.get(self.stage_of[chunk] + step)
         if neighbour is None:
@@ -128,10 +128,10 @@ class Runtime:
             here[m, neighbour] = x
 
     def _transfer(self, actions: Sequence[Action]) -> None:
-        """Posts adjacent transfers as one batch, waits for what is received, then for what the batch before sent.
+        """Posts adjacent transfers as one batch, waits for its receives, and then for the sends of the batch before.
 
-        By then the receivers have long posted theirs, so that this costs no time and frees the memory. (Asking
-        `is_completed` would not: gloo completes a send only when it is waited for.)
+        Those sends have long been received by then, so waiting costs no time and frees their memory. (Asking `is_completed` would not
+        free it: gloo completes a send only when it is waited for.)
         """
         assert self.pp.wire is not None
         posts = [self._post(action) for action in actions]

@@ -1,4 +1,4 @@
-"""TensorBoard's event files. A convenience: where they cannot be written, that is said once and training goes on."""
+"""Writes TensorBoard's event files. If that fails, it says so once and training goes on."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ class Board:
     """Scalars for TensorBoard."""
 
     def __init__(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """`first_step`: what was written of it and of later steps is forgotten. `say` gets the one line about a failure."""
+        """Removes what was written of `first_step` and later steps. `say` gets the one line about a failure."""
         self.say = say
         self.writer: Any = None
         self.hook = threading.excepthook
@@ -18,12 +18,12 @@ class Board:
         self._try(lambda: self._open(folder, first_step))
 
     def add(self, figures: dict[str, Any]) -> None:
-        """The numbers among a step's figures."""
+        """Writes the numbers among a step's figures."""
         if self.writer is not None:
             self._try(lambda: self._add(figures))
 
     def close(self, *, quietly: bool = False) -> None:
-        """Writes what is under way and ends; `quietly`, whatever comes of it."""
+        """Writes what is left and ends. With `quietly` a failure is not reported."""
         writer, self.writer = self.writer, None
         if quietly:
             self.say = lambda line: None
@@ -45,11 +45,11 @@ class Board:
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # of any library below it
+        except Exception as error:  # any error of the libraries below
             self.writer = None
             self.say(f"WARNING: TensorBoard's files cannot be written ({type(error).__name__}: {error}); training goes on without them")
 
     def _hear(self, failure: threading.ExceptHookArgs) -> None:
-        """Of TensorBoard's own thread no traceback: what ended it is raised again in the next `add_scalar`."""
+        """Hides tracebacks of TensorBoard's thread: the next `add_scalar` raises its error again."""
         if not type(failure.thread).__module__.startswith("tensorboard."):
             self.hook(failure)

@@ -1,4 +1,4 @@
-"""The loss of a model on a corpus: what a validation logs, and what launch/evaluate.py prints."""
+"""Computes the loss of a model on a corpus, for validation and for launch/evaluate.py."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from megacore.train.loader import validation_batches
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over all targets that were read: every token but a corpus's first is one."""
+    """Sums over all targets. Every token of a corpus but the first is a target."""
 
     nats: float
     targets: int
@@ -28,17 +28,17 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Nats a token: the mean negative log likelihood."""
+        """The mean negative log likelihood, in nats a token."""
         return self.nats / self.targets
 
     @property
     def perplexity(self) -> float:
-        """e to the nats a token; infinite where that is beyond a float."""
+        """e to the power of `loss`; infinite if that exceeds a float."""
         return float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte of text: unlike the others comparable between tokenizers. None where no bytes were counted."""
+        """Bits a byte of text, which can be compared between tokenizers. None if no bytes were counted."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
 
@@ -51,10 +51,10 @@ def evaluate(
     token_bytes: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Runs the model forward over `samples`, or `train.eval_batches` of them; collective over the mesh, the same result on every rank.
+    """Runs the model forward over `samples`, or over `train.eval_batches` batches of them. Collective; all ranks get the same result.
 
-    `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for; without, none are counted.
-    `between` is called behind every batch; what it raises ends the evaluation.
+    `token_bytes` ``[vocab]``, int64 on the device, are the bytes of text that each token stands for. Without it no bytes are counted.
+    `between` is called after every batch; an exception in it ends the evaluation.
     """
     plan = forward_only(placement_of(config), config.num_microbatches)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # losses, targets, bytes
@@ -70,7 +70,7 @@ def evaluate(
         between()
     for stage in runtime.stages:
         stage.train()
-    # Ranks with other samples add up; of the others, the first tensor rank with the last stage speaks for all.
+    # Sums over ranks with different samples. Of ranks with the same samples only one counts: it has the last stage and `speaks`.
     if not any(stage.last for stage in runtime.stages) or not mesh.speaks:
         sums.zero_()
     nats, targets, text_bytes = all_reduce(sums, mesh.world).tolist()

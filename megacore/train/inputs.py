@@ -1,4 +1,4 @@
-"""What a run reads, opened and checked before any rank waits for another."""
+"""Opens and checks all that a run reads, before any rank waits for another."""
 
 import math
 from pathlib import Path
@@ -15,9 +15,9 @@ from megacore.plan.optimizers import RULES
 
 
 class Inputs:
-    """The corpora, and on rank 0 the checkpoint to go on from (`checkpoint`) or the one whose weights to start from (`weights`).
+    """The corpora, and on rank 0 the checkpoint to resume (`checkpoint`) or the checkpoint whose weights to start from (`weights`).
 
-    Raises `UserError` for whatever is wrong with them.
+    Raises `UserError` if anything is wrong with them.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -46,7 +46,7 @@ class Inputs:
         return self._newest(None)
 
     def look_again(self) -> None:
-        """On rank 0, during the run: `checkpoint` is the newest that the run has saved."""
+        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved."""
         self.candidates = checkpoint.checkpoints_in(Path(resolved(self.config.log.dir)))
         self.checkpoint = self._newest(None)
 
@@ -74,7 +74,7 @@ class Inputs:
         raise CheckpointError(damage.where, wrong, "bring back a whole one, or start from nothing with checkpoint.resume=never")
 
     def _check_run(self, reader: checkpoint.Reader) -> None:
-        """Refuses a checkpoint with which this run cannot go on."""
+        """Refuses a checkpoint that this run cannot resume."""
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
             raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
@@ -104,11 +104,11 @@ class Inputs:
         return path
 
     def _check_samples(self, config: Config, reader: checkpoint.Reader) -> None:
-        """A run goes on with sample ``step × global_batch_size`` of its order: what decides the order must not have changed."""
+        """Refuses changed settings that decide the order of samples: the run continues that order at ``step × global_batch_size``."""
         before = recorded_sections(reader)
         now = config.model_dump(mode="json", by_alias=True)
         keys = [("train", "seed"), ("train", "global_batch_size"), ("train", "seq_len")]
-        if config.checkpoint.resume == "auto":  # an explicit path may well go on with another corpus
+        if config.checkpoint.resume == "auto":  # a checkpoint named by its path may continue with another corpus
             keys.append(("data", "train"))
         for section, key in keys:
             recorded = (before.get(section) or {}).get(key)
@@ -118,7 +118,7 @@ class Inputs:
                 raise CheckpointError(str(reader.path), wrong, "the same value, or checkpoint.resume=never")
 
     def unigram_entropy(self) -> float | None:
-        """What the validation set costs, in nats a token, a model that knows token frequencies alone; None if unknown."""
+        """The loss on the validation set, in nats a token, of a model that knows only token frequencies; None if unknown."""
         if self.validation is None:
             return None
         sidecars = [Sidecar.load(tokens.prefix) for tokens in self.validation.corpora]
@@ -129,6 +129,6 @@ class Inputs:
 
 
 def check_tokenizer(name: str | None) -> None:
-    """Raises `ConfigError` where the run's tokenizer is not there. Training can do without: text, which comes later, cannot."""
+    """Raises `ConfigError` if the run's tokenizer is missing. Training does not need it, but generating text later does."""
     if name not in (None, "bytes") and not Path(name).is_file():
         raise ConfigError("data.tokenizer", f"there is no file {name}", "bytes, a sentencepiece .model, a tokenizer.json, or null")

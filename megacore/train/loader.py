@@ -1,4 +1,4 @@
-"""Which samples each rank's microbatches hold, read one step ahead."""
+"""Reads the samples of each rank's microbatches, one step ahead."""
 
 import threading
 from collections.abc import Iterator
@@ -17,27 +17,27 @@ from megacore.rng import key_of
 
 
 class Stream(Protocol):
-    """Where training samples come from: a `data.samples.SampleStream`, or what stands in for it."""
+    """A source of training samples, such as `data.samples.SampleStream`."""
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
 
 
 class Loader:
-    """A step's microbatches as a pure function of the step.
+    """Makes the microbatches of a step, as a function of the step alone.
 
-    `dealt` says which samples are this data rank's. Every tensor and pipeline rank reads its own copy from the
-    memory-mapped file, which is cheaper than a broadcast and needs no collective.
+    `dealt` says which samples this data rank reads. Every tensor and pipeline rank reads its own copy from the memory-mapped file,
+    which is cheaper than a broadcast and needs no collective.
     """
 
     def __init__(self, config: Config, mesh: Mesh, stream: Stream) -> None:
         self.config, self.mesh, self.stream = config, mesh, stream
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
-        self.thread: int | None = None  # which reads ahead
+        self.thread: int | None = None  # the one that reads ahead
 
     def step(self, step: int) -> list[Microbatch]:
-        """The microbatches of `step` (from 1), and begins to read those of the next."""
+        """Returns the microbatches of `step` (from 1), and begins to read those of the next step."""
         if self.ahead is not None and self.ahead[0] == step:
             batch = self.wait(self.ahead[1])
         else:
@@ -50,7 +50,7 @@ class Loader:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
     def wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
-        """What is being read ahead."""
+        """Waits for the microbatches that are read ahead."""
         return reading.result()
 
     def _read_ahead(self, step: int) -> list[Microbatch]:
@@ -63,13 +63,13 @@ class Loader:
         for indices in dealt(range(step, step + 1), self.mesh.sample_group.size, train)[0, self.mesh.sample_group.rank]:
             tokens = self.stream.samples(indices)
             position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
-            key = key_of(train.seed, step, position)  # by the microbatch's place in the global batch: the same in every layout
+            key = key_of(train.seed, step, position)  # by its position in the global batch, which is the same in every layout
             microbatches.append(microbatch_on(tokens[:, :-1], tokens[:, 1:], self.mesh.device, key))
         return microbatches
 
 
 def microbatch_on(inputs: np.ndarray, targets: np.ndarray, device: torch.device, key: int = 0) -> Microbatch:
-    """Token arrays ``[batch, seq]`` on the device, copied without waiting for it."""
+    """Copies token arrays ``[batch, seq]`` to the device, without waiting for it."""
     x, y = (torch.from_numpy(np.ascontiguousarray(a)) for a in (inputs, targets))
     if device.type == "cuda":
         x, y = (t.pin_memory().to(device, non_blocking=True) for t in (x, y))
@@ -79,8 +79,8 @@ def microbatch_on(inputs: np.ndarray, targets: np.ndarray, device: torch.device,
 def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iterator[list[Microbatch]]:
     """This data rank's microbatches of every validation batch.
 
-    All samples in order, or as many as `eval_batches` hold, spread evenly: the beginning of a corpus may be unlike the
-    rest. What fills up the last batch is padding, so that all ranks run equally many microbatches.
+    They hold all samples in order, or `eval_batches` batches spread evenly, because the beginning of a corpus may be unlike the
+    rest. The last batch is padded, so that all ranks run equally many microbatches.
     """
     train = config.train
     batches = -(-len(samples) // train.global_batch_size)
@@ -91,6 +91,6 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
     for batch in range(batches):
         microbatches = []
         for positions in dealt(range(batch + 1, batch + 2), mesh.sample_group.size, train)[0, mesh.sample_group.rank]:
-            indices = positions * len(samples) // count  # past the end where the position is
+            indices = positions * len(samples) // count  # a position past the end stays past the end
             microbatches.append(microbatch_on(*samples.samples(indices), mesh.device))
         yield microbatches

@@ -1,4 +1,4 @@
-"""One run in a folder at a time: two would delete each other's checkpoints."""
+"""Lets only one run at a time write in a folder: two would delete each other's checkpoints."""
 
 import contextlib
 import errno
@@ -14,20 +14,19 @@ from megacore.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # file systems mounted so
-PATIENCE = 5.0  # seconds for a run that was killed just now to let go
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # from file systems that are mounted without locks
+PATIENCE = 5.0  # seconds for a run that was just killed to release it
 
 
 class FolderLock:
-    """The right to write in a run's folder. The system takes it back when the process ends, however it does, so no lock is left over."""
+    """A lock on a run's folder. The system releases it when the process ends, in whatever way, so no lock is left behind."""
 
     def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
         self.folder, self.patience = folder, patience
         self.file: IO[str] | None = None
 
     def take(self) -> None:
-        """Takes the lock, if it is not taken yet and there is a folder that can be written. Raises `ConfigError` if another run has it,
-        or if it cannot be written after all."""
+        """Takes the lock once the folder exists. Raises `ConfigError` if another run has it, or if the folder cannot be written."""
         try:
             self._take()
         except OSError as error:
@@ -61,7 +60,7 @@ class FolderLock:
         self.file = file
 
     def release(self) -> None:
-        """Gives it back."""
+        """Releases the lock."""
         if self.file is not None:
             with contextlib.closing(self.file):
                 self.file = None

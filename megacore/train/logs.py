@@ -1,7 +1,7 @@
 """A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, and the console.
 
-A run does without the console and TensorBoard, but not without its records: where they cannot be written, `broken` says why, and the
-trainer saves and ends.
+A run goes on without the console and TensorBoard, but not without its records. If these cannot be written, `broken` says why, and
+the trainer saves and ends.
 """
 
 import json
@@ -23,11 +23,11 @@ from megacore.train.board import Board
 from megacore.train.mailbox import Figures
 from megacore.train.output import Output
 
-CONSOLE_SECONDS = 5.0  # between lines where there is no terminal to redraw
+CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
 
 class Logs:
-    """Writes what rank 0 knows; on other ranks every method does nothing."""
+    """Writes the records on rank 0. On other ranks every method does nothing."""
 
     def __init__(self, config: Config, is_writer: bool, first_step: int) -> None:
         self.writing = is_writer
@@ -39,9 +39,9 @@ class Logs:
         self.console = Console(file=cast(IO[str], Output(sys.stdout)), highlight=False)
         self.board: Board | None = None
         self.metrics: IO[str]
-        self.was_deleted = False  # the folder, or the file of metrics, since the run began
+        self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
         self._open(first_step)
-        # mpirun gives rank 0 a terminal of its own, whatever its output goes to.
+        # mpirun gives rank 0 a terminal of its own, wherever its output goes.
         self.live = self.console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
         self.progress = Progress(
             TextColumn("step"),
@@ -56,16 +56,16 @@ class Logs:
         self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
         self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step
         self.last_line = 0.0
-        self.named: set[int] = set()  # stragglers that were said
+        self.named: set[int] = set()  # stragglers that were reported
         self.progress.start()
 
     def say(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Prints a line on the console."""
         if self.writing:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, figures: dict[str, Any], stragglers: dict[int, float]) -> None:
-        """A logged step: the keys are in the README, under "A run's folder". `stragglers`: seconds of their own in a step, by rank."""
+        """Records a step; docs/run_folder.md explains the keys. `stragglers`: by rank, seconds of their own work in a step."""
         if not self.writing:
             return
         self._record(figures | ({"stragglers": list(stragglers)} if stragglers else {}))
@@ -84,12 +84,12 @@ class Logs:
             self.say(f"step {figures['step']}/{self.steps}  {text}  {left:.0f} s left")
 
     def validation(self, step: int, loss: float) -> None:
-        """A validation's result."""
+        """Records a validation's loss."""
         if self.writing:
             self._record({"step": step, "valid_loss": loss})
 
     def skipped(self, figures: Figures, first: int, last: int) -> None:
-        """A step that was not taken, and which samples it had, by their places in the run's order."""
+        """Records a step that was not taken, and its samples `first` to `last` in the run's order."""
         if not self.writing:
             return
         self.say(f"step {figures.step} skipped: loss {figures.loss:g}, gradient norm {figures.grad_norm:g}, samples {first}–{last}")
@@ -98,7 +98,7 @@ class Logs:
             out.write(as_json(record) + "\n")
 
     def reopen(self, first_step: int) -> None:
-        """The run went back, to do `first_step` next: what was measured from there on is forgotten."""
+        """Forgets what was recorded from `first_step` on, because the run went back to it."""
         if self.writing:
             with self._recording(first_step):
                 self.metrics.close()
@@ -106,7 +106,7 @@ class Logs:
             self.progress.update(self.task, completed=first_step - 1)
 
     def _open(self, first_step: int) -> None:
-        """The run's folder and the files in it."""
+        """Makes the run's folder and opens the files in it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(self.config.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
         self.metrics = open_metrics(self.file, first_step)
@@ -122,7 +122,7 @@ class Logs:
 
     @contextmanager
     def _recording(self, step: int) -> Iterator[None]:
-        """Around writing a record of `step`: in a folder that was deleted meanwhile records begin anew, and an error makes `broken`."""
+        """A context for writing a record of `step`. If the folder was deleted, records begin anew. An error sets `broken`."""
         try:
             if not is_there(self.file, self.metrics):
                 self._open_again(step)
@@ -142,18 +142,18 @@ class Logs:
         self._open(step)
 
     def close(self) -> None:
-        """Ends the live line and closes the files; may be called again."""
+        """Ends the live line and closes the files. It may be called twice."""
         if not self.writing:
             return
         self.progress.stop()
-        with suppress(OSError):  # every record was flushed; where that failed, it has been said
+        with suppress(OSError):  # every record was flushed, or the failure was reported
             self.metrics.close()
         if self.board is not None:
             self.board.close()
 
 
 def is_there(path: Path, file: IO[str]) -> bool:
-    """Whether the open `file` still is what `path` names."""
+    """Whether `path` still names the open `file`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -161,12 +161,12 @@ def is_there(path: Path, file: IO[str]) -> bool:
 
 
 def as_json(figures: dict[str, Any]) -> str:
-    """Figures as JSON, which has no NaN: null."""
+    """Figures as JSON, with null for NaN, which JSON does not have."""
     return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})
 
 
 def open_metrics(path: Path, first_step: int) -> IO[str]:
-    """metrics.jsonl, opened to append; lines of steps that will be run again are dropped first."""
+    """Opens metrics.jsonl to append. Drops lines of steps that will be run again."""
     if path.exists():
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if is_before(line, first_step)]
         aside = path.with_suffix(".partial")
@@ -176,7 +176,7 @@ def open_metrics(path: Path, first_step: int) -> IO[str]:
 
 
 def is_before(line: str, step: int) -> bool:
-    """Whether a metrics line is whole and of an earlier step."""
+    """Whether a line of metrics is whole and belongs to an earlier step."""
     try:
         return json.loads(line)["step"] < step
     except (json.JSONDecodeError, KeyError):

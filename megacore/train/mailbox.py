@@ -1,4 +1,4 @@
-"""A step's figures on their way from the device to the host, which no step waits for."""
+"""Brings a step's figures from the device to the host, without a step that waits for them."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ LAG = 2  # steps after which a GPU's figures are read: by then they have long ar
 
 @dataclass(frozen=True)
 class Figures:
-    """What all ranks know of a step, the same on each."""
+    """Figures of a step, the same on every rank."""
 
     step: int
     loss: float  # the global batch's mean
@@ -22,9 +22,9 @@ class Figures:
 
 
 class Mailbox:
-    """Figures of the last steps. What a rank takes after a step does not depend on how far its device is, so all ranks take the same.
+    """Holds the figures of the last steps. Which of them are due does not depend on a rank's device, so all ranks take the same.
 
-    On a CPU a step's figures are there at once; on a GPU they are taken `LAG` steps later, and the host is never further ahead.
+    On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never further ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Mailbox:
         self.pinned = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
 
     def post(self, step: int, figures: Tensor) -> None:
-        """Sends a step's `[loss, stops, failures, grad_norm, skipped]` off, fp64 on the device."""
+        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped]`, fp64 on the device, to the host."""
         if not self.lag:
             self.waiting.append((step, figures, None))
             return
@@ -43,7 +43,7 @@ class Mailbox:
         self.waiting.append((step, host, arrived))
 
     def take(self, *, all_of_them: bool = False) -> list[Figures]:
-        """The figures that are due, in order; with `all_of_them` also those that the device must be waited for."""
+        """The figures that are due, in order. With `all_of_them` it waits for the device and takes the others too."""
         due = []
         while len(self.waiting) > (0 if all_of_them else self.lag):
             step, figures, arrived = self.waiting.popleft()
@@ -53,5 +53,5 @@ class Mailbox:
         return due
 
     def wait(self, arrived: torch.cuda.Event) -> None:
-        """Until the device has sent a step's figures."""
+        """Waits until the device has sent a step's figures."""
         arrived.synchronize()

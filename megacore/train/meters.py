@@ -1,4 +1,4 @@
-"""What a step is measured by: time without waiting for the device, memory, model FLOPs utilisation."""
+"""Measures steps: time without waiting for the device, memory, model FLOPs utilisation."""
 
 import platform
 import resource
@@ -13,7 +13,7 @@ from megacore.plan.flops import flops_per_token, hardware_flops_per_token, peak_
 
 
 class StepTimer:
-    """Seconds a step takes, averaged over the steps since the last reading; validation and saving are left out."""
+    """Measures the mean seconds of a step since the last reading, without validation and saving."""
 
     def __init__(self) -> None:
         self.steps, self.started, self.excluded = 0, time.perf_counter(), 0.0
@@ -23,20 +23,20 @@ class StepTimer:
         self.steps += 1
 
     def now(self, device: torch.device) -> float:
-        """The time at which the device has done what it was given; a checkpoint may still be on its way to the host."""
+        """The time once the device has done its work. A checkpoint may still be on its way to the host."""
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         return time.perf_counter()
 
     @contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:
-        """Leaves out the block, which is no part of a training step."""
+        """A context that is not counted, because it is not part of a training step."""
         started = self.now(device)
         yield
         self.excluded += self.now(device) - started
 
     def read(self) -> float:
-        """Mean seconds a step, and starts anew. Call it when the device has been waited for."""
+        """Returns the mean seconds of a step and starts anew. Call it after waiting for the device."""
         now = time.perf_counter()
         mean = (now - self.started - self.excluded) / max(1, self.steps)
         self.steps, self.started, self.excluded = 0, now, 0.0
@@ -46,9 +46,9 @@ class StepTimer:
 class Utilisation:
     """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
 
-    None where the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
-    attention over all pairs of positions, as is usual; `causal` the half that a causal model needs. `hardware` is HFU, which
-    also counts what is recomputed, by the same two countings.
+    None if the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
+    attention over all pairs of positions, as is usual. `causal` counts the half that a causal model needs. `hardware` is HFU, which
+    also counts recomputation, in either way.
     """
 
     def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
@@ -73,7 +73,7 @@ class Utilisation:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes held at once: by PyTorch's allocator on a GPU, by the process on a CPU."""
+    """The peak of memory in bytes: of PyTorch's allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)

@@ -1,4 +1,4 @@
-"""Standard output that may go away: a pipe whose reader has left, a closed terminal, a full disk."""
+"""Lets a run go on when its standard output is gone: a pipe without a reader, a closed terminal, a full disk."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from typing import IO, Any
 
 
 class Output:
-    """A text stream like `stream`, which is written to for as long as it can be: then stderr says so once, and nothing more is."""
+    """A text stream that writes to `stream` for as long as that works. Then it says so once on stderr, and drops the rest."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         """`stream`: None if the process was started without one."""
@@ -35,7 +35,7 @@ class Output:
         try:
             getattr(self.stream, method)(*arguments)
         except OSError as error:
-            with contextlib.suppress(OSError, ValueError):  # what it still holds would fail again when the process ends
+            with contextlib.suppress(OSError, ValueError):  # its buffer would fail again when the process ends
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.stream.fileno())
                 os.close(null)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: looked for by rank 0, proved whole by all ranks together before any of it is used."""
+"""Chooses the checkpoint that a run resumes: rank 0 finds it, and all ranks check that it is whole before they use it."""
 
 import json
 from collections.abc import Callable
@@ -13,15 +13,14 @@ from megacore.train.inputs import Inputs
 
 
 def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
-    """The checkpoint that `inputs` name, or of several the newest that is whole, and whether only its weights are meant; None where
-    nothing is named. Collective.
+    """The newest whole checkpoint that `inputs` name, and whether only its weights are meant; None if they name none. Collective.
 
     Raises:
-        CheckpointError: on every rank: what was named is damaged, or everything that could be resumed is.
+        CheckpointError: on every rank, if the checkpoint that was named is damaged, or all that could be resumed are.
     """
     ranks = MeshRanks(mesh)
     while True:
-        # Rank 0 looked: others might see a shared file system in another state.
+        # Only rank 0 has looked: others might see the shared file system in another state.
         whole, weights = (broadcast_text(str(path or ""), mesh.world, mesh.device) for path in (inputs.checkpoint, inputs.weights))
         if not whole and not weights:
             return None
@@ -35,8 +34,8 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
 
 
 def proved(path: Path, ranks: Ranks, note: Callable[[], None]) -> Reader:
-    """The checkpoint in folder `path`, every file of which one rank has read and compared with its digests. Collective.
-    `note` is called meanwhile: it may take longer than a hang.
+    """Opens the checkpoint in folder `path`; together, the ranks have read all its files and compared them with their digests.
+    Collective. `note` is called now and then, because this may take longer than a hang.
 
     Raises:
         CheckpointError: on every rank, with the first one's reason.
@@ -51,7 +50,7 @@ def proved(path: Path, ranks: Ranks, note: Callable[[], None]) -> Reader:
 
 
 def together(ranks: Ranks, check: Callable[[], None]) -> CheckpointError | None:
-    """Run a check on every rank; the first rank's `CheckpointError`, if any has one, on all of them."""
+    """Runs a check on every rank. Returns the first rank's `CheckpointError` on all of them, or None."""
     text = ""
     try:
         check()

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are saved, what is said of them, and what happens when one cannot be."""
+"""Saves a run's checkpoints, reports them, and handles saves that fail."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ from megacore.train.logs import Logs
 
 
 class Saving:
-    """Saves an engine's tensors in the run's folder. Methods are collective, but for `read_seconds`."""
+    """Saves an engine's tensors in the run's folder. All methods but `read_seconds` are collective."""
 
     def __init__(self, config: Config, mesh: Mesh, engine: Engine, logs: Logs) -> None:
         self.config, self.engine, self.logs = config, engine, logs
@@ -27,14 +27,14 @@ class Saving:
             background=options.async_,
             device=mesh.device,
         )
-        self.step = 0  # of the save that began last
+        self.step = 0  # of the last save that began
         self.latest: Path | None = None  # the newest that was saved, and its step
         self.latest_step = 0
         self.said: Path | None = None
-        self.seconds = 0.0  # that training has waited since they were read
+        self.seconds = 0.0  # that training has waited since the last reading
 
     def save(self, step: int, samples: int) -> None:
-        """Save the step just done, behind so many samples; training goes on when it is on disk, or (`checkpoint.async`) copied."""
+        """Saves the step just done, after `samples` samples. Returns when it is on disk, or with `checkpoint.async` when it has begun."""
         self.finish()
         started = time.perf_counter()
         config = self.config
@@ -52,10 +52,10 @@ class Saving:
             self.finish()
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait for the save that is under way, if one is.
+        """Waits for the save that is under way, if there is one.
 
         Raises:
-            CheckpointError: it could not be saved, on all ranks alike; with `checkpoint.on_failure=continue` only of the `last`.
+            CheckpointError: on all ranks, if it failed; with `checkpoint.on_failure=continue` only for the `last` save.
         """
         started = time.perf_counter()
         try:
@@ -71,7 +71,7 @@ class Saving:
         self.seconds += time.perf_counter() - started
 
     def look(self, failed: bool) -> None:
-        """At a step boundary at which ranks agreed whether a save has `failed` on any of them: say what became of it."""
+        """Reports a save that is done. Called between steps, when ranks have agreed whether it has `failed` on any of them."""
         if failed:
             self.finish()
         elif saved := self.saver.committed:
@@ -83,6 +83,6 @@ class Saving:
             self.logs.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
 
     def read_seconds(self) -> float:
-        """How long training has waited for saves since this was last read."""
+        """Seconds that training has waited for saves since the last reading."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds

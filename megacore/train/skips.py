@@ -1,17 +1,17 @@
-"""What a run does about steps that were not taken: says which samples they would have seen, and gives up or goes around them."""
+"""Counts skipped steps, and decides whether the run goes on, goes back, or gives up."""
 
 from megacore.train.mailbox import Figures
 
 
 class TooManySkips(RuntimeError):
-    """So many steps in a row were skipped that going on would only burn time."""
+    """Too many steps in a row were skipped."""
 
 
 class Skips:
     """Counts skipped steps in a row, the same on every rank."""
 
     def __init__(self, limit: int, rollbacks: int, skipped: float) -> None:
-        """`limit`: steps in a row that are too many; `rollbacks`: how often the run may go back; `skipped`: steps skipped so far."""
+        """`limit`: how many steps in a row are too many. `rollbacks`: how often the run may go back. `skipped`: steps skipped so far."""
         self.limit, self.rollbacks, self.skipped = limit, rollbacks, skipped
         self.in_a_row = 0
 
@@ -23,7 +23,7 @@ class Skips:
         return new
 
     def too_many(self) -> bool:
-        """Whether the run must go back now. Raises `TooManySkips` where it may not."""
+        """Whether the run must go back now. Raises `TooManySkips` if it may not."""
         if self.in_a_row < self.limit:
             return False
         if not self.rollbacks:

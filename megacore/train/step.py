@@ -17,7 +17,7 @@ from megacore.plan.partition import plan_of
 
 @dataclass(frozen=True)
 class Figures:
-    """What a step gave, on the device, the same on every rank: reading it is the caller's choice, and the only synchronisation."""
+    """The results of a step, on the device, the same on every rank. Reading one is the caller's choice and waits for the device."""
 
     loss: Tensor  # the global batch's mean, before the update; fp64
     votes: list[Tensor]  # for each of the votes, how many ranks said yes
@@ -47,7 +47,7 @@ class TrainStep:
     ) -> Figures:
         """Does step `number` (from 1) with this rank's microbatches, without a host synchronisation.
 
-        `votes` are asked for behind backward and travel with the loss: 1 or 0 for each question that ranks decide together.
+        `votes` is called after backward and gives 1 or 0 for each question that ranks decide together; they are summed with the loss.
         `before_update` is called when gradients are the global sums and no parameter has changed yet.
         """
         self.number = number
@@ -60,10 +60,10 @@ class TrainStep:
         return Figures(loss, counts, statistics.grad_norm, statistics.skipped, lr)
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
-        """Runs the microbatches forward and backward; gradients are then with the engine, reduced.
+        """Runs the microbatches forward and backward. The engine then has the reduced gradients.
 
-        Returns this rank's share of the global batch's mean loss: shares add up to it over the world. fp64, on the device.
+        Returns this rank's part of the global batch's mean loss, fp64 on the device. The sum over all ranks is the loss.
         """
         loss = self.runtime.run(self.plan, batch, self.target_weight) * self.target_weight
-        # Only the rank with the last stage has losses, and each of its tensor ranks has the same.
+        # Only ranks with the last stage have losses, and all tensor ranks have the same.
         return loss.double() if self.mesh.speaks else torch.zeros_like(loss, dtype=torch.float64)

@@ -1,17 +1,17 @@
-"""Ending a run on request, after a saved step."""
+"""Ends a run on request, after a saved step."""
 
 import signal
 import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # the last: the terminal was closed
-STOP = "STOP"  # a file of this name in log.dir asks for the same, for as long as it is there
-LOOK_SECONDS = 1.0  # between looks at a file system that may be far away
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
+STOP = "STOP"  # a file of this name in log.dir is a request too, as long as it exists
+LOOK_SECONDS = 1.0  # between looks at the file system, which may be slow
 
 
 def requests() -> list[signal.Signals]:
-    """The signals that ask this process to stop: under nohup a closed terminal does not."""
+    """The signals that ask this process to stop. Under nohup, SIGHUP does not."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in REQUESTS if number != signal.SIGHUP or not ignored]
 
@@ -21,15 +21,15 @@ class StopAgreed(Exception):
 
 
 class StopRequest:
-    """While entered, SIGINT (Ctrl-C), SIGTERM, SIGUSR1 and SIGHUP (a closed terminal) set `requested` instead of ending the process; so
-    does a file `STOP` in `folder`.
+    """A context in which SIGINT (Ctrl-C), SIGTERM, SIGUSR1, SIGHUP (a closed terminal) or a file `STOP` in `folder` set `requested`, and
+    do not end the process.
 
-    A request may reach some ranks only, so ranks agree on it at the boundary of a step. Entered before torch is imported, it
-    also notes what comes during start-up.
+    A request may reach only some ranks, so ranks agree on it between steps. Enter it before torch is imported, so that it also
+    notices requests during start-up.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: where to look for the file; None: not at all."""
+        """`folder`: where to look for the file; None: nowhere."""
         self.file = None if folder is None else folder / STOP
         self.signalled = False
         self.looked = 0.0

@@ -31,7 +31,7 @@ from megacore.train.stopping import StopAgreed, StopRequest
 
 
 class Watch:
-    """What a trainer hears of itself: from those who watch it (`survive/noting.py`), or from nobody."""
+    """Answers the trainer's questions about waiting and stragglers. This one knows nothing; `survive/noting.py` replaces it."""
 
     def waited(self) -> float:
         """Seconds that this rank waited for others since this was asked last."""
@@ -59,7 +59,7 @@ class Trainer:
         self.resumed_step = 0
         self.origin: Path | None = None  # the checkpoint that gave the first weights
         self.stop = StopRequest()
-        self.ahead = 0  # batches of samples by which the run is ahead of its steps: it went back, and around bad ones
+        self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
         self.step = self.started = self.resume()
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
@@ -71,9 +71,9 @@ class Trainer:
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
 
     def run(self, stop: StopRequest | None = None) -> int:
-        """Trains from the step after the last checkpoint's to `train.steps`; returns the exit status.
+        """Trains from the step after the last checkpoint to `train.steps`; returns the exit status.
 
-        `stop`: requests, if they are being listened for already.
+        `stop`: a `StopRequest` that is entered already, if there is one.
         """
         self.stop = stop or self.stop
         try:
@@ -83,14 +83,14 @@ class Trainer:
             return status
         finally:
             self.loader.close()
-            self.logs.close()  # gives the terminal back: a failure's reason comes last
+            self.logs.close()  # releases the terminal: a failure's reason comes last
 
     def train(self) -> int:
-        """All steps, or those up to a request to stop."""
+        """Runs all steps, or those up to a request to stop."""
         self.greet()
         status = FINISHED
         try:
-            self.obey()  # what was asked during start-up
+            self.obey()  # a request during start-up
             self.loop()
             self.saving.finish(last=True)
             self.conclude()
@@ -103,14 +103,14 @@ class Trainer:
         return status
 
     def save_at_end(self) -> None:
-        """Lets a checkpoint of the step just done be on disk."""
+        """Makes sure that a checkpoint of the step just done is on disk."""
         self.saving.finish()
         if self.step != self.saved_step:
             self.save()
         self.saving.finish(last=True)
 
     def check_records(self) -> None:
-        """Raises `LogError` on all ranks if the run's records could not be written, once a checkpoint is saved."""
+        """If the run's records could not be written, saves a checkpoint and raises `LogError` on all ranks."""
         reason = MeshRanks(self.mesh).first(self.logs.broken)
         if reason:
             self.save_at_end()
@@ -118,7 +118,7 @@ class Trainer:
             raise LogError(f"{self.config.log.dir}/metrics.jsonl", f"cannot be written: {reason}", right)
 
     def loop(self) -> None:
-        """Step after step. Reports, validations and saves wait for the device, so they happen on few of them."""
+        """Runs step after step. Reports, validations and saves wait for the device, so they come only after some steps."""
         config, train = self.config, self.config.train
         self.timer = StepTimer()
         while self.step < train.steps:
@@ -148,7 +148,7 @@ class Trainer:
                 self.obey()
 
     def obey(self) -> None:
-        """Raises `StopAgreed` if any rank must end, on all of them; waits for the device."""
+        """Raises `StopAgreed` on all ranks if any rank must end. Waits for the device."""
         vote = torch.tensor(float(self.must_end), dtype=torch.float64, device=self.mesh.device)
         if all_reduce(vote, self.mesh.world).item():
             raise StopAgreed
@@ -159,8 +159,8 @@ class Trainer:
         return self.stop.requested or bool(self.logs.broken)
 
     def went_around(self, due: list[Figures]) -> bool:
-        """Says which samples skipped steps did without. After too many in a row the run goes back to its last checkpoint, and on
-        from there with the samples behind those that were read; returns whether it did.
+        """Reports the samples of skipped steps. After too many skips in a row the run goes back to its last checkpoint, and continues
+        there with samples that it has not read yet. Returns whether it went back.
         """
         batch_size = self.config.train.global_batch_size
         for figures in due:
@@ -169,7 +169,7 @@ class Trainer:
                 self.logs.skipped(figures, first, first + batch_size - 1)
         if not self.skips.too_many():
             return False
-        for figures in self.mailbox.take(all_of_them=True):  # steps done meanwhile, whose samples are passed over too
+        for figures in self.mailbox.take(all_of_them=True):  # steps done meanwhile; their samples are passed over too
             first = (figures.step - 1 + self.ahead) * batch_size
             self.logs.skipped(figures, first, first + batch_size - 1)
         self.saving.finish()
@@ -195,11 +195,11 @@ class Trainer:
         return self.loader.step(self.step + self.ahead)
 
     def votes(self) -> tuple[float, float]:
-        """What ranks decide together: whether this one was asked to stop, and whether its save under way has failed."""
+        """This rank's votes: whether it must end, and whether its save under way has failed."""
         return float(self.must_end), float(self.saving.saver.failed)
 
     def greet(self) -> None:
-        """What is about to run, in a few lines."""
+        """Says what is about to run, in a few lines."""
         config, train = self.config, self.config.train
         data = self.mesh.sample_group.size
         own = {p for stage in self.train_step.stages for p in stage.parameters()}
@@ -220,7 +220,7 @@ class Trainer:
             self.logs.say(f"starting from the weights of {self.origin}")
 
     def report(self, figures: Figures, lr: float) -> None:
-        """Logs a step, which the device has done."""
+        """Logs a step that the device has done."""
         steps = self.timer.steps
         seconds = self.timer.read()
         own = seconds - self.watch.waited() / steps
@@ -248,17 +248,17 @@ class Trainer:
         )
 
     def validate(self) -> float | None:
-        """The mean loss over the validation set (or `eval_batches` of it), in nats a token; None without one."""
+        """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
         if self.inputs.validation is None:
             return None
         loss = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.obey).loss
-        if self.step > self.started:  # else it is on record already
+        if self.step > self.started:  # else it is recorded already
             self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
         return loss
 
     def conclude(self) -> None:
-        """The last validation, and what a person wants to know at the end."""
+        """Runs the last validation, and says where checkpoint and records are."""
         loss = self.validate()
         if loss is not None:
             entropy = self.inputs.unigram_entropy()
@@ -283,13 +283,13 @@ class Trainer:
         return 0 if found is None else self.restore(*found)
 
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
-        """Takes over a checkpoint's state, or its weights; returns the step it stands at."""
+        """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         tensors = self.engine.tensors()
         for key, (tensor, box) in tensors.items():
             if not weights_alone or key.startswith(WEIGHTS):
                 self.mesh.progress("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
-        # Which also rounds the weights just read into the parameters that compute.
+        # This also rounds the weights just read into the parameters that compute.
         self.engine.load_state(self.engine.state() if weights_alone else reader.state["engine"], tensors)
         if weights_alone:
             self.origin = reader.path
