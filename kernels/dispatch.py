@@ -11,6 +11,7 @@ try:
 except ImportError:  # a CPU build of torch brings no Triton
     triton = None
 
+FUSED_ON = ("cuda",)  # types of devices on which `auto` takes Triton
 Implementation = Literal["auto", "triton", "eager"]
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 is for proofs, where fp32 statistics are too coarse
 
@@ -18,7 +19,8 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 is for pr
 def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | None) -> bool:
     """Whether `operation` runs its Triton kernels on these tensors, named as the caller's arguments; None ones are passed over.
 
-    `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice where Triton is missing.
+    `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice where Triton is missing. While
+    torch.compile follows the code, `auto` is eager: Inductor fuses that with its neighbours, and a launch would end its graph.
     `triton` on tensors of another device is for Triton's interpreter, and on meta tensors for looking at launches.
 
     Raises:
@@ -41,7 +43,7 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
             wrong = f"{operation}: {unfit} is {given[unfit].dtype}, which its Triton kernel does not take"
             raise ValueError(f"{wrong} (right: fp32, bf16 or fp16, or implementation='eager')")
         return True
-    if unfit is not None or device.type != "cuda":
+    if unfit is not None or device.type not in FUSED_ON or torch.compiler.is_compiling():
         return False
     if triton is None:
         notice_missing_triton(operation)

@@ -124,7 +124,7 @@ class Train(Section):
     )
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: bool = Field(False, description="torch.compile for every block")
+    compile: bool = Field(False, description="torch.compile for every block: one graph, which all blocks share")
     deterministic: bool = Field(
         False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"
     )

@@ -2,6 +2,9 @@
 
 Tensors are ``[tokens, …]``: with the token dim first a rank's tokens are contiguous, so gathering and scattering
 them is one collective and no copy.
+
+A compiled block calls a collective as one operation of its graph, `megacore::…`: torch.compile cannot follow one, and would end a
+graph there. Such an operation gets its group's key and runs the same code.
 """
 
 from typing import Any
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.distributed.mesh import Group
-from megacore.distributed.wire import Work
+from megacore.distributed.wire import Work, group_called
 
 
 class Done:
@@ -47,6 +50,8 @@ def all_gather_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Gathers `[n, …]` of every rank into `[size · n, …]`."""
+    if torch.compiler.is_compiling() and group.wire is not None:
+        return _gathered(x, group.key, group.size)
     out, work = all_gather_start(x, group)
     work.wait()
     return out
@@ -62,6 +67,8 @@ def reduce_scatter_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sums `[size · n, …]` over the group, of which each rank keeps its `[n, …]`."""
+    if torch.compiler.is_compiling() and group.wire is not None:
+        return _scattered(x, group.key, group.size)
     out, work = reduce_scatter_start(x, group)
     work.wait()
     return out
@@ -82,11 +89,34 @@ def own_part(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else x.chunk(group.size)[group.rank]
 
 
+@torch.library.custom_op("megacore::all_reduce", mutates_args=())
+def _reduced(x: Tensor, group: str) -> Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), group_called(group))
+
+
+@torch.library.custom_op("megacore::all_gather", mutates_args=())
+def _gathered(x: Tensor, group: str, size: int) -> Tensor:
+    return all_gather(x, group_called(group))
+
+
+@torch.library.custom_op("megacore::reduce_scatter", mutates_args=())
+def _scattered(x: Tensor, group: str, size: int) -> Tensor:
+    return reduce_scatter(x, group_called(group))
+
+
+# What each of them returns, for the compiler.
+_reduced.register_fake(lambda x, group: x.new_empty(x.shape))
+_gathered.register_fake(lambda x, group, size: x.new_empty(size * x.shape[0], *x.shape[1:]))
+_scattered.register_fake(lambda x, group, size: x.new_empty(x.shape[0] // size, *x.shape[1:]))
+
+
 class _Reduce(torch.autograd.Function):
-    """Forward: sum of x, in x's memory. Backward: gradient."""
+    """Forward: sum of x, in x's memory (in a compiled block in memory of its own). Backward: gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _reduced(x, group.key)
         ctx.mark_dirty(x)
         return all_reduce(x, group)
 

@@ -6,7 +6,9 @@ rank waits, replaces methods of a `Wire` (`survive/ledger.py`, `benchmarks/wire.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from megacore.distributed.shared_memory import SharedMemory
 # torch 2.13 renamed these two; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_numbers = count(1)
 
 
 class Work(Protocol):
@@ -44,6 +49,7 @@ class Wire:
 
     def __init__(self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None) -> None:
         self.process_group, self.size, self.shared = process_group, size, shared
+        self.key = f"wire {next(_numbers)}"  # its name in this process
 
     def carries(self, x: Tensor) -> bool:
         """Whether `x` goes through shared memory."""
@@ -99,11 +105,29 @@ class Group:
     rank: int  # this process's position in `ranks`
     wire: Wire | None = field(default=None, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.wire is not None:
+            _called[self.wire.key] = self
+
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     @property
+    def key(self) -> str:
+        """By which operations of a compiled graph name the group (`group_called`); of more than one rank."""
+        assert self.wire is not None
+        return self.wire.key
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The communicator, for libraries that bring their own collectives."""
         return None if self.wire is None else self.wire.process_group
+
+
+_called: WeakValueDictionary[str, Group] = WeakValueDictionary()  # by `Group.key`; whoever was given a group holds it
+
+
+def group_called(key: str) -> Group:
+    """The group with this `key`: a compiled graph holds tensors and plain values, and no group."""
+    return _called[key]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megacore.distributed.comm import (
     Done,
@@ -25,6 +26,7 @@ from megacore.distributed.comm import (
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
+from megacore.distributed.wire import group_called
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,6 +37,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if is_widened(x):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     return F.linear(x, weight, bias)
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: bool) -> tuple[Tensor, Tensor]:
+    """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first."""
+    gathering: Work = Done()
+    if sequence:
+        x, gathering = all_gather_start(x, group)
+    grad_x = linear(grad, weight.t())
+    if sequence:
+        grad_part, summing = reduce_scatter_start(grad_x, group)
+    else:
+        grad_part, summing = grad_x, all_reduce_start(grad_x, group)
+    gathering.wait()
+    grad_weight = linear(grad.t(), x.t())
+    summing.wait()
+    return grad_part, grad_weight
+
+
+@torch.library.custom_op("megacore::column_gradients", mutates_args=())
+def _traced_gradients(grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool) -> tuple[Tensor, Tensor]:
+    """One operation of a compiled graph (`distributed.comm`), so that product and exchange stay side by side there too."""
+    return _gradients(grad, x, weight, group_called(group), sequence)
+
+
+_traced_gradients.register_fake(lambda grad, x, weight, group, sequence: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -55,19 +82,11 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        gathering: Work = Done()
-        if ctx.sequence:
-            x, gathering = all_gather_start(x, ctx.group)
-        grad_x = linear(grad, weight.t())
-        if ctx.sequence:
-            grad_part, summing = reduce_scatter_start(grad_x, ctx.group)
+        if torch.compiler.is_compiling() and ctx.group.size > 1:
+            grad_x, grad_weight = _traced_gradients(grad, x, weight, ctx.group.key, ctx.sequence)
         else:
-            grad_part, summing = grad_x, all_reduce_start(grad_x, ctx.group)
-        gathering.wait()
-        grad_weight = linear(grad.t(), x.t())
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        summing.wait()
-        return grad_part, grad_weight, grad_bias, None, None
+            grad_x, grad_weight = _gradients(grad, x, weight, ctx.group, ctx.sequence)
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
@@ -162,9 +181,14 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens)."""
-        if self.activation is not None and self.recompute:
+        if self.activation is not None and self.recompute and torch.compiler.is_compiling():
+            part = checkpoint(self._product, x, use_reentrant=False, preserve_rng_state=False)
+        elif self.activation is not None and self.recompute:
             part = _ActivationLinear.apply(x, self.weight, self.activation)
         else:
-            part = column_linear(x if self.activation is None else self.activation(x), self.weight, None, SOLO, False)
+            part = self._product(x)
         y = leave_tensor_parallel(part, self.group, self.sequence)
         return y if self.bias is None else y + self.bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        return column_linear(x if self.activation is None else self.activation(x), self.weight, None, SOLO, False)

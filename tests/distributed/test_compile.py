@@ -1,0 +1,66 @@
+"""`train.compile`: all blocks are one graph, in every layout, and the run is the one that is not compiled."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.distributed import comm
+from tests import training
+from tests.compiling import compiled_rank
+
+LLAMA = [
+    "model.norm=rmsnorm",
+    "model.activation=swiglu",
+    "model.position=rope",
+    "model.num_kv_heads=2",
+    "model.qk_norm=true",
+    "model.bias=false",
+]
+TENSOR, SEQUENCE = ["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence=true"]
+SELECTIVE = ["train.recompute=selective", "model.attention=eager"]
+CASES: dict[str, tuple[int, list[str]]] = {
+    "one process": (1, []),
+    "one process, bf16, query-key norm": (1, [*LLAMA, "train.precision=bf16"]),
+    "one process, selective": (1, [*LLAMA, *SELECTIVE]),
+    "tensor": (2, TENSOR),
+    "tensor, bf16, full": (2, [*TENSOR, *LLAMA, "train.precision=bf16", "train.recompute=full"]),
+    "sequence, selective": (2, [*SEQUENCE, *SELECTIVE]),
+    "pipeline": (2, ["parallel.pipeline=2"]),
+}
+TOLERANCE = {"fp32": 2e-6, "bf16": 5e-3}  # a compiled block rounds fewer intermediate results to bf16
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("compile")
+    prefix = training.write_corpus(folder, tokens=1200)
+    train = {"steps": 3, "eval_every": 2, "eval_batches": 1}
+    return training.write_config(folder, prefix, train=training.BASE["train"] | train, data={"train": prefix, "valid": prefix})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_one_graph_in_training_and_one_in_validation(pool: Any, config: str, tmp_path: Path, case: str) -> None:
+    """A graph a block would compile for minutes where a model is deep; one that ends at a collective fuses nothing around it."""
+    world, overrides = CASES[case]
+    assert pool.run(world, compiled_rank, config, overrides, str(tmp_path / "compiled")) == [(2, [])] * world
+    assert pool.run(world, training.run_rank, config, overrides, str(tmp_path / "plain")) == [0] * world
+    precision = "bf16" if "train.precision=bf16" in overrides else "fp32"
+    assert training.difference(training.figures(tmp_path / "compiled"), training.figures(tmp_path / "plain")) < TOLERANCE[precision]
+
+
+def summed_twice(config: str, overrides: list[str], log_dir: str) -> tuple[int, list[str]]:
+    """A rank's compiled run in which the collective of a compiled block's way out is done twice."""
+    all_reduce = comm.all_reduce
+    comm.all_reduce = lambda x, group, *op: all_reduce(all_reduce(x, group, *op), group, *op)
+    try:
+        return compiled_rank(config, overrides, log_dir)
+    finally:
+        comm.all_reduce = all_reduce
+
+
+def test_a_wrong_sum_in_a_compiled_block_is_noticed(pool: Any, config: str, tmp_path: Path) -> None:
+    """The planted fault: what the comparison above is there for."""
+    pool.run(2, summed_twice, config, [*TENSOR, "train.steps=1"], str(tmp_path / "compiled"))
+    pool.run(2, training.run_rank, config, [*TENSOR, "train.steps=1"], str(tmp_path / "plain"))
+    assert training.difference(training.figures(tmp_path / "compiled"), training.figures(tmp_path / "plain")) > 1e-3
