@@ -1,4 +1,4 @@
-"""The schema of a run, its validation and its overrides."""
+"""The schema of a run's config, its validation and its overrides."""
 
 from megacore.config.load import Resolved, load
 from megacore.config.schema import Config

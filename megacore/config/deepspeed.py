@@ -1,7 +1,7 @@
-"""What a ds_config may say: read, checked against the run's own config, and completed.
+"""Reads a ds_config, checks it against the run's own config, and completes it.
 
-All of it without DeepSpeed, which reads its config late, ignores what it does not know, and in some combinations
-hangs or trains something else without a word.
+This does not need DeepSpeed. DeepSpeed itself reads its config late, ignores keys that it does not know, and with some combinations
+silently hangs or trains something else.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from megacore.files import read_text
 KEY = "engine.config"
 EXAMPLE = "configs/deepspeed/zero2.json"
 
-# Keys that DeepSpeed 0.19 reads. At the top it ignores others; further down it stops at them with a traceback on every rank.
+# Keys that DeepSpeed 0.19 reads. It ignores others at the top; in sections it fails with a traceback on every rank.
 KNOWN = {
     "": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler
         zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer bf16 fp16 data_types communication_data_type
@@ -39,7 +39,7 @@ KNOWN = {
     "optimizer.params": "lr betas eps weight_decay adam_w_mode torch_adam bias_correction",
 }  # fmt: skip
 
-# Keys that DeepSpeed knows (or once knew) and this engine does not pass on: why, and what to use.
+# Keys that DeepSpeed knows (or knew) and this engine does not pass on: why, and what to use instead.
 REFUSED = {
     "scheduler": ("would set the learning rate a second time", "leave it out: optim.schedule decides"),
     "activation_checkpointing": ("is read only by DeepSpeed's own checkpoint function", "train.recompute"),
@@ -76,9 +76,9 @@ ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def ds_settings(config: Config) -> dict[str, Any]:
-    """The ds_config of a resolved config, each "auto" and each key that the run's config decides filled in.
+    """The ds_config of a resolved config. Every "auto", and every key that the run's config decides, is filled in.
 
-    Raises `ConfigError` for the first thing in it that is unknown, contradicts the run's config, or cannot work with it.
+    Raises `ConfigError` for the first key that is unknown, contradicts the run's config, or cannot work with it.
     """
     settings = read(config.engine.config)
     for path, value in walk(settings):
@@ -93,7 +93,7 @@ def ds_settings(config: Config) -> dict[str, Any]:
 
 
 def read(source: str | dict[str, Any] | None) -> dict[str, Any]:
-    """The ds_config itself, a copy."""
+    """Reads the ds_config, or copies it."""
     if source is None:
         raise ConfigError(KEY, "the deepspeed engine needs a ds_config", f"an object or a file's path, such as {EXAMPLE}")
     if isinstance(source, dict):
@@ -110,7 +110,7 @@ def read(source: str | dict[str, Any] | None) -> dict[str, Any]:
 
 
 def walk(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Every key by its dotted path, sections before what is in them."""
+    """Every dotted path with its value. A section comes before its keys."""
     found: list[tuple[str, Any]] = []
     for name, value in settings.items():
         found.append((f"{prefix}{name}", value))
@@ -135,7 +135,7 @@ def check_key(path: str, value: Any) -> None:
 
 
 def same(given: Any, ours: Any) -> bool:
-    """Whether a value of the ds_config is left to the run's config, or equal to it."""
+    """Whether a value of the ds_config equals the run's, or is left to it."""
     if isinstance(ours, list):
         return given == "auto" or (isinstance(given, list) and len(given) == len(ours) and all(map(same, given, ours)))
     if isinstance(ours, float) and isinstance(given, int | float) and not isinstance(given, bool):
@@ -144,7 +144,7 @@ def same(given: Any, ours: Any) -> bool:
 
 
 def check_optimizer(section: dict[str, Any], config: Config) -> None:
-    """AdamW of the run's config is the only optimizer: the section may repeat it."""
+    """Refuses an optimizer section that is not the AdamW of the run's config."""
     kind = str(section.get("type", "auto")).lower()
     if kind in ONE_BIT:
         why = "DeepSpeed 0.19 has removed its 1-bit optimizers"
@@ -165,9 +165,9 @@ def contradiction(path: str, given: Any, key: str, ours: Any) -> ConfigError:
 
 
 def fill(settings: dict[str, Any], config: Config) -> None:
-    """Puts the run's values where the ds_config leaves them open, and refuses others.
+    """Fills in the run's values, and refuses other ones.
 
-    Sizes of "auto" are those that the Hugging Face trainer fills in.
+    For sizes that are "auto" it takes the values of the Hugging Face trainer.
     """
     train, hidden_size = config.train, config.model.hidden_size
     ours = {
@@ -198,8 +198,8 @@ def fill(settings: dict[str, Any], config: Config) -> None:
         section = settings["zero_optimization"].get(offload) or {}
         if section.get("device") == "nvme" and section.get("nvme_path", "auto") == "auto":
             section["nvme_path"] = swap
-    # What DeepSpeed would do otherwise: accumulate and reduce in the parameters' precision, keep bf16 gradients beside their fp32 sums,
-    # and build an AdamW of its own.
+    # Without these DeepSpeed would accumulate and reduce in the parameters' precision, keep bf16 gradients beside their fp32 sums, and
+    # build its own AdamW.
     defaults = {"communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32", "zero_force_ds_cpu_optimizer": False}
     if train.precision == "bf16":
         defaults["bf16.immediate_grad_update"] = True
@@ -210,7 +210,7 @@ def fill(settings: dict[str, Any], config: Config) -> None:
 
 
 def place_of(settings: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """The object that holds a dotted path's last name, made where it is missing."""
+    """The object with a dotted path's last name, and that name. Missing objects are made."""
     *sections, name = path.split(".")
     for section in sections:
         settings = settings.setdefault(section, {})
@@ -218,7 +218,7 @@ def place_of(settings: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 
 
 def check_stage(settings: dict[str, Any], config: Config) -> None:
-    """Refuses what DeepSpeed would start and then hang in, or compute wrongly."""
+    """Refuses settings with which DeepSpeed would hang or compute wrong results."""
     zero, parallel, train = settings["zero_optimization"], config.parallel, config.train
     stage = zero.setdefault("stage", 0)
     where = f"{KEY}: zero_optimization.stage"

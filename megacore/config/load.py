@@ -1,4 +1,4 @@
-"""From a file and overrides to a checked config that knows where each of its values came from."""
+"""Makes a checked config from a file and overrides. It knows where each of its values came from."""
 
 import difflib
 import json
@@ -20,13 +20,13 @@ LONGEST = 200  # characters of a value in a message
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked config, and for each dotted key its origin: default, file, override or derived."""
+    """A checked config, and the origin of each dotted key: default, file, override or derived."""
 
     config: Config
     origins: dict[str, str]
 
     def table(self) -> str:
-        """The text of `--print-config`: one line a value, with its origin."""
+        """The text of `--print-config`: one line a value, with the value's origin."""
         values = flatten(self.config.model_dump(by_alias=True))
         rows = [(key, json.dumps(value), self.origins[key]) for key, value in values.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
@@ -34,7 +34,7 @@ class Resolved:
 
 
 def load(path: str, overrides: list[str] | None = None, world_size: int = 1) -> Resolved:
-    """Reads a config file, applies `section.key=value` overrides, derives what is open, and checks all of it.
+    """Reads a config file, applies `section.key=value` overrides, derives open values, and checks all of it.
 
     Raises `ConfigError` for the first thing that is wrong. `world_size` is the number of ranks that started.
     """
@@ -42,9 +42,9 @@ def load(path: str, overrides: list[str] | None = None, world_size: int = 1) -> 
 
 
 def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: int) -> Resolved:
-    """`load`, of sections at hand, such as those that a checkpoint recorded; `raw` takes the overrides in.
+    """Does the work of `load` for given sections, such as those of a checkpoint. Overrides are written into `raw`.
 
-    `name` is the run's, for what is named after it.
+    `name` is the run's name, after which its folder is named.
     """
     origins = dict.fromkeys(flatten(Config().model_dump(by_alias=True)), "default")
     origins.update(dict.fromkeys((key for key in flatten(raw) if key in origins), "file"))
@@ -64,7 +64,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
 
 
 def smallest_world(path: str, overrides: list[str]) -> int:
-    """Ranks that the config asks for, one data-parallel replica if it leaves their number open."""
+    """The number of ranks that the config asks for, with one data rank if it leaves their number open."""
     raw = read(path)
     for override in overrides:
         set_value(raw, *parse_override(override))
@@ -73,7 +73,7 @@ def smallest_world(path: str, overrides: list[str]) -> int:
 
 
 def read(path: str) -> dict[str, Any]:
-    """The config file's JSON object."""
+    """Reads the config file's JSON object."""
     try:
         raw = json.loads(read_text(path))
     except OSError as error:
@@ -90,7 +90,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`section.key=value` to its key and JSON value; a value that is no JSON is taken as a string."""
+    """Splits `section.key=value` into key and JSON value. A value that is not JSON is a string."""
     key, equals, value = text.partition("=")
     if not equals or key.count(".") != 1 or key.startswith("-"):
         raise ConfigError(text, "is no override", "section.key=value, such as train.steps=20")
@@ -108,24 +108,24 @@ def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def flatten(sections: dict[str, Any]) -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} to {"model.num_layers": 2}."""
+    """Turns {"model": {"num_layers": 2}} into {"model.num_layers": 2}."""
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def validate(raw: dict[str, Any]) -> Config:
-    """The schema's judgement of `raw`, its first complaint as one line."""
+    """Checks `raw` against the schema. Raises its first complaint as a `ConfigError`."""
     try:
-        # Through JSON, so that strictness follows JSON's types: a list is a fine tuple, "20" is no number.
+        # Through JSON, so that JSON's types count: a list may be a tuple, but "20" is not a number.
         return Config.model_validate_json(json.dumps(raw))
     except ValidationError as error:
         errors = error.errors()
         same_key = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
-        # Of the kinds that a key may have, the one that fits best says most: in a list, the entry that is wrong.
+        # If a key may have several types, the deepest error says most: it names the wrong entry of a list.
         first = next((e for e in errors if e["type"] == "extra_forbidden"), max(same_key, key=lambda e: len(e["loc"])))
-    if not first["loc"]:  # text that Python takes for JSON and pydantic does not, such as half of a surrogate pair
+    if not first["loc"]:  # Python accepts it as JSON and pydantic does not, for example half of a surrogate pair
         raise ConfigError("--config", first["msg"].lower().partition(" at line")[0], "valid JSON, in the file and the overrides") from None
     key = ".".join(str(part) for part in first["loc"][:2])
-    inner = [str(part) for part in first["loc"][3:] if isinstance(part, str)]  # of an object, whose type stands before
+    inner = [str(part) for part in first["loc"][3:] if isinstance(part, str)]  # of an object, after its type
     if first["type"] == "extra_forbidden":
         if len(first["loc"]) == 1 and isinstance(first["input"], dict):  # an unknown section: its first key
             key = ".".join((key, *list(first["input"])[:1]))
@@ -145,7 +145,7 @@ def nearest(key: str) -> str:
 
 
 def describe(key: str) -> str:
-    """What a key accepts, from its annotation."""
+    """The values that a key accepts, as text, from its annotation."""
     section, _, name = key.partition(".")
     model = Config.model_fields[section].annotation
     assert isinstance(model, type) and issubclass(model, BaseModel)
@@ -163,7 +163,7 @@ def limits(metadata: Any) -> list[tuple[str, Any]]:
 
 
 def type_names(annotation: Any) -> list[str]:
-    """Names that a user knows for a type of the schema."""
+    """A type of the schema, in words that a user knows."""
     if typing.get_origin(annotation) is typing.Literal:
         return [str(value) for value in typing.get_args(annotation)]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -1,6 +1,6 @@
-"""What sections must agree on: values derived from others, and every rule that can be checked before a process group exists.
+"""Derives values from others, and checks every rule that can be checked before a process group exists.
 
-Each refusal names one key, what is wrong with it and what would be right.
+Each refusal names one key, says what is wrong with it, and what would be right.
 """
 
 from typing import Any
@@ -9,17 +9,17 @@ from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, Llama3Rope, resolved
 from megacore.errors import ConfigError
 
-# Bounds far above any run, so that no number in a config can make a script count or allocate without end.
-LARGEST = 2**53  # of a whole number: what JSON's readers agree on
+# Bounds far above any run: no number in a config may make a script count or allocate without end.
+LARGEST = 2**53  # the largest whole number that all readers of JSON keep exact
 MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
 MOST_TOKENS = 2**31  # of a microbatch
 MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
 MOST_STAGES = 1024
-MOST_MICROBATCHES = 2**18  # of a step, on all stages together: a schedule lists each of them, and is simulated in seconds
+MOST_MICROBATCHES = 2**18  # of a step, times stages: a schedule with so many is simulated in seconds
 
 
 def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
-    """Values that follow from others, by dotted key. `name` is the config file's name without its ending."""
+    """Derives values from others, by dotted key. `name` is the config file's name without its ending."""
     model, parallel = config.model, config.parallel
     derived: dict[str, Any] = {}
     if model.num_kv_heads is None:
@@ -47,7 +47,7 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
 
 
 def check_extent(config: Config) -> None:
-    """Refuses numbers beyond any run, and paths that no file can have: what derived values and other rules would stumble over."""
+    """Refuses numbers beyond any run, and paths that no file can have, before other rules compute with them."""
     for section, values in config.model_dump(by_alias=True).items():
         for name, value in values.items():
             if isinstance(value, int) and value > LARGEST:
@@ -58,7 +58,7 @@ def check_extent(config: Config) -> None:
 
 
 def check_elements(config: Config) -> None:
-    """No tensor of the model may be larger than a checkpoint can describe."""
+    """Refuses a tensor that is larger than a checkpoint can describe."""
     model = config.model
     features = (config.head_size * (model.num_heads + 2 * config.kv_heads), 2 * resolved(model.ffn_size))
     rows = {"num_heads": features[0], "ffn_size": features[1], "vocab_size": model.vocab_size, "max_positions": config.max_positions}
@@ -69,7 +69,7 @@ def check_elements(config: Config) -> None:
 
 
 def divides(key: str, size: int, by_key: str, by: int) -> None:
-    """`size` at `key` must be a multiple of `by`."""
+    """Refuses a `size` at `key` that is not a multiple of `by`."""
     if size % by:
         down = size - size % by
         raise ConfigError(key, f"{size} is not a multiple of {by_key} {by}", f"{f'{down} or ' if down else ''}{down + by} would be")
@@ -112,14 +112,14 @@ def check_available(config: Config) -> None:
 
 
 def check_checkpoint(config: Config) -> None:
-    """What is kept for good must be saved."""
+    """Refuses to keep checkpoints of steps at which none is saved."""
     every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
     if every:
         divides("checkpoint.keep_every", keep_every, "checkpoint.every", every)
 
 
 def check_model(config: Config) -> None:
-    """Sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
+    """Checks sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
     model, parallel, train = config.model, config.parallel, config.train
     assert model.ffn_size is not None
     if model.head_size is None:
@@ -149,7 +149,7 @@ def check_model(config: Config) -> None:
 
 
 def check_positions(config: Config) -> None:
-    """Rotary positions need pairs of features; a sequence must fit in the positions."""
+    """Checks that rotary positions have pairs of features, and that a sequence fits in the positions."""
     model, seq_len = config.model, config.train.seq_len
     if model.position == "rope" and config.head_size % 2:
         wrong = f"rotary positions turn pairs of features, and model.head_size {config.head_size} is odd"
@@ -164,7 +164,7 @@ def check_positions(config: Config) -> None:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """The mesh must have as many places as there are ranks."""
+    """Checks that the mesh has as many places as there are ranks."""
     p = config.parallel
     assert isinstance(p.data, int)
     if p.tensor * p.pipeline * p.data != world_size:
@@ -176,7 +176,7 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_batch(config: Config) -> None:
-    """global_batch_size = micro_batch_size × microbatches × data, with at least one microbatch."""
+    """Checks that global_batch_size = micro_batch_size × microbatches × data, with at least one microbatch."""
     train, data = config.train, config.parallel.data
     assert isinstance(data, int)
     per_round = train.micro_batch_size * data
@@ -199,7 +199,7 @@ def check_batch(config: Config) -> None:
 
 
 def check_optim(config: Config) -> None:
-    """The learning rate's phases must fit, and rise before they fall; who would go back needs something to go back to."""
+    """Checks that the learning rate's phases fit in order, and that a run that may roll back saves checkpoints."""
     optim, steps = config.optim, config.train.steps
     if optim.max_rollbacks and not config.checkpoint.every:
         raise ConfigError("optim.max_rollbacks", "without checkpoints there is nothing to go back to", "0, or checkpoint.every=1000")
@@ -215,7 +215,7 @@ def check_optim(config: Config) -> None:
 
 
 def check_fsdp(config: Config) -> None:
-    """What the fsdp engine does not do, or would do without effect; and its keys, which other engines have no use for."""
+    """Refuses settings that the fsdp engine does not support, and keys of fsdp under another engine."""
     engine, data = config.engine, config.parallel.data
     assert isinstance(data, int)
     if engine.kind != "fsdp":

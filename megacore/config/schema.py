@@ -1,7 +1,7 @@
-"""The schema of a run: every section and key, its type, default and meaning.
+"""The schema of a run's config: every section and key with its type, default and meaning.
 
-The classes here hold values and what can be said of one section alone; rules that span sections
-(does the batch divide, does the world fit) are in `rules.py`, files and overrides in `load.py`.
+Its classes hold values and check one section alone. Rules over several sections (does the batch divide, does the world fit) are in
+`rules.py`. Files and overrides are in `load.py`.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def resolved(value: T | None) -> T:
-    """A value that `rules.derive` sets where the config leaves it open."""
+    """A value that `rules.derive` has set, because the config may leave it open."""
     assert value is not None, "config was not resolved"
     return value
 
@@ -31,17 +31,17 @@ class Section(BaseModel):
 
 
 class LinearRope(Section):
-    """Rotary frequencies divided by `factor`: positions interpolated (Chen et al. 2023)."""
+    """Divides rotary frequencies by `factor`, which interpolates positions (Chen et al. 2023)."""
 
     type: Literal["linear"]
     factor: Positive
 
 
 class Llama3Rope(Section):
-    """Low rotary frequencies divided by `factor`, high ones kept, and a ramp between (Grattafiori et al. 2024, Llama 3.1).
+    """Divides low rotary frequencies by `factor` and keeps high ones, with a ramp between (Grattafiori et al. 2024, Llama 3.1).
 
-    Low are those that turn fewer than `low_freq_factor` times in `original_max_position_embeddings` positions, high those that
-    turn more than `high_freq_factor` times.
+    A frequency is low if it turns fewer than `low_freq_factor` times in `original_max_position_embeddings` positions, and high if it
+    turns more than `high_freq_factor` times.
     """
 
     type: Literal["llama3"]
@@ -103,12 +103,14 @@ class Parallel(Section):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     chunks: PositiveInt = Field(1, description="model chunks a stage: 1 under these schedules")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
-    shared_memory: bool = Field(True, description="tensor ranks on one machine's CPU exchange through memory, not gloo's sockets")
+    shared_memory: bool = Field(
+        True, description="tensor ranks on one machine's CPU communicate through memory, not through gloo's sockets"
+    )
     timeout_seconds: Positive = Field(1800.0, le=1e8, description="for every collective of every group; more than 4 × hang_seconds")
     hang_seconds: Annotated[Positive, Field(le=1e8)] | None = Field(
         300.0,
-        description="how long a rank may do nothing before the job is ended with a verdict on who holds it up: longer than saving "
-        "takes; four times as long before the first step; null: never",
+        description="a rank that does nothing for so long ends the job with a verdict on the cause; longer than saving takes; "
+        "before the first step it may take four times as long; null: never",
     )
 
 
@@ -130,7 +132,7 @@ class Train(Section):
     )
     eval_every: NonNegativeInt = Field(0, description="steps between validations; 0: only after the last step")
     eval_batches: NonNegativeInt = Field(
-        20, description="global batches a validation reads, the same each time, spread evenly over the validation set; 0: all of it"
+        20, description="global batches that a validation reads, the same each time, spread evenly over the validation set; 0: all of it"
     )
 
 
@@ -146,7 +148,7 @@ class Optim(Section):
     beta1: Fraction = Field(0.9, description="adamw: decay rate of the first moment")
     beta2: Fraction = Field(0.95, description="adamw: of the second")
     eps: Positive = Field(1e-8, description="adamw: added to the square root of the second moment")
-    momentum: Fraction = Field(0.9, description="sgd: how much of the steps before goes on")
+    momentum: Fraction = Field(0.9, description="sgd: the part of the last update that is added to the next")
     weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
     grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
     spike_threshold: Positive | None = Field(
@@ -154,7 +156,7 @@ class Optim(Section):
         description="skip a step whose gradient norm exceeds the median of the last 128 by more than this many robust deviations "
         "(1.4826 × the median absolute deviation), say 10; null: skip only what is not finite",
     )
-    max_skips: PositiveInt = Field(100, description="skipped steps in a row at which the run rolls back, or fails")
+    max_skips: PositiveInt = Field(100, description="after so many skipped steps in a row the run rolls back, or fails")
     max_rollbacks: NonNegativeInt = Field(
         0, description="how often a run may go back to its last checkpoint and on from there with the samples behind the skipped ones"
     )

@@ -1,4 +1,4 @@
-"""Which data rank reads which samples of a step: the one rule, for the training run and for proofs about it."""
+"""The rule by which data ranks divide the samples of a step, for the training run and for proofs about it."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from megacore.config.schema import Train
 
 
 def dealt(steps: range, data_size: int, train: Train) -> np.ndarray:
-    """The global sample indices that `steps` read: int64 ``[steps, data ranks, microbatches, micro_batch_size]``.
+    """The global sample indices that are read in `steps`: int64 ``[steps, data ranks, microbatches, micro_batch_size]``.
 
     A step takes the next `global_batch_size` samples, cut into microbatches; microbatch j of data rank d is the step's
     ``j · data_size + d``. So which samples share a microbatch does not depend on the layout. Steps count from 1.

@@ -1,4 +1,4 @@
-"""Whether a run reads every sample of an epoch exactly once, through all layouts that it goes through."""
+"""Checks that a run reads every sample of an epoch exactly once, through all its changes of layout."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -11,14 +11,14 @@ from megacore.data.batches import dealt
 from megacore.data.samples import SampleStream, blend, visits
 from megacore.errors import ConfigError
 
-BLOCK = 1 << 20  # samples looked at in one piece, which takes some 100 MB
+BLOCK = 1 << 20  # samples that are checked at once, in about 100 MB
 NAMED = 3  # samples that a finding names
 ENDLESS = 1 << 61  # no run reads this many samples
 
 
 @dataclass(frozen=True)
 class Leg:
-    """The steps `first` to `last`, both included, that a run takes with `data_size` data ranks; `last` None: all that follow."""
+    """The steps `first` to `last` (included) that a run takes with `data_size` data ranks. `last` None: all later steps."""
 
     data_size: int
     first: int = 1
@@ -27,11 +27,11 @@ class Leg:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one corpus's epoch."""
+    """The result of checking one corpus's epoch."""
 
     prefix: str
     epoch: int
-    samples: int  # that the epoch has
+    samples: int  # in the epoch
     first_step: int
     last_step: int
     reads: int  # of samples of the epoch, in all
@@ -41,13 +41,13 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """As many reads as samples and no sample left out: each was read once."""
+        """Whether each sample was read once: there are as many reads as samples, and no sample is missing."""
         return self.reads == self.samples and self.missing == 0
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One corpus's epoch, counted from 0, as a run reads it that takes its steps in the layouts `legs`."""
+    """One corpus's epoch, counted from 0, in a run that takes its steps in the layouts `legs`."""
 
     stream: SampleStream
     corpus: int
@@ -56,7 +56,7 @@ class Epoch:
     train: Train
 
     def steps(self) -> tuple[int, int]:
-        """The first and the last step with a sample of the epoch. Raises `ConfigError` where no run gets so far."""
+        """The first and the last step with a sample of the epoch. Raises `ConfigError` if no run gets so far."""
         count = self.stream.counts[self.corpus]
         return self._step_of(self.number * count), self._step_of((self.number + 1) * count - 1)
 
@@ -69,7 +69,7 @@ class Epoch:
         return (length - 1) // self.train.global_batch_size + 1
 
     def check(self, told: Callable[[float], None] = lambda _: None) -> Finding:
-        """Counts how often any rank of any leg reads each sample, in a byte a sample; `told` hears what part is done, up to 1."""
+        """Counts how often the ranks of all legs read each sample, in one byte a sample. `told` gets the part that is done, up to 1."""
         first, last = self.steps()
         count = self.stream.counts[self.corpus]
         tally = np.zeros(count, dtype=np.uint8)  # a count that wraps counts as missing, or adds to `reads`: neither passes
@@ -87,7 +87,7 @@ class Epoch:
         return Finding(prefix, self.number, count, first, last, reads, len(missing), len(repeated), examples)
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[range, int, np.ndarray]]:
-        """What all ranks read in steps `first` to `last`, some steps at a time: (steps, data ranks, what `dealt` says)."""
+        """Yields what all ranks read in steps `first` to `last`, some steps at a time: (steps, data ranks, result of `dealt`)."""
         length = max(1, BLOCK // self.train.global_batch_size)
         for leg in self.legs:
             stop = 1 + (last if leg.last is None else min(last, leg.last))
@@ -98,12 +98,12 @@ class Epoch:
     def _own(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's samples among global `indices`, and their positions in ``indices.flat``."""
         flat = indices.reshape(-1)
-        positions = np.flatnonzero(blend(self.stream.shares, flat)[0] == self.corpus)  # the others' order need not be computed
+        positions = np.flatnonzero(blend(self.stream.shares, flat)[0] == self.corpus)  # the order of other corpora need not be computed
         _, epochs, samples = self.stream.locate(flat[positions])
         return samples[epochs == self.number], positions[epochs == self.number]
 
     def _places(self, wanted: np.ndarray, first: int, last: int) -> dict[int, list[str]]:
-        """Where each of some samples is read, in words."""
+        """For each of some samples, the places where it is read, in words."""
         found: dict[int, list[str]] = {sample: [] for sample in wanted.tolist()}
         for steps, data_size, indices in self._blocks(first, last) if found else ():
             samples, positions = self._own(indices)

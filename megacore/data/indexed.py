@@ -1,13 +1,13 @@
-"""Token files on disk: Megatron's indexed format (`MMIDIDX` version 1), so that existing corpora work as they are.
+"""Token files on disk, in Megatron's indexed format (`MMIDIDX` version 1), so that existing corpora work unchanged.
 
-``PREFIX.bin`` holds all tokens, one after another. ``PREFIX.idx``, little-endian, says where they are cut::
+``PREFIX.bin`` holds all tokens, one after another. ``PREFIX.idx``, little-endian, says where sequences begin and end::
 
     magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document boundaries u64
     sizes i32[sequences], in tokens | pointers i64[sequences], in bytes | boundaries i64[documents + 1], in sequences
 
 A document is one or more sequences. (Multimodal files end with one more byte a sequence, which is not read here.)
 
-``PREFIX.json`` is megacore's own and optional: what `launch/prepare.py` knew about the text (`Sidecar`).
+``PREFIX.json`` is megacore's own and optional. `launch/prepare.py` writes there what it knows about the text (`Sidecar`).
 """
 
 import json
@@ -29,13 +29,13 @@ from megacore.files import open_plain, read_plain
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-SCAN_BYTES = 256 << 20  # what a scan for ids beyond the vocabulary reads at most
+SCAN_BYTES = 256 << 20  # the most that a scan for ids beyond the vocabulary reads
 SCAN_BLOCK = 1 << 20
 PREPARE_AGAIN = "prepare or copy it again"
 
 
 class IndexedTokens:
-    """The tokens of ``PREFIX.bin``, memory-mapped and read as one stream; opening it costs the same at any size.
+    """The tokens of ``PREFIX.bin``, memory-mapped and read as one stream. Opening takes the same time at any size.
 
     Attributes:
         prefix: the path without `.bin` and `.idx`.
@@ -77,7 +77,7 @@ class IndexedTokens:
         self._pointers = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
         self._boundaries = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(boundaries,))
         last_size = np.memmap(idx_path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))[-1]
-        # The end of the last sequence vouches for all before it: checking each would read an index of many GB.
+        # Only the end of the last sequence is checked: checking each would read an index of many GB.
         end = int(self._pointers[-1]) + int(last_size) * self.dtype.itemsize
         if end != bin_size:
             raise DataError(bin_path, f"has {bin_size} bytes, but its .idx ends at byte {end}", f"{end} bytes; {PREPARE_AGAIN}")
@@ -89,20 +89,20 @@ class IndexedTokens:
         return self._tokens[start : start + length]
 
     def document_at(self, position: int) -> int:
-        """The document, counted from 0, that the token at `position` of the stream belongs to."""
+        """The number, from 0, of the document with the token at `position` of the stream."""
         sequence = np.searchsorted(self._pointers, position * self.dtype.itemsize, side="right") - 1
         return int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
 
     def place(self, position: int) -> tuple[int, int]:
-        """The document of the token at `position` of the stream, and that token's offset in it, both counted from 0."""
+        """The document of the token at `position` of the stream and the token's offset in it, both from 0."""
         document = self.document_at(position)
         return document, position - int(self._pointers[self._boundaries[document]]) // self.dtype.itemsize
 
 
 class IndexedWriter:
-    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream; they appear, whole, when it is closed.
+    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream. They appear, whole, when it is closed.
 
-    Until then the data is in temporary files beside them, which a failure removes. Use it in a `with` statement.
+    Until then the data is in temporary files beside them. A failure removes these. Use it in a `with` statement.
     Memory: 4 bytes a sequence and 8 a document.
     """
 
@@ -117,7 +117,7 @@ class IndexedWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents ended so far."""
+        """The number of finished documents."""
         return len(self._boundaries) - 1
 
     def write(self, tokens: np.ndarray) -> None:
@@ -133,7 +133,7 @@ class IndexedWriter:
             self._boundaries.append(len(self._sizes))
 
     def finish(self) -> None:
-        """Brings all data to the device, still under temporary names: only `close` is left, which needs no space."""
+        """Writes all data to the disk, still under temporary names. `close` then needs no more space."""
         self.end_document()
         _flush(self._bin)
         with open(self._temporary[".idx"], "wb") as idx:
@@ -145,7 +145,7 @@ class IndexedWriter:
             _flush(idx)
 
     def close(self) -> None:
-        """Finishes both files, unless that is done, and gives them their names."""
+        """Finishes both files if necessary, and gives them their names."""
         if not self._bin.closed:
             self.finish()
         # .bin first: a reader that finds the new .idx also finds what it describes.
@@ -153,7 +153,7 @@ class IndexedWriter:
             os.replace(temporary, self.prefix + suffix)
 
     def abort(self) -> None:
-        """Removes what was written; files of that name from before stay as they were."""
+        """Removes what was written. Earlier files of that name stay."""
         self._bin.close()
         for temporary in self._temporary.values():
             Path(temporary).unlink(missing_ok=True)
@@ -173,10 +173,9 @@ class IndexedWriter:
 class Sidecar:
     """What ``PREFIX.json`` says about a prepared corpus.
 
-    `unigram_entropy`, in nats a token, is the loss of a model that knows only how often each token occurs, the
-    first thing that training must beat. For a training split it is the entropy of the split's own frequencies.
-    For a validation split it is the cross entropy of that split under the *training* split's frequencies with
-    add-one smoothing, so that it may be held against a validation loss.
+    `unigram_entropy`, in nats a token, is the loss of a model that knows only how often each token occurs. Training must beat it
+    first. For a training split it is the entropy of the split's own frequencies. For a validation split it is the cross entropy of
+    that split under the *training* split's frequencies with add-one smoothing, so that it can be compared with a validation loss.
     """
 
     tokens: int
@@ -188,14 +187,14 @@ class Sidecar:
     text_bytes: int  # of the UTF-8 text before tokenization
 
     def save(self, prefix: str) -> None:
-        """Writes ``PREFIX.json``, aside and then renamed."""
+        """Writes ``PREFIX.json`` under a temporary name and renames it."""
         temporary = f"{prefix}.json.{os.getpid()}.tmp"
         Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, f"{prefix}.json")
 
     @classmethod
     def load(cls, prefix: str) -> "Sidecar | None":
-        """The sidecar of a corpus; None where there is none, or one older than ``PREFIX.bin`` and so of other tokens."""
+        """Reads the sidecar of a corpus. None if there is none, or if it is older than ``PREFIX.bin`` and so describes other tokens."""
         path = Path(f"{prefix}.json")
         if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
             return None
@@ -212,8 +211,8 @@ class Sidecar:
 def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
     """Refuses a corpus with token ids that a model of `vocab_size` does not have.
 
-    The sidecar answers where there is one; else the dtype, if it can hold no larger id; else the tokens are read,
-    up to 256 MiB of them, and beyond that as many in evenly spread blocks.
+    The sidecar knows the largest id. Without one, a dtype that holds no larger id is enough. Otherwise the tokens are read: all up to
+    256 MiB, and of a larger corpus as many in evenly spread blocks.
 
     Raises:
         DataError: with the largest id found.
@@ -236,7 +235,7 @@ def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
 
 def _size_of(path: str) -> int:
     try:
-        with open_plain(path) as file:  # so that a folder, or a file that may not be read, is found here
+        with open_plain(path) as file:  # refuses a folder, or a file that may not be read
             return os.fstat(file.fileno()).st_size
     except OSError as error:
         right = "a prefix of .bin and .idx files, as launch/prepare.py writes them"

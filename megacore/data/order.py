@@ -1,7 +1,7 @@
-"""The order of samples: a keyed bijection on [0, n), computed for each index on its own.
+"""The order of samples: a keyed bijection on [0, n), computed for each index separately.
 
-A shuffled index would have to be built, stored and shared; a pseudorandom permutation needs none of it:
-any rank computes where any index goes, at any corpus size, and resuming a run is one integer.
+A shuffled index would have to be built, stored and shared. A pseudorandom permutation needs none of this: any rank computes the
+position of any index, at any corpus size, and one integer is enough to resume a run.
 """
 
 import numpy as np
@@ -13,9 +13,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads consecut
 def permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     """Where each index goes under the permutation of [0, n) that `key` selects.
 
-    A balanced Feistel network permutes the smallest [0, 4^h) that contains [0, n); an index that lands outside
-    [0, n) goes through it again until it lands inside (cycle walking, Black and Rogaway 2002), which
-    keeps the map a bijection and takes fewer than 4 passes on average.
+    A balanced Feistel network permutes the smallest [0, 4^h) that contains [0, n). An index that lands outside [0, n) goes through it
+    again until it lands inside (cycle walking, Black and Rogaway 2002). The map stays a bijection, and takes fewer than 4 passes on
+    average.
 
     Args:
         index: integers in [0, n), any shape.
@@ -49,7 +49,7 @@ def _feistel(x: np.ndarray, half: int, round_keys: np.ndarray) -> np.ndarray:
     shift = np.uint64(half)
     left, right = x >> shift, x & mask
     for key in round_keys:
-        # The upper bits of a mixed word, since `half` is at most 31 of them.
+        # Takes the upper bits of a mixed word: `half` is at most 31.
         left, right = right, left ^ (_mix(right + key) >> np.uint64(33) & mask)
     return left << shift | right
 

@@ -1,7 +1,7 @@
-"""From text to token files: parallel, streaming, in order, and nothing half-written.
+"""Turns text into token files, in parallel and in order. No half-written file is left.
 
-Workers read, check and encode about a MiB of text at a time, so that only tokens pass between processes; this
-process writes them. Memory is bounded by the texts' number, never by their size.
+Workers read, check and encode about a MiB of text at a time, so only tokens pass between processes. This process writes them.
+Memory depends on the number of texts, never on their size.
 """
 
 import functools
@@ -25,8 +25,8 @@ from megacore.data.sources import Block, Texts, UnreadableText, read_block
 from megacore.data.tokenizer import TRAINED, load_tokenizer, train_sentencepiece, trained_vocab_size
 from megacore.errors import ConfigError, DataError
 
-TASK_BYTES = 1 << 20  # of text: what a worker is given at a time
-SAMPLE_BYTES = 8 << 20  # of text: what a tokenizer is trained on
+TASK_BYTES = 1 << 20  # of text that a worker gets at a time
+SAMPLE_BYTES = 8 << 20  # of text on which a tokenizer is trained
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was written: the sidecar of each prefix, the training split first."""
+    """The result: the sidecar of each prefix, the training split's first."""
 
     splits: dict[str, Sidecar]
     tokenizer: str  # as a config's data.tokenizer would name it
@@ -43,7 +43,7 @@ class Prepared:
 
 @dataclass
 class Encoded:
-    """A task's share of one split: its sequences, which of them end a document, and the bytes of text they came from."""
+    """A task's part of one split: its sequences, which of them end a document, and the bytes of text they came from."""
 
     sequences: list[np.ndarray] = field(default_factory=list)
     ends: list[bool] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Encoded:
 
 
 class Split:
-    """One of the two outputs while it is written."""
+    """One of the two outputs, while it is written."""
 
     def __init__(self, prefix: str, writer: IndexedWriter, vocab_size: int) -> None:
         self.prefix, self.writer = prefix, writer
@@ -87,17 +87,17 @@ def prepare(
         inputs: files, folders, globs, `python-stdlib` (see `sources`).
         prefix: what to write; its folder is made.
         tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE`` or a model's path.
-        text_key: of the text in ``.jsonl`` files.
-        valid_fraction: of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
-        workers: processes; 1 works in this one.
-        on_start, on_bytes: told the bytes of all inputs once, and those just done.
+        text_key: the key of the text in ``.jsonl`` files.
+        valid_fraction: the fraction of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
+        workers: processes; with 1 this process does the work.
+        on_start, on_bytes: called with the bytes of all inputs once, and with the bytes just done.
 
     Raises:
-        DataError, ConfigError: what the user got wrong; then no output has appeared or changed.
+        DataError, ConfigError: the user got something wrong. No output has appeared or changed.
     """
     vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
     if vocab_to_train is None:
-        load_tokenizer(tokenizer)  # so that a wrong one is refused before any text is read
+        load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
     texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None)
     try:
@@ -124,7 +124,7 @@ def prepare(
             if vocab_to_train is not None:
                 os.replace(name, f"{prefix}.model")
                 name = f"{prefix}.model"
-        # The files have their names; the sidecars come last, because an older one than its .bin does not count.
+        # The sidecars come last, because a sidecar that is older than its .bin does not count.
         sidecars = {split.prefix: sidecar(split, splits[0], name) for split in splits}
         for p, written in sidecars.items():
             written.save(p)
@@ -136,7 +136,7 @@ def prepare(
 
 
 def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, trains: bool) -> Texts:
-    """The texts to read, if what is to be written overwrites none of them; `trains`: a tokenizer's model is written too."""
+    """The texts to read. Refuses outputs that would overwrite one of them. `trains`: a tokenizer's model is written too."""
     if Path(prefixes[0]).name in ("", "..") or prefixes[0].endswith(("/", "/.")):
         wrong = f"`{prefixes[0]}` names no file"
         raise ConfigError("--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx")
@@ -147,7 +147,7 @@ def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fractio
 
 
 def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:
-    """Training text for a tokenizer, line by line: whole blocks in a fixed random order, up to `SAMPLE_BYTES`."""
+    """Yields training text for a tokenizer, line by line: whole blocks in a fixed random order, up to `SAMPLE_BYTES`."""
     left = SAMPLE_BYTES
     for number in permute(np.arange(len(texts)), len(texts), derive_key(0)).tolist():
         for piece in read_block(texts[number], text_key):
@@ -159,7 +159,7 @@ def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:
 
 
 def tasks(texts: Texts) -> Iterator[list[Block]]:
-    """All blocks, in order, in lists of about `TASK_BYTES` of text."""
+    """Yields all blocks in order, in lists of about `TASK_BYTES` of text."""
     task: list[Block] = []
     size = 0
     for number in range(len(texts)):
@@ -174,7 +174,7 @@ def tasks(texts: Texts) -> Iterator[list[Block]]:
 
 
 def encode_task(tokenizer: str, dtype: np.dtype, text_key: str, task: list[Block]) -> tuple[int, list[Encoded]]:
-    """The bytes of some blocks, and their training and validation text, encoded."""
+    """Encodes the training and the validation text of some blocks; also returns the blocks' size in bytes."""
     loaded = _load_once(tokenizer)
     train, valid = Encoded(), Encoded()
     for block in task:
@@ -193,7 +193,7 @@ _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)  # in each worker
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
-    """`map` over processes: results in order, and at most four items a worker under way, unlike `Pool.imap`."""
+    """`map` over processes, with results in order. Unlike `Pool.imap` it has at most four items a worker under way."""
     if workers == 1:
         yield from map(function, items)
         return
@@ -212,7 +212,7 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
 
 
 def refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
-    """Raises `ConfigError` if what is to be written is something that is read, under whatever name."""
+    """Raises `ConfigError` if an output is the same file as an input, under whatever name."""
     found: dict[object, str] = {identity: path for path in outputs if (identity := identity_of(path)) is not None}
     for path in inputs if found else ():
         if (output := found.get(identity_of(path))) is not None:
@@ -221,7 +221,7 @@ def refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
 
 
 def identity_of(path: str) -> tuple[int, int] | None:
-    """Of the file or folder that a path leads to, if there is one."""
+    """The device and inode of the file or folder at `path`; None if there is none."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -230,7 +230,7 @@ def identity_of(path: str) -> tuple[int, int] | None:
 
 
 def refuse_empty(splits: list[Split]) -> None:
-    """Raises what the user should change if a split got no text."""
+    """Raises an error that says what to change if a split got no text."""
     for split in splits:
         if split.writer.num_tokens == 0:
             which = "validation" if split is not splits[0] else "training"
@@ -241,7 +241,7 @@ def refuse_empty(splits: list[Split]) -> None:
 
 
 def sidecar(split: Split, train: Split, tokenizer: str) -> Sidecar:
-    """What is known of a split that was written."""
+    """The sidecar of a split that was written."""
     return Sidecar(
         tokens=split.writer.num_tokens,
         documents=split.writer.num_documents,
@@ -254,6 +254,6 @@ def sidecar(split: Split, train: Split, tokenizer: str) -> Sidecar:
 
 
 def cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
-    """Nats a token that tokens with these counts ``[vocab]`` cost a model that predicts by the frequencies `model` ``[vocab]``."""
+    """The loss, in nats a token, on tokens with `counts` ``[vocab]`` of a model that predicts frequencies `model` ``[vocab]``."""
     seen = counts > 0
     return float(-(counts[seen] * np.log(model[seen] / model.sum())).sum() / counts.sum())

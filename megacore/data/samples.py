@@ -1,4 +1,4 @@
-"""Samples: which tokens are in which sample of a run, as a pure function of the config. Nothing is built or stored."""
+"""Computes the tokens of every sample of a run from the config alone. Nothing is built or stored."""
 
 import numpy as np
 
@@ -9,13 +9,13 @@ from megacore.errors import ConfigError, DataError
 
 IGNORED = -100  # a target that no loss counts: padding
 
-_ONE = 1 << 30  # the whole, in the fixed-point arithmetic of `blend`
+_ONE = 1 << 30  # 1 in the fixed-point arithmetic of `blend`
 
 Spec = str | list[tuple[float, str]]  # a prefix, or weighted prefixes
 
 
 def open_corpora(spec: Spec, vocab_size: int) -> list[tuple[float, IndexedTokens]]:
-    """Opens and checks the corpora of a `data.train` or `data.valid`, with their shares of the samples (which sum to 1)."""
+    """Opens and checks the corpora of a `data.train` or `data.valid`; returns each with its share of the samples (the sum is 1)."""
     weighted = [(1.0, spec)] if isinstance(spec, str) else spec
     total = sum(weight for weight, _ in weighted)
     corpora = [(weight / total, IndexedTokens(prefix)) for weight, prefix in weighted]
@@ -25,7 +25,7 @@ def open_corpora(spec: Spec, vocab_size: int) -> list[tuple[float, IndexedTokens
 
 
 def training_stream(config: Config) -> "SampleStream":
-    """The stream that `config` trains on. Raises `ConfigError` where it names no corpus, and what `SampleStream` does."""
+    """The stream that `config` trains on. Raises `ConfigError` if it names no corpus, and the errors of `SampleStream`."""
     if config.data.train is None:
         raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
     return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size)
@@ -34,9 +34,9 @@ def training_stream(config: Config) -> "SampleStream":
 class SampleStream:
     """The training samples of a run, by global index: the first epoch's, then the second's, and so on.
 
-    A sample is ``seq_len + 1`` consecutive tokens, starting at a multiple of `seq_len` of a corpus's token stream; the
-    order of each epoch is a bijection of its own (`order.permute`). In a blend each corpus has epochs of its
-    own, and its k-th sample of the run is the k-th of its order: none repeats before all were seen.
+    A sample is ``seq_len + 1`` consecutive tokens that begin at a multiple of `seq_len` in a corpus's token stream. Every epoch has
+    its own order (`order.permute`). In a blend each corpus has its own epochs, and its k-th sample in the run is the k-th of its
+    order: no sample repeats before all were seen.
 
     Raises:
         DataError: a corpus is missing, damaged, of another vocabulary, or shorter than one sample.
@@ -63,7 +63,7 @@ class SampleStream:
         return out
 
     def where(self, index: int) -> tuple[str, int, int]:
-        """(prefix, epoch, sample within the corpus) of a global sample index."""
+        """The prefix, the epoch, and the sample within the corpus of a global sample index."""
         corpus, epoch, sample = (int(part[0]) for part in self.locate(np.array([index])))
         return self.corpora[corpus].prefix, epoch, sample
 
@@ -80,19 +80,19 @@ class SampleStream:
 
 
 def blend(shares: list[float], indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each index ``[n]`` of a blended stream, its corpus ``[n]`` and how often that corpus came before ``[n]``.
+    """For each index ``[n]`` of a blended stream, its corpus ``[n]``, and how many samples of that corpus came before it ``[n]``.
 
-    Of the first i samples the largest corpus takes ``round(i · share)``; the others' samples are a stream of their own,
-    which the next largest divides in the same way. So counts have a closed form, with neither a table nor a loop over
-    samples, and after any number of samples each of k corpora is within ``1 + ln(k) / 2`` samples of its share: a
-    rounding of 1/2 at each level reaches a later corpus in proportion to that corpus's part of what was left.
+    Of the first i samples the largest corpus takes ``round(i · share)``. The samples left form a stream, which the next largest corpus
+    divides in the same way. So counts need neither a table nor a loop over samples. After any number of samples each of k corpora is
+    within ``1 + ln(k) / 2`` samples of its share: a rounding of 1/2 at each level reaches a later corpus in proportion to that
+    corpus's part of the rest.
 
-    Shares are rounded to multiples of 2^-30 of what is left, and the arithmetic is exact: ``i · share`` in floating
-    point would skip or repeat a sample where it rounds across an integer.
+    Shares are rounded to multiples of 2^-30 of the rest, and the arithmetic is exact: in floating point ``i · share`` would skip or
+    repeat a sample when it rounds across an integer.
     """
     corpus, visit = np.empty_like(indices), np.empty_like(indices)
-    left = np.arange(len(indices))  # positions not yet given to a corpus,
-    index = indices  # and their index in the stream of the corpora that remain
+    left = np.arange(len(indices))  # positions that have no corpus yet,
+    index = indices  # and their indices in the stream of the remaining corpora
     for c, fraction in _fractions(shares):
         before = _part(index, fraction)
         ours = _part(index + 1, fraction) > before
@@ -112,18 +112,18 @@ def visits(shares: list[float], corpus: int, count: int) -> int:
 
 
 def _fractions(shares: list[float]) -> list[tuple[int, int]]:
-    """The corpora, largest first, each with its part of what those before it leave; exactly `_ONE` for the last."""
+    """The corpora, largest first, each with its part of the rest that those before it leave. The last has exactly `_ONE`."""
     order = sorted(range(len(shares)), key=lambda c: -shares[c])
     return [(c, round(shares[c] / sum(shares[d] for d in order[level:]) * _ONE)) for level, c in enumerate(order)]
 
 
 def _part(count: np.ndarray, fraction: int) -> np.ndarray:
-    """``round(count · fraction / _ONE)``, exactly, for counts up to 2^62: the product alone would overflow."""
+    """``round(count · fraction / _ONE)``, exact for counts up to 2^62, where the product itself would overflow."""
     return (count >> 30) * fraction + ((count & (_ONE - 1)) * fraction + _ONE // 2 >> 30)
 
 
 class EvalSamples:
-    """Every token of a validation corpus once as a target, in order; the corpora of a blend one after another.
+    """Validation samples that have every token of a corpus once as a target, in order, one corpus of a blend after another.
 
     Raises:
         DataError: a corpus is missing, damaged, of another vocabulary, or has no token to predict.
@@ -141,8 +141,8 @@ class EvalSamples:
         return sum(self.counts)
 
     def samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sample indices ``[n]`` → inputs and targets, int64 ``[n, seq_len]``; padded with input 0 and target `IGNORED`
-        behind the end of a corpus, and for indices past the last sample."""
+        """Sample indices ``[n]`` → inputs and targets, int64 ``[n, seq_len]``. Past the end of a corpus, and for indices past the last
+        sample, they are padded with input 0 and target `IGNORED`."""
         inputs = np.zeros((len(indices), self.seq_len), dtype=np.int64)
         targets = np.full((len(indices), self.seq_len), IGNORED, dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
@@ -158,7 +158,7 @@ class EvalSamples:
 
 
 def check_ids(tokens: np.ndarray, corpus: IndexedTokens, start: int, vocab_size: int) -> None:
-    """The last guard, on tokens read from position `start`: `check_vocabulary` reads only parts of a large corpus."""
+    """Checks the ids of tokens read from position `start`, because `check_vocabulary` reads only parts of a large corpus."""
     if tokens.max() >= vocab_size or tokens.min() < 0:
         bad = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
         position = start + bad

@@ -1,7 +1,7 @@
-"""Where text comes from: files, folders, globs and the standard library, cut into blocks that any process can read.
+"""Reads text from files, folders, globs and the standard library, in blocks that any process can read.
 
-A block is a span of bytes, named by a number. Who reads it moves both ends to the next line, so neighbours agree
-without talking, and no process passes text to another.
+A block is a span of bytes with a number. Its reader moves both ends to the next line, so readers of neighbouring blocks agree
+without communicating, and no process passes text to another.
 """
 
 import glob
@@ -21,20 +21,20 @@ from megacore.files import open_plain
 
 STDLIB = "python-stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-BLOCK_BYTES = 128 << 10  # of text; BPE's cost a byte grows with the length of what is encoded at once
-CUT_WINDOW = BLOCK_BYTES // 2  # how far behind a block's nominal end a newline is looked for
-HEAD_BYTES = 64 << 10  # of a document: what decides whether it is kept for validation
+BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
+CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
+HEAD_BYTES = 64 << 10  # of a document, whose hash decides whether it is for validation
 
 
 class UnreadableText(ValueError):
-    """`args`: path, what is wrong, what would be right. Unlike a `DataError` it crosses from process to process."""
+    """Text that cannot be read; `args`: path, what is wrong, what would be right. Unlike `DataError` it can be sent between processes."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A span of a file's bytes: one document, or with `jsonl` one a line.
+    """A span of a file's bytes: one document, or with `jsonl` one document a line.
 
-    `valid_fraction` of its documents, chosen by hash, is for validation; 0 and 1 mean none and all of it.
+    A hash chooses `valid_fraction` of its documents for validation; 0 means none and 1 all.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Block:
-    """Nominally bytes `start` to `stop` of a source."""
+    """Bytes `start` to `stop` of a source, before the ends are moved."""
 
     source: Source
     start: int
@@ -65,12 +65,12 @@ class Piece:
 class Texts:
     """The text of a corpus, in a fixed order, as ``len(texts)`` blocks.
 
-    Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction of them, each
-    chosen by a hash of how it begins: the choice needs no count of documents, does not depend on
-    their order, and keeps exact copies of a document on one side.
+    Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction is, chosen by a hash of each
+    document's beginning. This choice needs no count of documents, does not depend on their order, and puts exact copies of a document
+    on the same side.
 
     Raises:
-        DataError: an input is missing, cannot be read, names no text file, or all of it is empty.
+        DataError: an input is missing, cannot be read or names no text file, or all text is empty.
     """
 
     def __init__(self, inputs: list[str], valid_fraction: float = 0.0) -> None:
@@ -123,7 +123,7 @@ def _read_lines(source: Source, start: int, raw: bytes, text_key: str) -> Iterat
         if line.strip():
             try:
                 text = json.loads(_decode(line, source.path, start))[text_key]
-                head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can spell
+                head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
             except UnreadableText:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
@@ -139,7 +139,7 @@ def _for_validation(head: bytes, fraction: float) -> bool:
 
 
 def find_files(inputs: list[str]) -> tuple[list[str], int]:
-    """The files that the inputs name, each once, and how many binary files in folders were left out.
+    """Returns the files that the inputs name, each once, and the number of binary files in folders, which are left out.
 
     Folders are read recursively in the order of their paths, without hidden entries.
     """
@@ -155,7 +155,7 @@ def find_files(inputs: list[str]) -> tuple[list[str], int]:
 
 
 def _expand(name: str) -> tuple[list[str], int]:
-    """The files that one input names, and how many binary ones were left out."""
+    """The files that one input names, and the number of binary ones left out."""
     if name == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [p for p in root.rglob("*.py") if NOT_STDLIB.isdisjoint(p.relative_to(root).parts)]
@@ -172,20 +172,20 @@ def _expand(name: str) -> tuple[list[str], int]:
 
 
 def _looks_like_text(path: Path) -> bool:
-    """No NUL among the first 8000 bytes: what git calls text."""
+    """Whether git would call it text: the first 8000 bytes have no NUL."""
     with open(path, "rb") as file:
         return b"\0" not in file.read(8000)
 
 
 def _split(source: Source) -> list[Source]:
-    """The first and the last part of a text file, cut between two characters."""
+    """Cuts a text file into its first and last part, between two characters."""
     with open(source.path, "rb") as file:
         middle = _character(file, int(source.stop * (1 - source.valid_fraction)))
     return [replace(source, stop=middle, valid_fraction=0.0), replace(source, start=middle, valid_fraction=1.0)]
 
 
 def _cut(file: BinaryIO, offset: int, source: Source) -> int:
-    """Where the block boundary nominally at `offset` really is: behind a newline, if there is one close enough."""
+    """The real position of a block boundary that is nominally at `offset`: after a newline, if one is close enough."""
     if offset <= source.start or offset >= source.stop:
         return min(max(offset, source.start), source.stop)
     file.seek(offset - 1)
@@ -195,7 +195,7 @@ def _cut(file: BinaryIO, offset: int, source: Source) -> int:
 
 
 def _character(file: BinaryIO, offset: int) -> int:
-    """The first position from `offset` on where a UTF-8 character begins."""
+    """The first position, from `offset` on, at which a UTF-8 character begins."""
     file.seek(offset)
     return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
 
@@ -208,7 +208,7 @@ def _decode(raw: bytes, path: str, start: int) -> str:
 
 
 def _line_number(path: str, offset: int) -> int:
-    """The number, from 1, of the line that begins at a byte of a file."""
+    """The number, from 1, of the line that begins at byte `offset` of a file."""
     lines = 1
     with open(path, "rb") as file:
         while offset > 0 and (chunk := file.read(min(offset, 1 << 20))):

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. Bytes, a sentencepiece model, given or trained here, or a tokenizer.json."""
+"""Tokenizers turn text into token ids and back: bytes, a sentencepiece model (given, or trained here), or a tokenizer.json."""
 
 import io
 import json
@@ -12,16 +12,16 @@ import numpy as np
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_plain, read_text
 
-TRAINED = "sentencepiece:"  # and a vocabulary size: a model to be trained
+TRAINED = "sentencepiece:"  # followed by the vocabulary size of a model to train
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
 KINDS = f"bytes, a FILE.model or a tokenizer.json; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
 
 
 class Tokenizer(ABC):
-    """What the rest of megacore knows of a tokenizer."""
+    """The interface of a tokenizer."""
 
     vocab_size: int
-    end_of_document: int | None = None  # written behind every document; None: documents just follow each other
+    end_of_document: int | None = None  # a token that ends every document; None: documents follow each other without one
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -29,15 +29,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes that a token stands for within a text, perhaps part of a character; a special token has none."""
+        """The UTF-8 bytes that a token stands for, perhaps a part of a character. A special token has none."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that are no whole UTF-8 character become U+FFFD."""
+        """The text of token ids. Bytes that are not a whole UTF-8 character become U+FFFD."""
         return b"".join(self.token_bytes(int(i)) for i in ids).decode("utf-8", errors="replace")
 
 
 class BytesTokenizer(Tokenizer):
-    """Every byte of the UTF-8 text is a token."""
+    """A tokenizer for which every byte of the UTF-8 text is a token."""
 
     vocab_size = 256
 
@@ -61,10 +61,10 @@ class SentencePieceTokenizer(Tokenizer):
         except OSError as error:
             raise DataError(path, f"cannot be read: {error.strerror}", KINDS) from None
         try:
-            if not model:  # which sentencepiece would take for a model without pieces
+            if not model:  # sentencepiece would take it for a model without pieces
                 raise RuntimeError
             self._processor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError:  # its text names sentencepiece's source lines, and nothing about the file
+        except RuntimeError:  # its text names lines of sentencepiece's source, and says nothing about the file
             raise DataError(path, "is no sentencepiece model", "a .model that launch/prepare.py or sentencepiece trained") from None
         self.vocab_size = self._processor.vocab_size()
         eos = self._processor.eos_id()
@@ -79,7 +79,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.decode([int(i) for i in ids])
 
     def token_bytes(self, token: int) -> bytes:
-        """The piece's text, its ▁ as spaces; of a byte piece, such as ``<0x0A>``, the byte."""
+        """The piece's text, with spaces for ▁. A byte piece, such as ``<0x0A>``, gives the byte."""
         if self._processor.is_byte(token):
             return bytes([int(self._processor.id_to_piece(token)[3:-1], 16)])
         if self._processor.is_control(token):
@@ -110,7 +110,7 @@ class JsonTokenizer(Tokenizer):
         self.end_of_document = self._end(Path(path).with_name("tokenizer_config.json"))
 
     def _end(self, settings: Path) -> int | None:
-        """The id of the token that `settings`, the file beside ours, says ends a text."""
+        """The id of the token that ends a text, as the file `settings` beside this one says."""
         if not settings.is_file():
             return None
         try:
@@ -126,7 +126,7 @@ class JsonTokenizer(Tokenizer):
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token's characters stand for: bytes one by one, or text with ▁ for spaces and ``<0x0A>`` for a byte."""
+        """The bytes of the token's characters: byte by byte, or as text with ▁ for spaces and ``<0x0A>`` for a byte."""
         piece = self._tokenizer.id_to_token(token)
         if piece is None or token in self._special:
             return b""
@@ -138,8 +138,8 @@ class JsonTokenizer(Tokenizer):
 
 
 def byte_characters() -> dict[str, bytes]:
-    """The bytes that byte-level encodings write as printable characters (Radford et al. 2019, GPT-2): what is printable in Latin-1
-    stands for itself, the others for 256, 257, … in their order."""
+    """The printable characters that byte-level encodings write for bytes (Radford et al. 2019, GPT-2). Characters that are printable in
+    Latin-1 stand for themselves; the other bytes have characters 256, 257, … in their order."""
     plain = [b for b in range(256) if chr(b).isprintable() and b != 0x20]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): bytes([b]) for b in plain} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
@@ -153,14 +153,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def check_kind(given: str | None, recorded: str | None) -> None:
-    """Raises `ConfigError` if a tokenizer given in the place of a run's own cannot be the one that the model was trained with."""
+    """Raises `ConfigError` if a tokenizer given instead of the run's own cannot be the one that the model was trained with."""
     if given and recorded and (given == "bytes") != (recorded == "bytes"):
         wrong = f"{given} is of another kind than the run's {recorded}"
         raise ConfigError("--tokenizer", wrong, "the tokenizer that the model was trained with")
 
 
 def trained_vocab_size(name: str) -> int:
-    """VOCAB_SIZE of ``sentencepiece:VOCAB_SIZE``. Raises `ConfigError` if no model can have it."""
+    """The VOCAB_SIZE of ``sentencepiece:VOCAB_SIZE``. Raises `ConfigError` if no model can have it."""
     size = name.removeprefix(TRAINED)
     if not (size.isascii() and size.isdecimal()) or len(size) > 7 or int(size) < SMALLEST_VOCAB:
         wrong = f"{size or 'nothing'} is no usable vocabulary size"
@@ -171,17 +171,16 @@ def trained_vocab_size(name: str) -> int:
 def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
     """Trains a byte-pair encoding (Sennrich et al. 2016) on lines of text; returns the sentencepiece model file.
 
-    The text is taken as it is: no normalisation, no space added in front, and characters without a piece of their own
-    fall back to their bytes. So ``decode(encode(text)) == text``, except that sentencepiece, which writes spaces as
-    U+2581 (▁), cannot tell one that was there. A newline is always a piece of its own: text that is cut behind newlines and
-    encoded in parts gives the tokens of the whole.
+    The text is taken as it is: without normalisation, and without a space in front. Characters without their own piece become bytes.
+    So ``decode(encode(text)) == text``, except that sentencepiece writes spaces as U+2581 (▁) and gives a space for a real ▁. A
+    newline is always a piece of its own, so text that is cut after newlines and encoded in parts gives the same tokens.
 
     Raises:
         ConfigError: the text has fewer different pieces, or more different characters, than `vocab_size`.
     """
     from sentencepiece import SentencePieceTrainer
 
-    sentences = list(lines)  # not read by sentencepiece, which would turn an error in `lines` into one of its own
+    sentences = list(lines)  # read here, because sentencepiece would turn an error in `lines` into one of its own
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -205,7 +204,7 @@ def train_sentencepiece(lines: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _training_failure(message: str) -> tuple[str, str]:
-    """What sentencepiece's message means to the user: what is wrong, what would be right."""
+    """Translates sentencepiece's message for the user: what is wrong, and what would be right."""
     if "set it to a value <= " in message:
         most = message.rpartition("<= ")[2].strip(" .")
         return "the text has too few different pieces", f"{TRAINED}{most} at most, or more text"

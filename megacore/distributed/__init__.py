@@ -1,1 +1,1 @@
-"""Where a process stands among all ranks, the mesh of named axes, its groups and their operations."""
+"""The place of a process among all ranks, the mesh of named axes, its groups and their collectives."""

@@ -9,19 +9,18 @@ from math import prod
 class Axis:
     """One dimension of the mesh.
 
-    `samples` answers who reads which samples, `tokens` who sums which gradients: two questions, since ranks may read the same
-    samples and compute on different tokens of them.
+    `samples` and `tokens` are two questions, because ranks may read the same samples and compute on different tokens of them.
     """
 
     name: str
-    title: str  # its key in `parallel`, which has its size
+    title: str  # the key in `parallel` that has its size
     layers: bool = False  # ranks along it hold different layers: nothing is copied
     samples: bool = False  # they read different samples
-    tokens: bool = False  # they compute on different tokens: gradients of what they all hold are parts of a sum
+    tokens: bool = False  # they compute on different tokens: gradients of parameters that all hold are summed over them
 
 
-# From the outermost, whose neighbours are far apart in rank, to the innermost: tensor ranks are neighbours, on one node, where the
-# links are fastest and every layer communicates; pipeline ranks have the least traffic.
+# From the outermost, whose neighbours are far apart in rank, to the innermost. Tensor ranks communicate in every layer, so they are
+# neighbours, on one node, where links are fastest. Pipeline ranks have the least traffic.
 AXES = (
     Axis("pp", "pipeline", layers=True),
     Axis("dp", "data", samples=True, tokens=True),
@@ -30,7 +29,7 @@ AXES = (
 
 
 def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Where a rank stands along each axis; `sizes` go from the outermost axis to the innermost."""
+    """A rank's coordinate along each axis. `sizes` go from the outermost axis to the innermost."""
     found = {}
     for name, size in reversed(list(sizes.items())):
         rank, found[name] = divmod(rank, size)
@@ -38,7 +37,7 @@ def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def ranks_along(axes: Container[str], rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The ranks, ascending, that agree with `rank` on every axis but `axes`."""
+    """The ranks, ascending, that have the coordinates of `rank` along all axes but `axes`."""
     ranks, stride = [0], prod(sizes.values())
     for name, at in coordinates(rank, sizes).items():
         stride //= sizes[name]
@@ -47,5 +46,5 @@ def ranks_along(axes: Container[str], rank: int, sizes: Mapping[str, int]) -> tu
 
 
 def describe(axes: Sequence[Axis], sizes: Mapping[str, int]) -> str:
-    """Such as `pipeline 2 × data 4 × tensor 2`."""
+    """The sizes as text, such as `pipeline 2 × data 4 × tensor 2`."""
     return " × ".join(f"{axis.title} {sizes[axis.name]}" for axis in axes)

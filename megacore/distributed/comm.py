@@ -1,6 +1,7 @@
-"""Collectives over a `Group`, plain and with gradients. Over a group of one each is the identity.
+"""Collectives over a `Group`, plain and with gradients. Over a group of one rank each is the identity.
 
-Tensors are ``[tokens, …]``: with the token dim first a rank's tokens are contiguous, so gathering and scattering
+Tensors are ``[tokens, …]``. The token dim comes first, so a rank's tokens are contiguous, and gathering or scattering them is one
+collective without a copy.
 them is one collective and no copy.
 
 A compiled block calls a collective as one operation of its graph, `megacore::…`: torch.compile cannot follow one, and would end a
@@ -18,7 +19,7 @@ from megacore.distributed.wire import Work, group_called
 
 
 class Done:
-    """The handle of a collective that had nothing to do."""
+    """The handle of a collective over one rank."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -58,7 +59,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Begins to sum `[size · n, …]` over the group, of which each rank keeps its `[n, …]`."""
+    """Begins to sum `[size · n, …]` over the group. Each rank keeps its `[n, …]` of the sum."""
     if group.wire is None:
         return x, Done()
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
@@ -66,7 +67,7 @@ def reduce_scatter_start(x: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sums `[size · n, …]` over the group, of which each rank keeps its `[n, …]`."""
+    """Sums `[size · n, …]` over the group. Each rank keeps its `[n, …]` of the sum."""
     if torch.compiler.is_compiling() and group.wire is not None:
         return _scattered(x, group.key, group.size)
     out, work = reduce_scatter_start(x, group)
@@ -75,7 +76,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_inside(x: Tensor, group: Group) -> Work:
-    """Begins to sum `[size · n]` over the group; this rank's `[n]` of it then holds the sum, the rest nothing of use."""
+    """Begins to sum `[size · n]` over the group. This rank's `[n]` of it then holds the sum; the rest is undefined."""
     return Done() if group.wire is None else group.wire.start_reduce_scatter(x, own_part(x, group))
 
 
@@ -152,16 +153,16 @@ class _Enter(torch.autograd.Function):
 
 
 def enter_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
-    """``[tokens, …]``, the same on every rank or with `sequence` this rank's tokens → all tokens, for work with each rank's own weights."""
+    """All tokens ``[tokens, …]``, for work with each rank's own weights. With `sequence`, `x` holds this rank's tokens and is gathered."""
     return x if group.size == 1 else _Enter.apply(x, group, sequence)
 
 
 def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
-    """Sums the ranks' partial results: ``[tokens, …]`` → the same on every rank, or with `sequence` this rank's tokens.
+    """Sums the ranks' partial results ``[tokens, …]``. With `sequence` each rank keeps only its tokens of the sum.
 
-    Leaves the region in which each rank works on all tokens with its own part of the weights. The way into it is
-    `enter_tensor_parallel`; inside `tensor_parallel.linear.column_linear` its backward overlaps a product.
-    Takes `x` over: it must be a fresh result that nothing else reads.
+    It ends the region in which each rank works on all tokens with its part of the weights. `enter_tensor_parallel` begins that
+    region; in `tensor_parallel.linear.column_linear` its backward overlaps a product.
+    `x` is overwritten: it must be a fresh result that nothing else reads.
     """
     if group.size == 1:
         return x
@@ -169,14 +170,14 @@ def leave_tensor_parallel(x: Tensor, group: Group, sequence: bool) -> Tensor:
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
-    """Fills `x` with what the group's rank `source` has in it."""
+    """Copies `x` of the group's rank `source` into `x` of every rank."""
     if group.wire is not None:
         group.wire.broadcast(x, group.ranks[source])
     return x
 
 
 def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4096, source: int = 0) -> str:
-    """The `text` of the group's rank `source` on every rank, without pickle; at most `limit` bytes of UTF-8."""
+    """Returns the `text` of the group's rank `source` on every rank, without pickle. At most `limit` bytes of UTF-8."""
     if group.wire is None:
         return text
     encoded = text.encode()

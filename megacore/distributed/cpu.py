@@ -1,5 +1,5 @@
-"""What megacore does for CPUs alone, each with a switch in the config's section `cpu`: threads, freed memory, which library multiplies
-fp32 matrices, and 16-bit formats that a processor can only emulate. (Shared memory between ranks: `shared_memory.py`.)
+"""Settings of a process that computes on a CPU: threads, freed memory, the library for fp32 products, and 16-bit formats that a
+processor can only emulate. The config's section `cpu` has their switches. (Shared memory between ranks: `shared_memory.py`.)
 """
 
 import ctypes
@@ -14,7 +14,7 @@ EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 in
 
 
 def set_up_cpu(config: Config, local_world_size: int) -> None:
-    """Sets up this process to compute as one of a machine's ranks."""
+    """Sets up this process to compute as one of the machine's ranks."""
     share_cores(local_world_size)
     if config.cpu.onednn:
         multiply_with_onednn()
@@ -26,29 +26,29 @@ def set_up_cpu(config: Config, local_world_size: int) -> None:
 
 
 def emulated_formats() -> set[torch.dtype]:
-    """The formats that this processor's oneDNN cannot multiply: PyTorch then does so one element at a time."""
+    """The formats that oneDNN cannot multiply on this processor, so that PyTorch multiplies them one element at a time."""
     questions = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     known = {dtype: getattr(torch.ops.mkldnn, name, None) for dtype, name in questions.items()}
     return {dtype for dtype, supported in known.items() if supported is not None and not supported()}
 
 
-WIDENED = emulated_formats()  # whose products are done in fp32
+WIDENED = emulated_formats()  # formats whose products are done in fp32
 
 
 def is_widened(x: Tensor) -> bool:
-    """Whether products of such tensors are done in fp32 and rounded: the same sums, as they accumulate in fp32 anyway."""
+    """Whether products of tensors like `x` are done in fp32 and rounded. The sums are the same, because they are fp32 anyway."""
     return x.device.type == "cpu" and x.dtype in WIDENED
 
 
 def share_cores(local_world_size: int) -> None:
-    """Gives each rank its share of the machine's cores, unless OMP_NUM_THREADS says otherwise: alone, PyTorch takes all."""
+    """Divides the machine's cores among its ranks, unless OMP_NUM_THREADS is set. PyTorch would give every rank all of them."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
         torch.set_num_threads(max(1, cores // local_world_size))
 
 
 def keep_freed_memory() -> None:
-    """Lets the allocator of glibc reuse large freed blocks instead of returning them to the system.
+    """Makes glibc's allocator reuse large freed blocks instead of returning them to the system.
 
     By default every tensor of 32 MiB and more is mapped anew, and the system zeroes each of its pages: 18 ms for a
     32 MiB one, twice what a softmax over it takes. A step of the benchmark's model became 12 % faster and its process 5 % larger.
@@ -61,11 +61,11 @@ def keep_freed_memory() -> None:
 
 
 def multiply_with_onednn() -> bool:
-    """Sends fp32 products to oneDNN instead of MKL, where they stay fp32-exact; returns whether they do.
+    """Sends fp32 products to oneDNN instead of MKL if they stay fp32-exact there; returns whether they do.
 
     On AMD processors with AVX-512 oneDNN is about twice as fast (measured: 462 instead of 225 GFLOP/s on two cores
     of a Zen 5; no difference on a Zen 3, which has no AVX-512). PyTorch has no switch for the library, but allowing
-    bf16 inputs selects it. Where the processor would then really round to bf16 (AMX) the product shows it, and the
+    bf16 inputs selects it. If the processor then really rounds to bf16 (AMX), the test product shows it, and the
     default is restored.
     """
     generator = torch.Generator().manual_seed(0)

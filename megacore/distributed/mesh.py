@@ -1,6 +1,6 @@
-"""The mesh of ranks: named axes (`axes.AXES`), and the process groups along products of them.
+"""The mesh of ranks has named axes (`axes.AXES`), and process groups along products of axes.
 
-A `Mesh` is built once, after the config is checked, and handed down; a layer takes the `Group` that it needs.
+A `Mesh` is built once, after the config is checked, and handed down. A layer takes the `Group` that it needs.
 """
 
 import os
@@ -27,8 +27,8 @@ SOLO = Group("solo", (0,), 0)
 class Mesh:
     """The process groups of one rank, and its coordinates.
 
-    `group("dp", "tp")` is the group along a product of axes. One communicator serves all groups of equal ranks. `used` says along
-    which products a config communicates; only these are made, in one order on every rank.
+    `group("dp", "tp")` is the group along a product of axes. All groups of equal ranks have one communicator. `used` lists the
+    products along which a config communicates. Only these are made, in one order on every rank.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class Mesh:
         sizes: Mapping[str, int] | None = None,
         used: Sequence[tuple[str, ...]] = (),
     ) -> None:
-        """Joins the ranks; collective. Raises nothing of its own: `config` is already checked against the world size.
+        """Joins the ranks; collective. `config` must be checked against the world size.
 
-        Whoever adds to `axes` gives the `sizes` of those that `config.parallel` does not have, and the further products `used`.
+        If you add to `axes`, give the `sizes` that `config.parallel` does not have, and the further products `used`.
         """
         p = config.parallel
         self.place, self.device, self.axes = place, device, axes
         self.sizes = {axis.name: (sizes or {}).get(axis.name) or getattr(p, axis.title) for axis in axes}
         self.coordinates = coordinates(place.rank, self.sizes)
         self.shard_size = config.shard_size
-        self.progress: Callable[[str], None] = lambda what: None  # called in the midst of what takes long; watchers replace it
-        self.store: dist.Store | None = None  # through which the ranks have met
+        self.progress: Callable[[str], None] = lambda what: None  # called now and then during long work; watchers replace it
+        self.store: dist.Store | None = None  # in which the ranks have met
         self.timeout = timedelta(seconds=p.timeout_seconds)
         self.backend = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
         if place.world_size > 1:
@@ -72,7 +72,7 @@ class Mesh:
             self._connect()
 
     def group(self, *axes: str) -> Group:
-        """The ranks along a product of axes, this one among them; of those products that `_used` lists, or of one rank."""
+        """The group of this rank along a product of axes that `_used` lists, or a group of one rank."""
         if axes not in self.groups:
             ranks = self._ranks_along(axes)
             assert ranks in self.communicators or len(ranks) == 1, f"no group along {axes}: `Mesh._used` does not list it"
@@ -81,12 +81,12 @@ class Mesh:
 
     @property
     def tp(self) -> Group:
-        """The tensor ranks, which share every layer's products."""
+        """The tensor ranks, which divide every layer's products."""
         return self.group("tp")
 
     @property
     def pp(self) -> Group:
-        """The ranks of the pipeline."""
+        """The pipeline's ranks."""
         return self.group("pp")
 
     @property
@@ -96,27 +96,27 @@ class Mesh:
 
     @property
     def gradient_group(self) -> Group:
-        """The ranks that compute on different tokens with copies of the same parameters, and sum their gradients."""
+        """The ranks that hold copies of the same parameters, compute on different tokens, and sum gradients."""
         return self.group(*self.token_axes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Along which tokens are divided."""
+        """The axes along which tokens are divided."""
         return tuple(axis.name for axis in self.axes if axis.tokens)
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's losses count: of ranks that compute them on the same tokens, one."""
+        """Whether this rank's losses count. Of the ranks that compute on the same tokens, only one does."""
         return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
 
     @property
     def coordinates_text(self) -> str:
-        """Where this rank stands, such as `pp 0, dp 1, tp 0`."""
+        """This rank's coordinates as text, such as `pp 0, dp 1, tp 0`."""
         return ", ".join(f"{axis} {at}" for axis, at in self.coordinates.items())
 
     def placed(self, shard: Shard) -> Shard:
-        """A layer's record with what it leaves open: along all other axes the parameter is a copy, and where tokens are divided
-        its gradient is a part of the sum."""
+        """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
+        a part of a sum."""
         stated = {along.axis for along in shard.along}
         copied = [axis for axis in self.axes if axis.name not in stated and not axis.layers and self.sizes[axis.name] > 1]
         states = (Along(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
@@ -135,8 +135,8 @@ class Mesh:
             yield ("pp", "tp")
 
     def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """Also along `shard` and `replicate`, into which the fsdp engine divides the ranks that sum gradients: neighbours share,
-        since they are on one node, and what is gathered most often moves least far."""
+        """The ranks along some axes. The fsdp engine divides the ranks that sum gradients into `shard` and `replicate`: neighbours, which
+        are on one node, hold shards of one copy, so frequent gathers stay within a node."""
         if axes in (("shard",), ("replicate",)):
             ranks = ranks_along(self.token_axes, self.place.rank, self.sizes)
             at, size = ranks.index(self.place.rank), self.shard_size
@@ -144,10 +144,10 @@ class Mesh:
         return ranks_along(axes, self.place.rank, self.sizes)
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """A group, whose communicator is made if there is none of the same ranks yet: each costs memory and start-up time."""
+        """Makes a group. It makes a communicator only if none has the same ranks: each costs memory and start-up time."""
         if len(ranks) > 1 and ranks not in self.communicators:
-            # With local synchronisation only a group's members meet to create it, so a rank creates its handful of groups, not the
-            # whole cluster's; the same order on every rank.
+            # With local synchronisation only a group's members meet to create it: a rank creates its few groups, and not those of the
+            # whole cluster. The order is the same on every rank.
             self.communicators[ranks] = dist.new_group(
                 ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name
             )
@@ -156,7 +156,7 @@ class Mesh:
         return Group(name, ranks, ranks.index(self.place.rank), wire)
 
     def _ends(self, config: Config) -> Group | None:
-        """The ranks that hold the first and the last stage, where they are two, share embeddings, and this is one of them."""
+        """The group of the two ranks with the first and the last stage, if they share embeddings and this rank is one of them."""
         placement = placement_of(config)
         last = max(stage for stages in placement for stage in stages)
         ends = tuple(self.pp.ranks[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
@@ -165,7 +165,7 @@ class Mesh:
         return self._create("tied", ends)
 
     def _share_memory(self, config: Config) -> None:
-        """Lets tensor ranks that compute on one machine's CPU share memory for what they exchange in every layer."""
+        """Gives tensor ranks on one machine's CPU shared memory for the exchanges of every layer."""
         train, tp, timeout = config.train, self.tp, config.parallel.timeout_seconds
         if tp.wire is None or self.device.type != "cpu":
             return
@@ -176,8 +176,8 @@ class Mesh:
         tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, crowded=crowded, timeout=timeout)
 
     def _connect(self) -> None:
-        """Lets NCCL set up its communicators now, in one order on every rank: a group whose first operation were a batch of
-        sends and receives would need all of its ranks in that batch, and a pipeline's first batch has two."""
+        """Makes NCCL set up its communicators now, in one order on every rank. If a group's first operation were a batch of sends and
+        receives, all of its ranks would have to be in it, and a pipeline's first batch has two."""
         for communicator in self.communicators.values():
             if communicator is not None:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=communicator)
@@ -188,7 +188,7 @@ class Mesh:
             self.world.wire.barrier([self.device.index] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
-        """Leaves the groups, unless an engine has done so."""
+        """Destroys the groups, unless an engine has done so."""
         if self.world.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -201,7 +201,7 @@ class Mesh:
 
 
 def pick_device(config: Config, place: Place) -> torch.device:
-    """The device that this rank computes on; raises `ConfigError` where `train.device` cannot be had."""
+    """The device that this rank computes on. Raises `ConfigError` if `train.device` is not available."""
     wanted = config.train.device
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if config.model.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":

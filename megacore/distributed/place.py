@@ -1,4 +1,4 @@
-"""Where a process stands among all that a launcher started. Standard library only: read before torch is imported."""
+"""The place of a process among all that a launcher started. Standard library only: it is read before torch is imported."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from megacore.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher told this process about where it runs."""
+    """A process's ranks, the world size, and where the ranks meet, as the launcher has said."""
 
     rank: int = 0
     world_size: int = 1
@@ -24,7 +24,7 @@ class Place:
     master_port: int = 29500
 
 
-# (rank, world size, local rank, ranks on this machine) as each launcher names them; the first that is there counts.
+# Each launcher's variables for (rank, world size, local rank, ranks on this machine). The first launcher found counts.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
@@ -34,9 +34,9 @@ LAUNCHERS = {
 
 
 def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
-    """Reads the launcher's variables; one plain process has none of them.
+    """Reads the launcher's variables. A process without a launcher has none.
 
-    Raises `ConfigError` when they are unreadable or incomplete, or when several machines are used and nothing names the first.
+    Raises `ConfigError` if they are unreadable or incomplete, or if there are several machines and none is named as the first.
     """
     for launcher, names in LAUNCHERS.items():
         if names[0] not in env or names[1] not in env or (launcher == "torchrun" and names[3] not in env):
@@ -62,9 +62,9 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
 
 
 def refuse_half_a_place(env: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for a rank without a world size, or the reverse: every rank would train alone.
+    """Raises `ConfigError` for a rank without a world size, or the reverse, because every rank would train alone.
 
-    A batch script under Slurm is rank 0 of no step: that is a plain process.
+    A batch script under Slurm has a rank but no step: it counts as one process.
     """
     for rank, world_size, *_ in LAUNCHERS.values():
         if rank == "SLURM_PROCID" and env.get(rank) == "0":
@@ -76,7 +76,7 @@ def refuse_half_a_place(env: Mapping[str, str]) -> None:
 
 
 def first_host(env: Mapping[str, str]) -> str | None:
-    """The first host of Slurm's step: ``node[003-007,9]`` begins with ``node003``, ``rack[2,5]-node[1-4]`` with ``rack2-node1``."""
+    """The first host of Slurm's step: ``node003`` of ``node[003-007,9]``, ``rack2-node1`` of ``rack[2,5]-node[1-4]``."""
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
     if env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1" or not hosts:
         return None
@@ -86,7 +86,7 @@ def first_host(env: Mapping[str, str]) -> str | None:
 
 
 def missing_hostfile() -> str | None:
-    """The hostfile that this process's deepspeed launcher was given and did not find, if so (Linux).
+    """The hostfile that this process's deepspeed launcher did not find, or None (Linux).
 
     The launcher itself only warns, and trains on this machine alone.
     """
@@ -106,7 +106,7 @@ def missing_hostfile() -> str | None:
 
 
 def hostfile_of(arguments: list[str], folder: Path) -> str | None:
-    """The value of a launcher's --hostfile (-H) if no such file exists."""
+    """The value of a launcher's --hostfile (-H), if there is no such file."""
     for name, following in zip(arguments, [*arguments[1:], ""], strict=True):
         option, equals, value = name.partition("=")
         if option in ("--hostfile", "-H"):
@@ -116,7 +116,7 @@ def hostfile_of(arguments: list[str], folder: Path) -> str | None:
 
 
 def free_port() -> int:
-    """A port nobody listens on, below the range the kernel hands out to clients, so that none of them takes it first."""
+    """A free port, below the range that the kernel gives to clients, so that no client takes it first."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -1,12 +1,12 @@
-"""What the kernel knows of other processes of this machine (Linux)."""
+"""Asks the kernel about other processes of this machine (Linux)."""
 
 from pathlib import Path
 
-ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states of a process: its parent may not have noticed yet; stopped by a signal, or traced
+ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states: ended, though its parent may not have noticed; stopped by a signal, or traced
 
 
 def process_state(pid: int) -> str:
-    """The state of a process of this machine as Linux writes it (R, S, D, T, Z, …), or gone; ? elsewhere."""
+    """The state of a process as Linux writes it (R, S, D, T, Z, …), or gone. On other systems it is ?."""
     if not Path("/proc/self/stat").exists():
         return "?"
     try:
@@ -16,7 +16,7 @@ def process_state(pid: int) -> str:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have (Linux): launchers give ranks sessions of their own."""
+    """The processes below a process (Linux). Launchers give ranks sessions of their own, so sessions do not show it."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

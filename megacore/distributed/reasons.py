@@ -1,4 +1,4 @@
-"""Who of a job's ranks says why it ends: one line, whichever of them find the mistake and however fast the launcher ends the others."""
+"""Makes one rank of a job say why it ends, in one line, however many find the mistake and however fast the launcher ends the others."""
 
 import fcntl
 import json
@@ -16,17 +16,17 @@ from megacore.distributed.place import Place
 from megacore.errors import UserError
 
 GRACE_SECONDS = 5.0  # for a launcher to end the other ranks of a job in which one has ended
-MEETING_SECONDS = 60.0  # for rank 0 of another machine to come where the ranks meet
-SAID_SECONDS = 60.0  # in which the ranks of one job come with the same mistake
+MEETING_SECONDS = 60.0  # for rank 0 of another machine to listen where the ranks meet
+SAID_SECONDS = 60.0  # within which the ranks of one job find the same mistake
 LEFT_OVER_SECONDS = 86400.0
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def say_once(error: UserError, place: Place) -> None:
-    """Says a mistake on stderr, unless another rank of the job has said it. Returns when it has been said.
+    """Prints a mistake on stderr, unless another rank of the job has. Returns when it is printed.
 
-    On one machine the first rank that finds it speaks. Where there are several, that of another machine than rank 0's speaks only if
-    rank 0 has found nothing wrong; the line then names its machine. So it does wherever only this machine may lack something.
+    On a machine, the first rank that finds the mistake speaks. On other machines than rank 0's, it speaks only if rank 0 has found
+    nothing wrong. Its line then names the machine, as it does for mistakes that may concern only one machine.
     """
     beside = place.rank - place.local_rank > 0  # on another machine than rank 0
     named = beside or (error.of_this_machine and place.local_world_size < place.world_size)
@@ -41,12 +41,12 @@ def say_once(error: UserError, place: Place) -> None:
     if place.world_size == 1 and not any(name in os.environ for name in RANKS):
         speak()
     elif not first_of_job(speak):
-        time.sleep(GRACE_SECONDS)  # the launcher reports the rank that ended first: that shall be the one that spoke
+        time.sleep(GRACE_SECONDS)  # the launcher reports the rank that ended first, which should be the one that spoke
 
 
 def first_of_job(speak: Callable[[], None]) -> bool:
-    """Calls `speak` if no rank of this job has done so on this machine; returns whether it was called. A rank that comes
-    while another speaks waits for it, and takes its place if that one is ended meanwhile.
+    """Calls `speak` if no rank of this job has done so on this machine; returns whether it did. While another rank speaks it waits,
+    and speaks itself if that rank is ended meanwhile.
     """
     me = "/".join(os.environ.get(name, "") for name in RANKS)
     try:
@@ -56,9 +56,9 @@ def first_of_job(speak: Callable[[], None]) -> bool:
         speak()
         return True
     with open(file, "r+", encoding="utf-8") as said:
-        fcntl.flock(said, fcntl.LOCK_EX)  # let go by the system when the process ends, however it does
+        fcntl.flock(said, fcntl.LOCK_EX)  # the system unlocks it when the process ends, in whatever way
         ranks = said.read().splitlines()
-        # A rank ends once in a job: one that has been here belongs to another start.
+        # A rank ends once in a job: if this one is listed already, the list is of an earlier start.
         fresh = not ranks or me in ranks or time.time() - os.fstat(file).st_mtime > SAID_SECONDS
         if fresh:
             speak()
@@ -71,7 +71,7 @@ def first_of_job(speak: Callable[[], None]) -> bool:
 
 
 def private_folder() -> Path:
-    """A folder that only this user can write in, without what earlier jobs left there. Raises `OSError` where there is none."""
+    """A folder that only this user can write, without files of earlier jobs. Raises `OSError` if there is none."""
     folder = Path(tempfile.gettempdir()) / f"megacore-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -86,8 +86,8 @@ def private_folder() -> Path:
 
 
 def job_name(env: Mapping[str, str]) -> str:
-    """What tells this start of ranks from any other on this machine: the launcher's own name for it, or else its process."""
-    if "RANK" not in env and "PMIX_NAMESPACE" in env:  # Open MPI, whose ranks may each have a shell of their own as parent
+    """A name for this start of ranks, unique on this machine: the launcher's own name, or its process."""
+    if "RANK" not in env and "PMIX_NAMESPACE" in env:  # Open MPI: each rank's parent may be a shell of its own
         return "mpi-" + env["PMIX_NAMESPACE"].replace("/", "_")
     if "RANK" not in env and "SLURM_STEP_ID" in env:
         return "slurm-" + "-".join(env.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
@@ -99,9 +99,9 @@ def job_name(env: Mapping[str, str]) -> str:
 
 
 def rank_0_waits(place: Place) -> bool:
-    """Whether rank 0, on another machine, has found nothing wrong: it then listens where the ranks meet.
+    """Whether rank 0, on another machine, has found nothing wrong, so that it listens where the ranks meet.
 
-    Where it has found something, it has said it and ended, and so does this rank, if its launcher does not end it before.
+    If rank 0 has found a mistake, it has said it and ended. This rank then ends too, or its launcher ends it before.
     """
     time.sleep(GRACE_SECONDS)  # torchrun itself listens there, until its ranks have ended
     deadline = time.monotonic() + MEETING_SECONDS
@@ -115,11 +115,11 @@ def rank_0_waits(place: Place) -> bool:
 
 
 def record(reason: str) -> None:
-    """Leaves the reason for torchrun's summary, if torchrun has started this rank."""
+    """Writes the reason to torchrun's error file, if torchrun has started this rank."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # Whole seconds, and the earliest counts: not later than those of the ranks that torchrun ends now.
+    # torchrun takes the earliest, in whole seconds: this must not be later than those of the ranks that it ends now.
     began = str(int(time.time()) - 1)
     report = {"message": {"message": reason, "extraInfo": {"py_callstack": reason, "timestamp": began}}}
     with suppress(OSError):  # it has been said on stderr

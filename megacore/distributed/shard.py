@@ -1,7 +1,6 @@
-"""The shard record: which slice of which logical tensor a parameter on this rank is, and who else holds it.
+"""The shard record says which slice of which logical tensor a parameter on this rank is, and which ranks hold it too.
 
-Initialisation, checkpoints, gradient norms and verification are all driven by it, so that none of
-them knows how a layer was split.
+Initialisation, checkpoints, gradient norms and verification use only this record, so none of them knows how a layer was split.
 """
 
 from collections.abc import Container, Iterator
@@ -17,7 +16,7 @@ from megacore.distributed.wire import Group
 
 @dataclass(frozen=True)
 class Box:
-    """Where any piece stands in its logical tensor: what checkpoints and comparisons need of a `Shard`, which is one too."""
+    """The position of a piece in its logical tensor. Checkpoints and comparisons need no more; a `Shard` has it too."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the piece's first element
@@ -27,11 +26,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Along:
-    """What a parameter is along one axis of the mesh, whose `count` ranks share it: this one is `index` of them.
+    """What a parameter is along one axis of the mesh with `count` ranks, of which this is number `index`.
 
-    *Split* along `dim`: a rank holds one of `count` consecutive pieces of ``ceil(size / count)`` (the last may be shorter: nothing
-    is ever padded). *Replicated* without one: every rank holds the same, and computes the same gradient. *Replicated with partial
-    gradients* if `partial`: each rank's gradient is a part of the sum, because it sees its own tokens or heads only.
+    With a `dim` it is *split*: a rank holds one of `count` consecutive pieces of ``ceil(size / count)`` (the last may be shorter:
+    nothing is padded). Without one it is *replicated*: every rank holds the same and computes the same gradient. If `partial`, it is
+    *replicated with partial gradients*: each rank's gradient is a part of the sum, because it sees only its own tokens or heads.
     """
 
     axis: str
@@ -43,21 +42,21 @@ class Along:
 
 @dataclass(frozen=True)
 class Shard:
-    """Where a local parameter stands in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
+    """The position of a local parameter in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
 
-    The slice that is drawn, the axes over which its gradient is summed, its weight in the norm, and which copy is saved follow
-    from `along`, and from nothing else. A layer states the axes that it knows, also those of one rank; `Mesh.placed` adds the
-    others. Split along a dim twice, the second axis cuts the piece of the first.
+    `along` alone decides which slice is drawn, over which axes its gradient is summed, how it counts in the norm, and which copy is
+    saved. A layer states the axes that it knows, also those of one rank; `Mesh.placed` adds the others. If two axes split one dim,
+    the second cuts the pieces of the first.
     """
 
     global_shape: tuple[int, ...]
     along: tuple[Along, ...] = ()
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
-    init_std: float | None = None  # normal with this deviation; None: filled with `fill`
+    init_std: float | None = None  # drawn from a normal distribution with this deviation; None: filled with `fill`
     fill: float = 0.0
 
     def interval(self, dim: int) -> tuple[int, int]:
-        """First index along `dim` that this rank holds, and the one behind its last."""
+        """The first index along `dim` that this rank holds, and the one after its last."""
         start, stop = 0, self.global_shape[dim]
         for along in self.along:
             if along.dim == dim:
@@ -87,11 +86,11 @@ class Shard:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The dims along which it is cut, or would be with more ranks; the same in every layout."""
+        """The dims along which it is split, or would be with more ranks. They are the same in every layout."""
         return tuple(dict.fromkeys(along.dim for along in self.along if along.dim is not None))
 
     def copies(self, but: Container[str] = ()) -> int:
-        """How many ranks hold this piece, along all axes `but` some: in a norm over all ranks, each counts one part of so many."""
+        """How many ranks hold this piece, along all axes but those in `but`. In a norm over all ranks, each copy counts 1 / copies."""
         return prod(along.count for along in self.along if along.dim is None and along.axis not in but)
 
     def is_first(self, but: Container[str] = ()) -> bool:
@@ -105,19 +104,19 @@ class Shard:
 
 
 def split(group: Group, dim: int) -> Along:
-    """Cut along `dim` over the ranks of a group."""
+    """Split along `dim` over the ranks of a group."""
     return Along(group.name, group.rank, group.size, dim=dim)
 
 
 def replicated(group: Group, *, partial: bool = False) -> Along:
-    """Whole on every rank of a group; with `partial`, each applies it to its own tokens or heads only."""
+    """Whole on every rank of a group. With `partial`, each rank applies it only to its own tokens or heads."""
     return Along(group.name, group.rank, group.size, partial=partial)
 
 
 def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Elements `start` to `stop` (excluded) of a piece, row after row, as boxes: (first element, box).
+    """Cuts elements `start` to `stop` (excluded) of a piece, row after row, into boxes: (first element, box).
 
-    A range ends anywhere in a row, so it is the end of one row, whole rows and the beginning of another, in every dim.
+    A range may begin and end within a row, so in every dim it is the end of one row, some whole rows, and the beginning of another.
     """
 
     dims = len(piece.local_shape)
@@ -149,12 +148,12 @@ def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tupl
 
 
 def piece_key(name: str, taken: Container[str]) -> str:
-    """A name for another piece of the logical tensor `name`: the name itself, then with #2, #3, …"""
+    """A key for another piece of the logical tensor `name`: the name itself, or the name with #2, #3, …"""
     return next(key for n in count(1) if (key := name if n == 1 else f"{name}#{n}") not in taken)
 
 
 def logical_name(key: str) -> str:
-    """The logical tensor of a piece."""
+    """The name of the logical tensor of a piece."""
     return key.partition("#")[0]
 
 

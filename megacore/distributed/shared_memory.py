@@ -1,7 +1,7 @@
-"""Sums and gathers of ranks on one machine through memory that all of them map: gloo's sockets cost several times as much.
+"""Sums and gathers over ranks of one machine through shared memory. gloo's sockets would take several times as long.
 
-Each rank copies its part into a slot of its own and then raises its count of parts published; whoever sees the counts reads the
-parts. A slot is used again once every rank has read what was in it, which is so, nearly always, before anybody asks.
+Each rank copies its part into its slot, and then raises its count of published parts. A rank that sees the counts of all others
+reads their parts. A slot is used again when every rank has read it; nearly always that is so before the slot is needed.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from torch import Tensor
 
 from megacore.distributed.processes import ENDED, process_state
 
-SLOTS = 2  # an operation may begin while the one before is still waited for
-LARGEST_SLOT = 64 * 2**20  # bytes: what is larger, sockets carry as well
-LINE = 8  # words between ranks' counts: a cache line
-PUBLISHED, READ, PROCESS = range(3)  # words of a rank: operations begun, operations read, its process
-SPINS, YIELDS = 1000, 200  # looks at a count before the core is offered to others, and before it is let go for a while
+SLOTS = 2  # an operation may begin before the one before is finished
+LARGEST_SLOT = 64 * 2**20  # bytes: for larger tensors sockets are as fast
+LINE = 8  # words from one rank's counts to the next: a cache line
+PUBLISHED, READ, PROCESS = range(3)  # a rank's words: operations begun, operations read, its process id
+SPINS, YIELDS = 1000, 200  # looks at a count before it yields the core, and then before it sleeps
 PAUSE = 50e-6  # seconds
-NAME = "megacore"  # of the memory file, as /proc shows it
+NAME = "megacore"  # the memory file's name in /proc
 SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # its size stays
-PATIENCE = 0.2  # seconds between questions whether the others live
+PATIENCE = 0.2  # seconds between checks whether the other processes live
 
 
 class SharedMemory:
-    """What `size` ranks map, seen from one of them. Operations begin in the same order on every rank, and no two threads begin them."""
+    """One rank's view of the memory that `size` ranks map. Operations begin in the same order on every rank, and in one thread."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, *, crowded: bool, timeout: float) -> None:
-        """`crowded`: the machine has more ranks than cores, so who waits shall make room. `timeout`: seconds."""
+        """`crowded`: the machine has more ranks than cores, so a rank that waits yields its core. `timeout`: seconds."""
         self.rank, self.size, self.timeout = rank, size, timeout
         self.spins = 0 if crowded else SPINS
         self.counts = memoryview(memory)[: mmap.PAGESIZE].cast("q")
@@ -47,7 +47,7 @@ class SharedMemory:
         self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
         self.others = [other for other in range(size) if other != rank]
         self.published = 0
-        self.begun: set[int] = set()  # not yet read by this rank
+        self.begun: set[int] = set()  # operations that this rank has not read yet
         self.counts[rank * LINE + PROCESS] = os.getpid()
 
     def carries(self, x: Tensor) -> bool:
@@ -55,11 +55,11 @@ class SharedMemory:
         return x.numel() * x.element_size() <= self.slot_bytes
 
     def all_reduce(self, x: Tensor) -> "Parts":
-        """Begins to sum `x`, in place; until it is waited for `x` may be read, but will be replaced."""
+        """Begins to sum `x` in place. Until `wait` returns, `x` may be read but not written."""
         return self._publish(x, lambda parts: add_up(parts, x))
 
     def reduce_scatter(self, x: Tensor, out: Tensor) -> "Parts":
-        """Begins to sum `[size · n, …]`, of which this rank's `[n, …]` goes to `out`; it may lie in `x`."""
+        """Begins to sum `[size · n, …]`; this rank's `[n, …]` of the sum goes to `out`, which may lie in `x`."""
         own = slice(self.rank * len(out), (self.rank + 1) * len(out))
         return self._publish(x, lambda parts: add_up(parts[:, own], out))
 
@@ -82,16 +82,16 @@ class SharedMemory:
         parts[self.rank].copy_(x.detach())
         self.published = number
         self.begun.add(number)
-        self.counts[self.rank * LINE + PUBLISHED] = number  # behind the copy: this processor's stores are seen in order
+        self.counts[self.rank * LINE + PUBLISHED] = number  # after the copy: other cores see this processor's stores in order
         return Parts(self, number, parts, finish)
 
     def finished(self, number: int) -> None:
-        """This rank has read all parts of an operation."""
+        """Notes that this rank has read all parts of an operation."""
         self.begun.discard(number)
         self.counts[self.rank * LINE + READ] = min(self.begun, default=self.published + 1) - 1
 
     def wait_for(self, number: int) -> None:
-        """Returns when every rank's part of an operation is there."""
+        """Returns when every rank has published its part of an operation."""
         self._wait(PUBLISHED, number)
 
     def _wait(self, word: int, number: int) -> None:
@@ -133,7 +133,7 @@ class Parts:
         self.memory, self.number, self.parts, self.finish = memory, number, parts, finish
 
     def wait(self) -> None:
-        """Returns when the result is where it belongs."""
+        """Waits for all parts and writes the result."""
         self.memory.wait_for(self.number)
         with torch.no_grad():
             self.finish(self.parts)
@@ -141,12 +141,12 @@ class Parts:
 
 
 def add_up(parts: Tensor, out: Tensor) -> None:
-    """The sum over the first dim, in the order of the ranks; of 16-bit numbers in fp32, rounded once."""
+    """Sums over the first dim, in the order of the ranks. 16-bit numbers are summed in fp32 and rounded once."""
     out = out.detach()
     if len(parts) == 2:
         torch.add(parts[0].view_as(out), parts[1].view_as(out), out=out)
         return
-    # One after the other: a sum over a dim takes another order at the ends of vectors, and ranks with more threads would differ.
+    # One after the other: PyTorch's sum over a dim takes another order at the ends of vectors, so ranks with more threads would differ.
     wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
     total = parts[0].view_as(out).to(wide, copy=True)
     for part in parts[1:]:
@@ -157,10 +157,10 @@ def add_up(parts: Tensor, out: Tensor) -> None:
 def join(
     group: dist.ProcessGroup, key: str, rank: int, size: int, slot_bytes: int, store: dist.Store, *, crowded: bool, timeout: float
 ) -> SharedMemory | None:
-    """Lets the ranks of a group share memory; collective. None on every rank if any of them cannot: on another machine or in another
-    container, on a processor that does not keep the order of stores, or without memory. The file that they map has no name.
+    """Maps memory that the ranks of a group share; collective. Returns None on every rank if any of them cannot: on another machine or
+    in another container, on a processor that does not keep the order of stores, or without memory. The file has no name.
 
-    Whoever reaches the store could name any file: none is mapped but one made here, by a process of this user (`open_peers`)."""
+    Anybody who reaches the store could name any file. Only a file that a process of this user made here is mapped (`open_peers`)."""
     slot_bytes = -(-min(slot_bytes, LARGEST_SLOT) // mmap.PAGESIZE) * mmap.PAGESIZE
     total = mmap.PAGESIZE + SLOTS * size * slot_bytes
     able = sys.platform == "linux" and platform.machine() == "x86_64" and size * LINE * 8 <= mmap.PAGESIZE
@@ -187,15 +187,15 @@ def join(
     if memory is None or not vote:
         return None
     shared = SharedMemory(memory, rank, size, crowded=crowded, timeout=timeout)
-    dist.barrier(group=group)  # everybody's process is known before anybody asks for it
+    dist.barrier(group=group)  # all process ids are written before anybody reads one
     return shared
 
 
 def open_peers(path: str, size: int) -> int:
-    """A descriptor of the memory that a peer has made, `size` bytes of it.
+    """Opens the memory of `size` bytes that a peer has made.
 
     Raises:
-        OSError: `path` is anything else than a memory file of that size and of `join`'s making, open in a process of this user.
+        OSError: `path` is not a memory file of that size that `join` made, open in a process of this user.
     """
     found = re.fullmatch(r"/proc/([0-9]+)/fd/[0-9]+", path)
     if found is None or os.stat(f"/proc/{found[1]}").st_uid != os.geteuid() or not os.readlink(path).startswith(f"/memfd:{NAME} "):
@@ -203,7 +203,7 @@ def open_peers(path: str, size: int) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
-        # Only a memory file can have these seals, with which nobody can take pages away that others have mapped.
+        # Only a memory file can have these seals, which keep everybody from removing pages that others have mapped.
         if status.st_uid != os.geteuid() or status.st_size != size or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != SEALS:
             raise PermissionError(f"{path} is no memory of a peer, of {size} bytes")
     except OSError:
@@ -213,7 +213,7 @@ def open_peers(path: str, size: int) -> int:
 
 
 def machine() -> str:
-    """What ranks that can see each other's files and processes have in common."""
+    """A text that is equal for ranks that can see each other's files and processes."""
     with contextlib.suppress(OSError):
         namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "mnt")]
         return f"{socket.gethostname()}:{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{namespaces}".replace(" ", "")

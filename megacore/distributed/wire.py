@@ -1,7 +1,7 @@
-"""The operations of one group: over its communicator, or where it fits through memory that the group's ranks share.
+"""The operations of one group, over its communicator or, for tensors that fit, through shared memory.
 
-Layers and engines call `comm`; this is the one place where torch.distributed is. Whoever wants to see what is sent, or to know where a
-rank waits, replaces methods of a `Wire` (`survive/ledger.py`, `benchmarks/wire.py`): without watchers it is as it stands here.
+Layers and engines call `comm`; only this module calls torch.distributed. To see what is sent, or where a rank waits, watchers
+replace methods of a `Wire` (`survive/noting.py`, `benchmarks/wire.py`). Without them the code runs as it is here.
 """
 
 from collections.abc import Sequence
@@ -38,14 +38,14 @@ class Exchanged:
         self.work, self.parts, self.out = work, parts, out
 
     def wait(self) -> None:
-        """Waits, and adds up; in the order of the ranks."""
+        """Waits, and sums in the order of the ranks."""
         self.work.wait()
         with torch.no_grad():
             torch.sum(self.parts, 0, out=self.out)
 
 
 class Wire:
-    """What a group of more than one rank does together. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
+    """The operations of a group of several ranks. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
 
     def __init__(self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None) -> None:
         self.process_group, self.size, self.shared = process_group, size, shared
@@ -72,18 +72,18 @@ class Wire:
         return _all_gather(out, x, group=self.process_group, async_op=True)
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Work:
-        """Begins to sum ``[size · n, …]``, of which `out` gets this rank's `[n, …]`; it may lie in `x`."""
+        """Begins to sum ``[size · n, …]``; `out` gets this rank's `[n, …]` of the sum, and may lie in `x`."""
         if self.shared is not None and self.shared.carries(x):
             return self.shared.reduce_scatter(x, out)
         if x.device.type != "cpu":
             return _reduce_scatter(out, x, group=self.process_group, async_op=True)
-        # gloo sums all of it on every rank, as an all-reduce: 2.0 times the time of this between 2 ranks, 2.6 between 4 (4 MiB).
+        # gloo would do an all-reduce on every rank: that takes 2.0 times as long between 2 ranks, and 2.6 times between 4 (4 MiB).
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=self.process_group, async_op=True)
         return Exchanged(work, parts.view(self.size, *out.shape), out)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Fills `x` with what rank `source` of the world has in it."""
+        """Copies `x` of the world's rank `source` into `x` of every rank."""
         dist.broadcast(x, source, group=self.process_group)
 
     def barrier(self, device_ids: list[int] | None) -> None:
@@ -91,7 +91,7 @@ class Wire:
         dist.barrier(group=self.process_group, device_ids=device_ids)
 
     def transfer(self, posts: Sequence[dist.P2POp]) -> list[Work]:
-        """Posts sends and receives as one batch; a handle for each."""
+        """Posts sends and receives as one batch; returns a handle for each."""
         works = dist.batch_isend_irecv(list(posts))
         return [works[min(i, len(works) - 1)] for i in range(len(posts))]  # NCCL returns one for the whole batch
 
