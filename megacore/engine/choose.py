@@ -1,4 +1,4 @@
-"""The engine that a config asks for, and the stages as that engine takes them."""
+"""Builds the engine that a config asks for, and the stages for that engine."""
 
 from collections.abc import Sequence
 
@@ -16,14 +16,14 @@ from megacore.plan.partition import placement_of, stage_layers
 
 
 def divides_parameters(config: Config) -> bool:
-    """Whether a rank holds a part of its stage's parameters only."""
+    """Whether a rank holds only a part of its stage's parameters."""
     if config.engine.kind == "deepspeed":
         return ds_settings(config)["zero_optimization"]["stage"] == 3
     return config.engine.kind == "fsdp" and config.parallel.data != 1  # one data rank has nothing to divide
 
 
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
-    """This rank's stages, on the device; where their parameters will be divided in host memory, since the device may not have room."""
+    """Builds this rank's stages on the device, or in host memory if the engine will divide them: the device may not have room."""
     device = torch.device("cpu") if divides_parameters(config) else mesh.device
     layers = stage_layers(config)
     stages = [Stage(config, layers[stage], mesh.tp, device, mesh.tied) for stage in placement_of(config)[mesh.pp.rank]]
@@ -43,11 +43,11 @@ def check_engine(config: Config, device: torch.device) -> None:
 
 
 def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
-    """`engine.kind` over the parameters of a rank's stages, which it may move or replace; collective."""
+    """Builds the engine over the parameters of a rank's stages, which it may move or replace; collective."""
     if config.engine.kind == "deepspeed":
         return DeepSpeedEngine(config, stages, mesh)
     if divides_parameters(config):
-        from megacore.engine.fsdp import FSDPEngine  # which imports DTensor: seconds that no other run has to wait
+        from megacore.engine.fsdp import FSDPEngine  # it imports DTensor, for seconds that no other run should wait
 
         return FSDPEngine(config, stages, mesh)
     return NativeEngine(config, stages, mesh)

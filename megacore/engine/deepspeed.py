@@ -1,7 +1,7 @@
-"""The DeepSpeed engine: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, 2021), their states on the device, in host memory or on disk.
+"""The DeepSpeed engine: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, 2021), with state on the device, in host memory or on disk.
 
-DeepSpeed has the data ranks: it reduces gradients, clips by the global norm and steps. Ours stay the tensor ranks, the
-pipeline and the checkpoints. The only module that imports DeepSpeed, and only when an engine is built.
+DeepSpeed works among the data ranks: it reduces gradients, clips by the global norm and steps. megacore keeps tensor ranks, pipeline
+and checkpoints. Only this module imports DeepSpeed, and only when an engine is built.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from megacore.model.gpt import Stage
 
 
 class DeepSpeedEngine:
-    """`Engine` by DeepSpeed over the parameters of a rank's one stage (see `protocol`)."""
+    """An `Engine` that uses DeepSpeed, for the parameters of a rank's one stage (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
         (stage,) = stages  # the config was refused otherwise
@@ -44,11 +44,13 @@ class DeepSpeedEngine:
         self.zero_stage: int = settings["zero_optimization"]["stage"]
         self.clip = settings["gradient_clipping"]
         if self.zero_stage == 0:
-            settings["gradient_clipping"] = 0.0  # done here: DeepSpeed takes the norm in fp32, which on a CPU is off in the fifth digit
+            settings["gradient_clipping"] = (
+                0.0  # megacore clips: DeepSpeed takes the norm in fp32, which on a CPU is wrong in the fifth digit
+            )
         place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
         self.offloads, self.swap_folders = place != "none", swap_folders(settings)
         self.parameters = dict(stage.named_parameters())
-        self.partial: dict[str, list[nn.Parameter]] = {}  # by axis: parameters whose gradients are summed over it here
+        self.partial: dict[str, list[nn.Parameter]] = {}  # by axis: parameters whose gradients this engine sums over it
         for parameter in self.parameters.values():
             for axis in set(shard_of(parameter).partial_over) - set(mesh.token_axes):
                 self.partial.setdefault(axis, []).append(parameter)
@@ -63,18 +65,18 @@ class DeepSpeedEngine:
         else:
             self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
         unit = MeshUnit(mesh)
-        if self.zero_stage == 3:  # parameter by parameter: each is moved to the device whole, and then this rank's part is left
+        if self.zero_stage == 3:  # parameter by parameter: each is moved to the device whole, and then only this rank's part stays
             stage.compute_on(mesh.device)
-            # Without the global batch, which `Init` would hold against a world of one rank.
+            # Without the global batch, which `Init` would check against a world of one rank.
             alone = {key: value for key, value in settings.items() if key != "train_batch_size"}
             deepspeed.zero.Init(stage, unit.data, config_dict_or_path=alone, mpu=unit)
-        with contextlib.redirect_stdout(io.StringIO()):  # memory figures that no setting turns off
+        with contextlib.redirect_stdout(io.StringIO()):  # no setting turns off its memory figures
             self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
         self.modules: Sequence[nn.Module] = [ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds]
         self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh, place)
 
     def loss_gradient(self, scale: float) -> Tensor:
-        """See `Engine`. DeepSpeed takes the mean over the data ranks, where a sum is wanted."""
+        """See `Engine`. DeepSpeed takes the mean over the data ranks, so the scale makes it a sum."""
         return torch.tensor(scale * self.mesh.gradient_group.size * self._loss_scale(), dtype=torch.float64, device=self.mesh.device)
 
     def _loss_scale(self) -> float:
@@ -86,15 +88,15 @@ class DeepSpeedEngine:
         return StartBackward.apply(output, handed), handed
 
     def backward(self, chunk: int, root: tuple[Tensor, list[Tensor]], gradient: Tensor, *, last: bool) -> None:
-        """See `Engine`. DeepSpeed reduces what is complete."""
+        """See `Engine`. DeepSpeed reduces complete gradients."""
         start, handed = root
         handed.append(gradient)
         self.ds.backward(start, scale_wrt_gas=False)
         if not last:
-            self.ds.step()  # which counts microbatches; only the last one's updates
+            self.ds.step()  # it counts microbatches, and updates only after the last
 
     def reduce_gradients(self) -> None:
-        """See `Engine`. Ranks that see other tokens have summed theirs by now."""
+        """See `Engine`. Gradients are already summed over ranks that see other tokens."""
         for axis in sorted(self.partial.keys() - {"tied"}):
             self._sum(self.partial[axis], self.mesh.group(axis))
 
@@ -105,9 +107,9 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def _sum(self, parameters: list[nn.Parameter], group: Group) -> None:
-        """Sums, over ranks that cut them alike, what this rank holds of some parameters' gradients."""
+        """Sums this rank's parts of some gradients over ranks that divide them in the same way."""
         if self.offloads and self.zero_stage < 3:
-            self.zero._wait_for_offload_copies()  # to host memory, behind this rank's back
+            self.zero._wait_for_offload_copies()  # asynchronous copies to host memory
         held = [(p, gradient) for p in parameters if (gradient := self._gradient(p)) is not None]
         if not held or group.size == 1:
             return
@@ -121,7 +123,7 @@ class DeepSpeedEngine:
                 self.zero.norm_for_param_grads[self.zero.get_param_id(parameter)] = part.double().norm()
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of a gradient, live; None if it has none."""
+        """This rank's part of a gradient, not copied; None if it has none."""
         if self.zero_stage == 0:
             return parameter.grad
         if self.zero_stage == 3:
@@ -133,7 +135,7 @@ class DeepSpeedEngine:
         return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
 
     def gradients(self) -> dict[str, tuple[Tensor, Box]]:
-        """See `Engine`; whole ones, gathered from the data ranks."""
+        """See `Engine`. They are whole, gathered from the data ranks."""
         found = {}
         for name, parameter in self.parameters.items():
             shard = shard_of(parameter)
@@ -142,7 +144,7 @@ class DeepSpeedEngine:
         return found
 
     def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
-        """See `Engine`. DeepSpeed itself tells a bad step: one whose gradient is not finite changes nothing but the loss scale."""
+        """See `Engine`. DeepSpeed notices bad steps: a gradient that is not finite changes only the loss scale."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.zero_stage == 0:
@@ -150,13 +152,15 @@ class DeepSpeedEngine:
             self.ds.step()
         else:
             self.ds.step()
-            known = self.ds.get_global_grad_norm() if self.ds.was_step_applied() else math.inf  # stage 3 would repeat the step's before
+            known = (
+                self.ds.get_global_grad_norm() if self.ds.was_step_applied() else math.inf
+            )  # stage 3 would repeat the norm of the step before
             norm = torch.as_tensor(known, dtype=torch.float64, device=self.mesh.device)
         return StepStatistics(norm, torch.tensor(self.ds.skipped_steps, dtype=torch.float64, device=self.mesh.device))
 
     @torch.no_grad()
     def _guard_plain_step(self) -> Tensor:
-        """In stage 0 DeepSpeed keeps no norm and skips no step: returns the one, and lets AdamW do the other, and clip."""
+        """Returns the norm in stage 0, and makes AdamW clip and skip bad steps: there DeepSpeed does none of these."""
         squares = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -164,16 +168,16 @@ class DeepSpeedEngine:
         norm = all_reduce(squares, self.mesh.group("pp", "tp")).sqrt()
         skip = ~norm.isfinite()
         self.ds.skipped_steps += int(skip)
-        # What AdamW's kernel looks at: see `engine.optimizer.AdamW`.
+        # AdamW's kernel reads these two.
         coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
         self.optimizer.found_inf, self.optimizer.grad_scale = skip.float(), (1.0 / coefficient).float()  # type: ignore[attr-defined]
         return norm
 
     def settle(self) -> None:
-        """See `Engine`: DeepSpeed leaves nothing under way."""
+        """See `Engine`. DeepSpeed leaves nothing under way."""
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
-        """See `Engine`; in stage 3 they may be copies."""
+        """See `Engine`. In stage 3 they may be copies."""
         return self.held.tensors()
 
     def state(self) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class DeepSpeedEngine:
         state = {"updates": self.held.updates, "skipped": float(self.ds.skipped_steps), "loss_scale": 1.0, "good_steps": 0.0}
         if self.scales_loss:
             scaler = self.zero.loss_scaler
-            # DeepSpeed's gradients are as many times larger as there are data ranks.
+            # DeepSpeed's gradients are larger by the number of data ranks.
             state["loss_scale"] = scaler.cur_scale * self.mesh.gradient_group.size
             state["good_steps"] = float(scaler.cur_iter - scaler.last_overflow_iter - 1)
         return state
@@ -200,12 +204,12 @@ class DeepSpeedEngine:
         """See `Engine`."""
         self.ds.destroy()
         remove_swap_files(self.swap_folders, self.mesh)
-        # Which also forgets the groups that DeepSpeed keeps for the process; with them left, stage 3 may abort at exit.
+        # This also forgets the groups that DeepSpeed keeps for the process. If they are left, stage 3 may abort at exit.
         self.comm.destroy_process_group()
 
 
 def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
-    """Imports DeepSpeed and gives it what it takes from the environment; builds what it will need; returns the package."""
+    """Imports DeepSpeed, sets the environment that it reads, builds its extensions, and returns the package."""
     os.environ.setdefault("LOCAL_RANK", str(mesh.place.local_rank))
     os.environ.setdefault("WORLD_SIZE", str(mesh.place.world_size))
     deepspeed = import_deepspeed(mesh.device)
@@ -213,9 +217,9 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
     if "log_level" not in settings:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Only its inference uses the shared-memory collectives that it would build first on a CPU, for a minute or more.
+    # On a CPU it would first build shared-memory collectives, for a minute or more. Only its inference uses them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized():  # one rank: DeepSpeed wants a group all the same
+    if not dist.is_initialized():  # one rank: DeepSpeed needs a group nevertheless
         dist.init_process_group(mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout)
     for builder in builders(settings, deepspeed):
         build(builder, speaks=mesh.place.local_rank == 0)
@@ -223,7 +227,7 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """The package, told which kind of device it is to use; quiet."""
+    """Imports the package without its messages, and tells it which kind of device to use."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 
@@ -231,7 +235,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def builders(settings: dict[str, Any], deepspeed: Any) -> list[Any]:
-    """What compiles the extensions that DeepSpeed will want with these settings."""
+    """The builders of the extensions that DeepSpeed needs for these settings."""
     offload = settings["zero_optimization"].get("offload_optimizer") or {}
     names = ["AsyncIOBuilder"] if swap_folders(settings) else []
     if offload.get("device", "none") != "none" and settings["zero_force_ds_cpu_optimizer"]:
@@ -240,14 +244,14 @@ def builders(settings: dict[str, Any], deepspeed: Any) -> list[Any]:
 
 
 def build_folder(builder: Any) -> Path:
-    """Where PyTorch compiles an extension, and locks the folder meanwhile."""
+    """The folder in which PyTorch compiles an extension; it is locked meanwhile."""
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(builder.name, False))
 
 
 def build(builder: Any, *, speaks: bool) -> None:
-    """Loads an extension of DeepSpeed's; says so where it must be compiled first, which takes minutes once a machine."""
+    """Loads an extension of DeepSpeed. Says so if it must be compiled first, which takes minutes once on each machine."""
     folder = build_folder(builder)
     fresh, lock = not (folder / f"{builder.name}.so").exists(), folder / "lock"
     if lock.exists() and speaks:
@@ -261,7 +265,7 @@ def build(builder: Any, *, speaks: bool) -> None:
 
 
 def check_machine(config: Config, device: torch.device) -> None:
-    """Raises `ConfigError` for what this machine alone can say about the config."""
+    """Raises `ConfigError` if this machine lacks something that the config needs."""
     if find_spec("deepspeed") is None:
         raise ConfigError("engine.kind", "DeepSpeed is not installed", "pip install deepspeed, or native")
     if config.train.precision == "fp16" and device.type == "cpu":

@@ -1,8 +1,8 @@
-"""PyTorch's FSDP2 as an engine: parameters, gradients and optimizer state are divided among the data ranks (ZeRO stage 3).
+"""PyTorch's FSDP2 as an engine: it divides parameters, gradients and optimizer state among the data ranks (ZeRO stage 3).
 
-`fully_shard` (Zhao et al. 2023) replaces every parameter by this rank's rows of it in fp32, the masters, and hangs hooks on the
-blocks that gather a block in the compute dtype before it runs, and sum its gradients in fp32 after its backward. Each tensor rank
-and each stage has data ranks of its own, to which its piece of a tensor is simply a tensor.
+`fully_shard` (Zhao et al. 2023) replaces every parameter by this rank's rows of it in fp32, the masters. Its hooks gather a block in
+the compute dtype before the block runs, and sum its gradients in fp32 after its backward. Each tensor rank and each stage has its
+own data ranks, for which its piece of a tensor is simply a tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,19 +39,19 @@ class Rows:
     start: int  # the first element in the tensor-parallel piece
 
     def norm_weights(self, copies: int) -> Tensor:
-        """How much each of the gradient's rows of `ROW` elements counts in the norm, as `SumOfSquares` takes it; `copies` ranks hold it."""
+        """The weight in the norm of each row of `ROW` elements of the gradient (see `SumOfSquares`), if `copies` ranks hold it."""
         weight = 1.0 / copies
         return torch.full((-(-self.gradient.numel() // ROW),), weight, dtype=torch.float64, device=self.gradient.device)
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
-        """The boxes that `tensor`, which holds something for each element of `master`, consists of."""
+        """The boxes of `tensor`, which has an element for each of `master`."""
         flat = tensor.flatten()
         for first, box in boxes_of_range(self.shard, self.start, self.start + flat.numel()):
             yield flat[first - self.start :][: prod(box.local_shape)].view(box.local_shape), box
 
 
 class FSDPEngine(Stepper):
-    """`Engine` over the parameters of a rank's stages (see `protocol`)."""
+    """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
         self.modules = self.stages = stages
@@ -59,7 +59,7 @@ class FSDPEngine(Stepper):
         self.shard, self.replicate = mesh.group("shard"), mesh.group("replicate")
         reshard = config.engine.reshard
         self.reshard = mesh.pp.size == 1 if reshard is None else reshard
-        self.units: list[FSDPModule] = []  # what is gathered as a whole: the blocks, and a stage with all that is in no block
+        self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
         self.rows: list[Rows] = []
         for stage in stages:
             stage.compute_on(mesh.device)
@@ -76,10 +76,10 @@ class FSDPEngine(Stepper):
 
     @torch.no_grad()
     def _divide(self, stage: Stage, config: Config) -> None:
-        """Hands a stage to FSDP2, block by block: each is moved to the device whole, and then this rank's part is left."""
+        """Gives a stage to FSDP2, block by block: a block is moved to the device whole, and then only this rank's part stays."""
         shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
         for module in stage.modules():
-            # Rows are what is divided, so logical dims (heads; gate and up) become rows, as the layer itself takes them.
+            # FSDP2 divides rows, so logical dims (heads; gate and up) become rows, as in the layer's product.
             if isinstance(module, ColumnLinear):
                 module.weight.data = module.weight.data.flatten(0, -2)
                 if module.bias is not None:
@@ -93,7 +93,7 @@ class FSDPEngine(Stepper):
             unit = fully_shard(
                 module,
                 mesh=mesh,
-                # The stage's own stay until the last backward: the loss, which runs outside its forward, needs them.
+                # The stage's own parameters stay until the last backward: the loss needs them, outside the stage's forward.
                 reshard_after_forward=self.reshard and module is not stage,
                 mp_policy=MixedPrecisionPolicy(compute, master, cast_forward_inputs=False),
                 offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device.type == "cuda") if offload else OffloadPolicy(),
@@ -107,13 +107,13 @@ class FSDPEngine(Stepper):
             parameter.shard = shards[name]  # type: ignore[attr-defined]
             each = -(-parameter.shape[0] // self.shard.size)
             first = min(each * self.shard.rank, parameter.shape[0])
-            # FSDP2 adds to a gradient that is there already. This one stays, for kernels that look for it where it was.
+            # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.
             parameter.grad = gradient = torch.zeros_like(parameter)
             assert isinstance(gradient, DTensor)
             self.rows.append(Rows(name, shards[name], parameter.to_local(), gradient.to_local(), first * prod(parameter.shape[1:])))
 
     def _device_mesh(self) -> DeviceMesh:
-        """The data ranks, by groups that hold copies of each other, as PyTorch wants them."""
+        """The data ranks as PyTorch's mesh: shards of one copy, and copies."""
         shard, replicate, kind = self.shard, self.replicate, self.mesh.device.type
         assert shard.process_group is not None
         if replicate.process_group is None:
@@ -124,23 +124,23 @@ class FSDPEngine(Stepper):
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
         """See `Engine`."""
-        stage: Any = self.stages[chunk]  # these say it to every unit inside it
+        stage: Any = self.stages[chunk]  # its methods reach every unit in it
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or self.reshard)
-        stage.set_requires_all_reduce(last)  # the copies' sum is needed once
+        stage.set_requires_all_reduce(last)  # copies are summed once
         stage.set_reshard_after_backward(last, recurse=not self.reshard)
         torch.autograd.backward([root], [gradient])
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """See `Engine`. Ranks that see other tokens have been summed over behind each block's backward."""
+        """See `Engine`. Sums over ranks that see other tokens are done after each block's backward."""
         further = {axis for rows in self.rows for axis in rows.shard.partial_over} - {*self.mesh.token_axes, "tied"}
         for axis in sorted(further):
             self._sum([rows.gradient for rows in self.rows if axis in rows.shard.partial_over], self.mesh.group(axis))
 
     @torch.no_grad()
     def reduce_tied(self) -> None:
-        """See `Engine`. Both stages have cut their copy alike."""
+        """See `Engine`. Both stages divide their copy in the same way."""
         assert self.mesh.tied is not None
         self._sum([rows.gradient for rows in self.rows if "tied" in rows.shard.partial_over], self.mesh.tied)
 
@@ -158,7 +158,7 @@ class FSDPEngine(Stepper):
         return self.pieces("", [rows.gradient for rows in self.rows])
 
     def settle(self) -> None:
-        """See `Engine`. Nothing is under way: parameters are gathered when they are used."""
+        """See `Engine`. Nothing is under way, because parameters are gathered when they are used."""
 
     def behind_step(self) -> None:
         """See `Stepper`."""
@@ -168,7 +168,7 @@ class FSDPEngine(Stepper):
     def behind_loading(self) -> None:
         """See `Stepper`."""
         for unit in self.units:
-            unit.reshard()  # or what a validation has gathered would be used once more
+            unit.reshard()  # else parameters that a validation has gathered would be used once more
 
     def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
         """See `Stepper`: one tensor for each parameter's rows."""

@@ -1,4 +1,4 @@
-"""Gathers updated parameters from the ranks that own parts of them, while the next forward pass has already begun."""
+"""Gathers updated parameters from the ranks that own parts of them, while the next forward pass runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from megacore.model.gpt import Stage
 
 
 class ParameterGatherer:
-    """After a step every bucket is gathered, those first that forward needs first; a module waits for its own before it runs.
+    """Gathers every bucket after a step, in the order in which forward needs them. A module waits for its buckets before it runs.
 
     Modules that wait: each block, the final norm (for the head too), and the stage for all else (embeddings, positions).
     """

@@ -1,19 +1,19 @@
-"""Steps that must not be taken, told from their gradient's norm on the device."""
+"""Recognises steps that must not be taken by their gradient norm, on the device."""
 
 import torch
 from torch import Tensor
 
 WINDOW = 128  # norms remembered
-ENOUGH = 16  # norms without which nothing is called a spike
-SCALE = 1.4826  # of a normal distribution: standard deviation / median absolute deviation
+ENOUGH = 16  # norms needed before any norm is called a spike
+SCALE = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 LEAST = 0.01  # a deviation counts as at least this part of the median: norms that hardly vary must not make spikes of each other
 
 
 class SpikeGuard:
     """Calls a norm a spike if it exceeds the median of recent ones by more than `threshold` robust deviations (Leys et al. 2013).
 
-    Median and deviation (1.4826 × the median absolute deviation) are of norms of steps that were taken, so spikes do not
-    raise the bar for the next. All is decided on the device.
+    Median and deviation (1.4826 × the median absolute deviation) are taken over norms of steps that were taken, so a spike does not
+    raise the bar for the next. All of it happens on the device.
     """
 
     def __init__(self, threshold: float, device: torch.device) -> None:
@@ -23,13 +23,13 @@ class SpikeGuard:
         self.known = torch.zeros((), dtype=torch.int64, device=device)  # norms seen so far
 
     def is_spike(self, norm: Tensor) -> Tensor:
-        """Whether this norm is one, a bool scalar: the same on ranks that have the same norms."""
+        """Whether this norm is a spike, as a bool scalar. Ranks with the same norms get the same answer."""
         median = self.recent.nanmedian()
         deviation = torch.maximum(SCALE * (self.recent - median).abs().nanmedian(), LEAST * median)
         return (norm > median + self.threshold * deviation) & (self.known >= ENOUGH)
 
     def remember(self, norm: Tensor, skipped: Tensor) -> None:
-        """Takes in the norm of a step, unless it was skipped."""
+        """Remembers the norm of a step, unless the step was skipped."""
         here = (self.places == self.known % WINDOW) & ~skipped
         self.recent = torch.where(here, norm, self.recent)
         self.known += ~skipped

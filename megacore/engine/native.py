@@ -1,7 +1,7 @@
-"""The native engine: gradients are summed in fp32; the optimizer's state is whole on every data rank, or a part of it on each.
+"""The native engine sums gradients in fp32. Every data rank has the whole optimizer state, or a part of it.
 
-With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) a step moves as many bytes as without: gradients are
-reduce-scattered while backward runs, each rank updates its part, and the parameters are gathered while the next forward runs.
+With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) gradients are reduce-scattered while backward runs, each rank
+updates its part, and the parameters are gathered while the next forward runs. A step moves as many bytes as without.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from megacore.model.gpt import Stage
 
 
 class NativeEngine(Stepper):
-    """`Engine` over the parameters of a rank's stages (see `protocol`)."""
+    """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
         self.modules, self.mesh, group = stages, mesh, mesh.gradient_group
@@ -44,8 +44,8 @@ class NativeEngine(Stepper):
         )
 
     def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
-        """How much each row of a buffer's ranges counts in the gradient norm. Of ranks that hold the same, each counts its part: so
-        also a row that is wrong on one of them alone is noticed by all."""
+        """The weight of each row of a buffer's ranges in the gradient norm. Ranks that hold the same row each count a part of it, so all
+        notice a row that is wrong on one of them."""
         rows = buffer.row_weights(lambda shard: 1.0 / shard.copies(but=self.divided))
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
@@ -72,7 +72,7 @@ class NativeEngine(Stepper):
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
 
     def behind_step(self) -> None:
-        """See `Stepper`. The update itself rounded the masters into this rank's part of the parameters."""
+        """See `Stepper`. The update has already rounded the masters into this rank's part of the parameters."""
         if self.gatherer is not None:
             self.gatherer.start()
         self.reducer.clear()

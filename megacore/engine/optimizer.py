@@ -1,4 +1,4 @@
-"""The optimizer's side of a step without a host synchronisation: flat buffers, loss scale, learning rate."""
+"""Flat buffers, loss scale and learning rate, for steps without a host synchronisation."""
 
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -17,7 +17,7 @@ ALIGNMENT = 64  # elements: every parameter starts on a boundary that vector loa
 
 @dataclass
 class Slot:
-    """One parameter's place in a buffer."""
+    """One parameter in a buffer."""
 
     name: str
     parameter: nn.Parameter
@@ -43,7 +43,7 @@ class Bucket:
 
     @property
     def completes(self) -> int:
-        """When backward completes its last gradient."""
+        """The position, in backward's order, of the last gradient that completes it."""
         return self.slots[-1].position
 
 
@@ -51,15 +51,17 @@ class Bucket:
 class FlatBuffer:
     """Parameters that are treated alike, laid end to end, so that a step is a few operations on long tensors.
 
-    The model's parameters become views of `values` (compute dtype); gradients accumulate in `gradients` (fp32, or
-    fp64). The optimizer updates `masters`, for each of the buffer's `ranges` that this rank owns: all of it, or with a
-    sharded optimizer its part of every bucket. Masters are `values` itself where that is exact enough.
+    The model's parameters become views of `values` (compute dtype). Gradients accumulate in `gradients` (fp32 or fp64). The optimizer
+    updates `masters` for the `ranges` that this rank owns: the whole buffer, or with a sharded optimizer its part of every bucket.
+    If `values` are exact enough, they are the masters.
     """
 
     chunk: int  # whose last backward completes its gradients
     decay: bool
-    summed_over: tuple[str, ...]  # axes over which gradients are summed, besides those that divide tokens; apart, so that ranks cut alike
-    owners: Group  # the ranks among which every bucket is divided; of one rank: not divided
+    summed_over: tuple[
+        str, ...
+    ]  # axes over which gradients are summed, besides those that divide tokens; one buffer each, so that ranks lay them out alike
+    owners: Group  # the ranks that divide every bucket; a group of one does not divide it
     bucket_bytes: float
     slots: list[Slot] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
@@ -77,14 +79,14 @@ class FlatBuffer:
             self._close()
 
     def _close(self) -> None:
-        """Ends the last bucket on a size that divides among the ranks."""
+        """Pads the last bucket to a size that the owners can divide."""
         bucket = self.buckets[-1]
         unit = ALIGNMENT * self.owners.size
         self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
         bucket.stop = self.size
 
     def part(self, bucket: Bucket) -> slice:
-        """What this rank owns of a bucket."""
+        """The part of a bucket that this rank owns."""
         size = (bucket.stop - bucket.start) // self.owners.size
         return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
 
@@ -101,11 +103,11 @@ class FlatBuffer:
             slot.parameter.data = slot.view(self.values)
         self.ranges = [slice(0, self.size)] if self.owners.size == 1 else [self.part(bucket) for bucket in self.buckets]
         self.rounds = first.dtype != dtype  # whether the parameters are a rounded copy of the masters
-        # Masters are made from the rounded weights: exact, and what a resumed run would see.
+        # Masters are made from the rounded weights, so they are exact, and a resumed run would see the same.
         self.masters = [self.values[r].to(dtype) if self.rounds else self.values[r] for r in self.ranges]
 
     def row_weights(self, weight: Callable[[Shard], float]) -> Tensor:
-        """For each row of `ALIGNMENT` elements the `weight` of the parameter that it belongs to, fp64; 0 in gaps."""
+        """For each row of `ALIGNMENT` elements, the `weight` of its parameter, fp64; 0 in gaps."""
         rows = torch.zeros(self.size // ALIGNMENT, dtype=torch.float64, device=self.values.device)
         for slot in self.slots:
             first = slot.start // ALIGNMENT
@@ -120,7 +122,7 @@ class FlatBuffer:
 
     @property
     def own_gradients(self) -> list[Tensor]:
-        """Of what this rank updates."""
+        """The gradients of the parameters that this rank updates."""
         return [self.gradients[own] for own in self.ranges]
 
     @property
@@ -129,7 +131,7 @@ class FlatBuffer:
         return [self.values[own] for own in self.ranges]
 
     def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[Slot, Tensor, Box]]:
-        """Of tensors that hold something for each element of `ranges`: every parameter's pieces, (slot, view, where it stands).
+        """Every parameter's pieces of `tensors`, which have an element for each of `ranges`: (slot, view, position).
 
         A parameter that this rank owns whole is one piece.
         """
@@ -143,15 +145,15 @@ class FlatBuffer:
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
-    """Of gradients, masters and moments."""
+    """The dtype of gradients, masters and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
 def fill_buffers(stages: Sequence[nn.Module], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()) -> list[FlatBuffer]:
-    """Sorts the parameters of a rank's stages into buffers, last parameter first: the order in which backward completes them.
+    """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
-    `owners`: the ranks among which the optimizer's part is divided. `token_axes`: over which all gradients are summed. What two
-    stages of the rank share belongs to the first of them.
+    `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. A parameter that
+    two stages of the rank share belongs to the first of them.
     """
     owned: dict[nn.Parameter, tuple[int, str]] = {}
     for chunk, stage in enumerate(stages):
@@ -189,7 +191,7 @@ class LossScale:
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """The rate of `step` (from 1) of `steps`: linear warmup, then the schedule.
+    """The learning rate of `step` (from 1) of `steps`: linear warmup, then the schedule.
 
     cosine and linear fall to `min_lr` at `decay_steps` and stay there; wsd holds `lr` and falls linearly over the last
     `decay_steps` (Hu et al. 2024, MiniCPM); constant holds.

@@ -13,12 +13,11 @@ from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
 
 
 class GradientReducer:
-    """Accumulates each parameter's gradient in fp32, and sums buckets over the ranks that see other tokens as they are completed.
+    """Accumulates each parameter's gradient in fp32. Sums each bucket over the ranks that see other tokens as soon as it is complete.
 
-    Buckets start in one fixed order on every rank (collectives must match), that in which backward completes them:
-    one that is completed late must not hold up the others. Buckets that are summed over further axes (tensor ranks) need those
-    first and go last. Where the optimizer is shared, a bucket is reduce-scattered: a rank then has the sum of the part that it
-    updates alone.
+    Collectives must match, so buckets start in one order on every rank: the order in which backward completes them, because a late
+    bucket must not hold up others. Buckets that are summed over further axes (tensor ranks) are summed over these first, and go last.
+    With a sharded optimizer a bucket is reduce-scattered: a rank then has only the sum of the part that it updates.
     """
 
     def __init__(self, buffers: list[FlatBuffer], mesh: Mesh) -> None:
@@ -58,7 +57,7 @@ class GradientReducer:
         self.waiting_for = {id(bucket): len(bucket.slots) for _, bucket in self.buckets}
 
     def arm(self, chunk: int) -> None:
-        """From here on a completed gradient of a chunk is final: its buckets may start."""
+        """Declares that gradients of a chunk that complete from now on are final, so its buckets may start."""
         self.armed.add(chunk)
 
     def _start_ready(self) -> None:
@@ -76,7 +75,7 @@ class GradientReducer:
         self.work.append((all_reduce_start if buffer.owners.size == 1 else reduce_scatter_inside)(gradients, self.group))
 
     def finish(self) -> None:
-        """Starts what is left and waits until every gradient is the global sum."""
+        """Starts the remaining buckets, and waits until every gradient is the global sum."""
         for buffer, bucket in self.buckets[self.next :]:
             self._start(buffer, bucket)
         for work in self.work:
@@ -85,7 +84,7 @@ class GradientReducer:
         self._rearm()
 
     def close(self) -> None:
-        """Lets go of the parameters: Python cannot free a circle that goes through their hooks, which PyTorch holds."""
+        """Removes the hooks from the parameters: Python cannot free a cycle through hooks that PyTorch holds."""
         for hook in self.hooks:
             hook.remove()
 
@@ -97,6 +96,6 @@ class GradientReducer:
 
 
 def sums_first(buffer: FlatBuffer) -> Collection[str]:
-    """The axes over which a buffer's gradients are summed before they are summed over the ranks that see other tokens. The sum
-    between the two copies of tied embeddings is the plan's own action, behind all others."""
+    """The axes over which a buffer's gradients are summed before the sum over ranks that see other tokens. The sum of the two copies
+    of tied embeddings is an action of the plan, after all others."""
     return [axis for axis in buffer.summed_over if axis != "tied"]

@@ -1,7 +1,7 @@
-"""Optimizers as rules over tensors that stay where they are: `optim.kind`. What state each keeps is in `plan/optimizers.py`.
+"""Optimizers, by `optim.kind`, as rules over tensors that stay where they are. `plan/optimizers.py` lists the state of each.
 
-To add one: write a function here that takes what `adamw` takes, enter it in `UPDATES` and its state in `plan.optimizers.RULES`,
-and name it in `Optim.kind` of the schema. Engines, checkpoints, sharding, offload and the planner ask for nothing else.
+To add one, write a function here with the arguments of `adamw`, add it to `UPDATES` and its state to `plan.optimizers.RULES`, and
+name it in `Optim.kind` of the schema. Engines, checkpoints, sharding, offload and the planner need nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from megacore.kernels.dispatch import Implementation
 
 
 class Update(Protocol):
-    """One rank's updates. `updates`, an fp32 scalar on the device, counts the steps that were not skipped."""
+    """Updates one rank's tensors. `updates`, an fp32 scalar on the device, counts the steps that were not skipped."""
 
     updates: Tensor
 
@@ -27,13 +27,13 @@ class Update(Protocol):
 
 @dataclass(frozen=True)
 class Updated:
-    """What one rank updates: flat tensors, as many of the same sizes in each list."""
+    """The tensors that one rank updates: lists of flat tensors, of equal length and sizes."""
 
     masters: Sequence[Tensor]  # fp32 or fp64
     gradients: Sequence[Tensor]
     states: Mapping[str, Sequence[Tensor]]  # by kind, see `plan.optimizers.RULES`
     decay: Sequence[bool]  # whether weight decay applies
-    copies: Sequence[Tensor] | None  # in 16 bits: left as the rounded masters by every step, if the parameters that compute are apart
+    copies: Sequence[Tensor] | None  # 16-bit parameters that compute, if they are not the masters: every step rounds the masters into them
 
 
 def adamw(optim: Optim, tensors: Updated, implementation: Implementation) -> Update:
@@ -55,7 +55,7 @@ def adamw(optim: Optim, tensors: Updated, implementation: Implementation) -> Upd
 class SGD:
     """Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight decay (Loshchilov and Hutter 2019).
 
-    Of each element: ``b = momentum · b + g``, then ``p = (1 - lr · decay) · p - lr · b``. It has one implementation, in PyTorch.
+    For each element: ``b = momentum · b + g``, then ``p = (1 - lr · decay) · p - lr · b``. There is one implementation, in PyTorch.
     """
 
     def __init__(self, optim: Optim, tensors: Updated, implementation: Implementation) -> None:
@@ -72,7 +72,7 @@ class SGD:
         for i, (master, gradient, buffer, decay) in enumerate(zip(self.masters, self.gradients, self.buffers, self.decays, strict=True)):
             gradient = gradient.to(master.dtype)
             moved = self.momentum * buffer + (gradient if scale is None else gradient / scale.to(master.dtype))
-            # A skipped step may have infinite gradients: nothing is multiplied by them.
+            # A skipped step may have infinite gradients, so `where` selects and nothing is multiplied.
             buffer.copy_(torch.where(taken, moved, buffer))
             master.copy_(torch.where(taken, master * (1.0 - lr * decay) - lr * moved, master))
             if self.copies is not None:

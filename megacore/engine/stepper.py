@@ -1,4 +1,4 @@
-"""A step of the engines that are written here: norm, clipping, loss scale and update, without a host synchronisation."""
+"""The step of the native and the fsdp engine: norm, clipping, loss scale and update, without a host synchronisation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ from megacore.plan.optimizers import RULES
 
 
 class Stepper(ABC):
-    """Updates the masters that this rank holds, from their gradients: tensors that stay where they are.
+    """Updates the masters that this rank holds from their gradients. These tensors stay where they are.
 
-    An engine adds how parameters and gradients get there, and what is to be done behind a step and behind loading.
+    An engine adds how parameters and gradients get there, and what happens after a step and after loading.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class Stepper(ABC):
         over: Group,
         copies: Sequence[Tensor] | None = None,
     ) -> None:
-        """`device` computes, and has the figures; masters may rest elsewhere. `decay`: whether weight decay applies, by master.
-        `row_weights`: see `SumOfSquares`, whose result is added up `over` all ranks, so that they decide alike.
-        `copies`: see `rules.Updated`."""
+        """`device` computes, and has the figures; masters may be elsewhere. `decay`: for each master, whether weight decay applies.
+        `row_weights`: see `SumOfSquares`; its result is summed `over` all ranks, so that they decide alike. `copies`: see
+        `rules.Updated`."""
         optim, train = config.optim, config.train
         self.device, self.over, self.clip = device, over, optim.grad_clip
-        kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
-        self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
+        kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # kernels are chosen for the device
+        self.held = {"model": list(masters)}  # by kind of tensor in a checkpoint: one tensor for each master
         self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in RULES[optim.kind].states}
         self.optimizer = UPDATES[optim.kind](optim, Updated(masters, gradients, self.held, decay, copies), kernels)
         self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
-        # Gradients are of the mean over the global batch; the scale starts where its microbatches' own would be 2^16.
+        # Gradients are of the mean over the global batch. The scale starts so that a microbatch's own would be 2^16.
         microbatches = train.global_batch_size // train.micro_batch_size
         self.loss_scale = LossScale(train.precision == "fp16", 2.0**16 * microbatches, device)
         self.skipped = torch.zeros((), device=device, dtype=torch.float64)
@@ -64,13 +64,13 @@ class Stepper(ABC):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The norm of the gradient of the whole model, a replicated or tied parameter counted once; fp64 scalar, scaled.
-        The same bits on every rank."""
+        """The gradient norm of the whole model as an fp64 scalar, with the loss scale. Replicated and tied parameters count once.
+        It has the same bits on every rank."""
         return all_reduce(self.squares().to(self.device), self.over).sqrt()
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
-        """See `Engine`. A step whose loss or gradient is not finite, or whose gradient is a spike, changes nothing but the loss scale."""
+        """See `Engine`. If loss or gradient is not finite, or the norm is a spike, the step changes only the loss scale."""
         self.settle()
         norm = self.grad_norm() / self.loss_scale.value
         overflow = ~norm.isfinite()
@@ -93,11 +93,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def behind_step(self) -> None:
-        """Lets the parameters that compute be what the masters say, and clears the gradients."""
+        """Copies the masters into the parameters that compute, and clears the gradients."""
 
     @abstractmethod
     def behind_loading(self) -> None:
-        """The same for masters that were read, without gradients."""
+        """Copies masters that were just read into the parameters that compute."""
 
     def state(self) -> dict[str, Any]:
         """See `Engine`. Reads the device."""
@@ -118,12 +118,12 @@ class Stepper(ABC):
         self.behind_loading()
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
-        """See `Engine`: for every parameter its master, and what its optimizer keeps of it."""
+        """See `Engine`: every parameter's master and optimizer state."""
         return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()}
 
     @abstractmethod
     def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
-        """This rank's pieces of what `tensors` hold, one for each master, by prefix and name (see `shard.piece_key`)."""
+        """This rank's pieces of `tensors`, one tensor for each master, by prefix and name (see `shard.piece_key`)."""
 
     def close(self) -> None:
         """See `Engine`."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed is handed: the mesh in its words, parameters marked and grouped, a scalar to start backward from."""
+"""What DeepSpeed gets from megacore: its view of the mesh, marked and grouped parameters, a scalar to start backward from."""
 
 import contextlib
 import shutil
@@ -30,7 +30,7 @@ class MeshUnit:
                 setattr(self, f"get_{name}_{what}", lambda answer=answer: answer)
 
     def _process_group(self, group: Group) -> dist.ProcessGroup:
-        """Also of one rank, where ours has none: to DeepSpeed no group is the world."""
+        """A communicator also for one rank, because DeepSpeed takes no group for the world."""
         if group.process_group is not None:
             return group.process_group
         if self.alone is None:
@@ -40,12 +40,12 @@ class MeshUnit:
 
 
 class StartBackward(torch.autograd.Function):
-    """A scalar from which backward starts with a gradient that is known only by then.
+    """A scalar from which backward starts with a gradient that is known only then.
 
-    DeepSpeed's `backward` takes scalars alone. The usual one, ``(output · gradient).sum()``, would keep the output.
+    DeepSpeed's `backward` takes only scalars. The usual scalar, ``(output · gradient).sum()``, would keep the output in memory.
 
     forward      0
-    backward     what `handed` has by then; the scalar's own gradient, DeepSpeed's loss scale, is in it already
+    backward     the content of `handed`; it contains the scalar's own gradient, DeepSpeed's loss scale, already
     """
 
     @staticmethod
@@ -59,18 +59,18 @@ class StartBackward(torch.autograd.Function):
 
 
 class ReleaseViews(nn.Module):
-    """Around ZeRO 3's module: lets what forward keeps of a parameter be found again in backward, not kept.
+    """Wraps ZeRO 3's module so that backward makes views of parameters again, and autograd does not keep them.
 
-    ZeRO 3 gathers a parameter for the time that its module runs, and again for its backward. A view of it that autograd keeps
-    (such as the query, key and value weight as a matrix) would hold the gathered memory from the one to the other.
+    ZeRO 3 gathers a parameter while its module runs, and again for its backward. A view that autograd keeps (such as the query, key
+    and value weight as a matrix) would hold the gathered memory from one to the other.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.inner = [module]  # not registered: its parameters have their names already
+        self.inner = [module]  # not registered: that would rename its parameters
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
-        """What the module returns."""
+        """Runs the module."""
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             return self.inner[0](*args, **options)
 
@@ -90,7 +90,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def mark_parameters(module: nn.Module) -> None:
-    """Tells DeepSpeed what counts in the global norm: split parameters on every tensor rank, others on the first, second copies nowhere."""
+    """Marks what counts in DeepSpeed's global norm: split parameters on every tensor rank, others on the first, second copies nowhere."""
     for parameter in module.parameters():
         shard = shard_of(parameter)
         parameter.model_parallel = parameter.tensor_model_parallel = "tp" in shard.split_over  # type: ignore[attr-defined]
@@ -98,16 +98,16 @@ def mark_parameters(module: nn.Module) -> None:
 
 
 def group_parameters(module: nn.Module, weight_decay: float, mesh: Mesh) -> list[dict[str, Any]]:
-    """Groups of parameters for an optimizer, by what is done with them alike; collective. DeepSpeed makes one flat tensor of each.
+    """Groups parameters that are treated alike, for an optimizer; collective. DeepSpeed makes one flat tensor of each group.
 
-    Those that are summed over tp, or between the end stages, are apart: so the ranks that sum cut them alike.
+    Those that are summed over tp, or between the end stages, have their own groups, so that the ranks that sum divide them alike.
     """
     alike: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
         shard = shard_of(parameter)
         alike[shard.decay, shard.partial_over].append(parameter)
     groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay if decay else 0.0} for (decay, *_), own in alike.items()]
-    # DeepSpeed's norm is one collective over the model's ranks a group: all of them need as many, or they hang.
+    # DeepSpeed's norm is one collective a group, over the model's ranks. All ranks need equally many groups, or they hang.
     count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.group("pp", "tp"), dist.ReduceOp.MAX)
     for _ in range(int(count) - len(groups)):
         largest = max(groups, key=lambda group: len(group["params"]))
@@ -116,20 +116,20 @@ def group_parameters(module: nn.Module, weight_decay: float, mesh: Mesh) -> list
 
 
 def swap_folders(settings: dict[str, Any]) -> list[Path]:
-    """Where the settings let DeepSpeed keep tensors on disk."""
+    """The folders where DeepSpeed keeps tensors on disk under these settings."""
     zero = settings["zero_optimization"]
     offloads = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
     return sorted({Path(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"})
 
 
 def remove_swap_files(folders: list[Path], mesh: Mesh) -> None:
-    """Removes what DeepSpeed leaves behind on disk, and the folders that are empty then; collective."""
+    """Removes files that DeepSpeed leaves on disk, and folders that are empty then; collective."""
     for folder in folders:
         for own in folder.glob(f"zero_stage_3/*/rank{mesh.place.rank}"):
             shutil.rmtree(own)
     if folders:
         mesh.barrier()
     for folder in folders:
-        with contextlib.suppress(OSError):  # another rank was faster, and goes on; or others' files are in it
+        with contextlib.suppress(OSError):  # another rank was faster, or others' files are in it
             for path in [*folder.glob("zero_stage_3/*"), folder / "zero_stage_3", folder]:
                 path.rmdir()

@@ -1,4 +1,4 @@
-"""The master weights and moments that DeepSpeed keeps for a rank, wherever it keeps them, as pieces of logical tensors."""
+"""Presents the master weights and moments that DeepSpeed keeps for a rank as pieces of logical tensors."""
 
 import contextlib
 from collections import defaultdict
@@ -17,10 +17,10 @@ KINDS = {"model/": None, "adam_m/": "exp_avg", "adam_v/": "exp_avg_sq"}  # of te
 
 
 class ZeroState:
-    """This rank's runs of elements of every parameter's master and moments.
+    """This rank's ranges of elements of every parameter's master and moments.
 
-    Stages 1 and 2 lay parameters end to end and cut the whole into a part a data rank; stage 3 cuts every parameter, padded
-    to equal parts; stage 0 cuts nothing.
+    Stages 1 and 2 lay parameters end to end and divide the whole among data ranks. Stage 3 divides every parameter, padded to equal
+    parts. Stage 0 divides nothing.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class ZeroState:
         mesh: Mesh,
         device: str,
     ) -> None:
-        """`zero` is DeepSpeed's wrapper of `optimizer`, `access` its functions for ZeRO 3's partitions (`deepspeed.utils`), `device`
-        where the optimizer's state lives: none (on the device), cpu or nvme."""
+        """`zero`: DeepSpeed's wrapper of `optimizer`. `access`: its functions for ZeRO 3's partitions (`deepspeed.utils`). `device`: where
+        the optimizer's state is: none (on the device), cpu or nvme."""
         self.stage, self.parameters, self.optimizer, self.zero, self.access = stage, parameters, optimizer, zero, access
         self.mesh, self.offloads, self.swaps = mesh, device != "none", device == "nvme"
         self.divided = mesh.token_axes if stage > 0 else ()  # axes over which a rank's part of the state is its own
@@ -49,14 +49,14 @@ class ZeroState:
                 }
 
     def flats(self) -> list[Tensor]:
-        """What AdamW steps: this rank's master weights."""
+        """This rank's master weights, which AdamW updates."""
         if self.stage == 3:
             return list(self.zero.fp32_partitioned_groups_flat)
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @contextlib.contextmanager
     def _swapped_in(self, index: int) -> Iterator[None]:
-        """While entered, one of `flats` and its moments are in memory; on leaving they go back to disk, if they live there."""
+        """A context in which one of `flats` and its moments are in memory. Then they go back to disk, if they live there."""
         swapped = self.swaps and self.zero._swappable_optimizer_subgroup(index)
         if swapped:
             self.zero._optimizer_states_and_gradient_swap_in(index)
@@ -66,7 +66,7 @@ class ZeroState:
 
     @property
     def updates(self) -> float:
-        """How many steps were not skipped."""
+        """The number of steps that were not skipped."""
         return float(self.optimizer.state[self.flats()[0]]["step"])
 
     def set_updates(self, count: float) -> None:
@@ -76,7 +76,7 @@ class ZeroState:
             state["step"] = torch.full_like(state["step"], count) if torch.is_tensor(state["step"]) else int(count)
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
-        """The pieces by name (see `shard.piece_key`), live, in stage 3 perhaps copies."""
+        """The pieces by name (see `shard.piece_key`), not copied; in stage 3 they may be copies."""
         pieces: dict[str, tuple[Tensor, Box]] = {}
         for prefix, kind in KINDS.items():
             for name, parameter in self.parameters.items():
@@ -90,32 +90,32 @@ class ZeroState:
         return pieces
 
     def _held(self, parameter: nn.Parameter, kind: str | None) -> tuple[int, Tensor]:
-        """This rank's run of a parameter's elements, of the master weight (kind None) or a moment: where it starts, and the run."""
+        """This rank's range of a parameter's master weight (kind None) or moment: its start, and its elements."""
         if self.stage == 0:
             return 0, (parameter.data if kind is None else self.optimizer.state[parameter][kind]).view(-1)
         if self.stage < 3:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-            if mapping is None:  # all of it is other ranks'
+            if mapping is None:  # other ranks have all of it
                 return 0, torch.empty(0)
             flat, place = self.optimizer.param_groups[mapping.param_group_index]["params"][0], mapping.hp_fragment_address
             whole = flat.data if kind is None else self.optimizer.state[flat][kind]
             return mapping.lp_fragment_address.start, whole[place.start : place.start + place.numel]
         get = self.access
         held = get.safe_get_local_fp32_param(parameter) if kind is None else get.safe_get_local_optimizer_state(parameter, kind)
-        if self.offloads:  # where there is room for all of them; what was read from disk is in a buffer that is used again
+        if self.offloads:  # copies: values that were read from disk are in a buffer that is used again
             held = held.to("cpu", copy=self.swaps)
         return self.mesh.gradient_group.rank * held.numel(), held.detach()
 
     @torch.no_grad()
     def publish(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
-        """Takes what was copied into the result of `tensors()`, and lets the parameters be what the masters then say."""
+        """Takes over values that were copied into the result of `tensors()`, and copies the masters into the parameters."""
         if self.stage in (1, 2):
             self.zero.update_lp_params()
         elif self.stage == 3:
             self._put_back(tensors)
 
     def _put_back(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
-        """Stage 3: gives DeepSpeed what was read into `tensors`."""
+        """Gives DeepSpeed the values that were read into `tensors`, in stage 3."""
         runs: dict[str, list[Tensor]] = defaultdict(list)
         for key, (tensor, _) in tensors.items():
             runs[logical_name(key)].append(tensor.flatten())
@@ -129,7 +129,7 @@ class ZeroState:
                     self.access.safe_set_local_fp32_param(parameter, held)
                 else:
                     self.access.safe_set_local_optimizer_state(parameter, held, kind)
-        # As DeepSpeed's own step ends.
+        # DeepSpeed's own step ends with this.
         self.zero._partition_all_parameters()
         for i in range(len(self.flats())):
             with self._swapped_in(i):
