@@ -1,1 +1,1 @@
-"""GPT blocks, written parallel once: a single device is the layout 1 × 1 × 1, not another model."""
+"""GPT models, written once in parallel layers: one device is the layout 1 × 1 × 1, and not another model."""

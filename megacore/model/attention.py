@@ -1,4 +1,4 @@
-"""Causal self-attention, its heads split over the tensor ranks; grouped queries, query-key norm and rotary positions."""
+"""Causal self-attention with heads split over the tensor ranks, grouped queries, query-key norm and rotary positions."""
 
 import math
 from typing import Any
@@ -21,10 +21,10 @@ from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one column-parallel layer, the result through a row-parallel one.
+    """Attention between a column-parallel layer, which makes queries, keys and values, and a row-parallel one.
 
     The logical qkv weight is ``[kv_heads, group + 2, head, hidden]``: for each key/value head its `group` query heads,
-    then its key, then its value; cut along kv_heads, so that a tensor rank holds whole groups
+    then its key, then its value. It is split along kv_heads, so a tensor rank holds whole groups
     (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
     """
 
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size))
 
     def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, normed and rotated, keys, likewise, and values, ``[batch, heads, seq, head]``, of the qkv layer's outputs."""
+        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two."""
         if self.query_norm is None and tables is not None:
             return rope_qkv(qkv, *tables, implementation=self.kernels)
         q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
@@ -81,7 +81,7 @@ class Attention(nn.Module):
         return causal_softmax(scores, self.scale, self.kernels if self.implementation == "fused" else "eager") @ v
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`attend` of the latest queries to all keys so far, of which there are more; by sdpa, whatever trains the model."""
+        """`attend` of the latest queries to all keys so far. It always uses sdpa, whatever `model.attention` is."""
         if is_widened(q):
             return self.attend_all(q.float(), k.float(), v.float()).to(q.dtype)
         mask = latest_mask(q.shape[2], k.shape[2], q.device)

@@ -1,8 +1,8 @@
-"""A GPT block: attention and a feed-forward layer, each behind a norm and added to the residual.
+"""A GPT block: attention and a feed-forward layer, each after a norm and added to the residual.
 
-Written parallel once; one device is the layout tp = 1. A new kind of block needs what `Block` has: a constructor from
-the config and the tensor group, ``forward(x, context)`` from ``[tokens, hidden]`` to the same, and parameters made by
-the tensor-parallel layers, so that each carries its `Shard`.
+It is written once in parallel layers; one device is the layout tp = 1. A new kind of block needs what `Block` has: a constructor
+that takes the config and the tensor group, ``forward(x, context)`` from ``[tokens, hidden]`` to the same, and parameters made by
+the tensor-parallel layers, so that each has its `Shard`.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 class FeedForward(nn.Module):
     """Two linear layers around `model.activation`: column-parallel, then row-parallel.
 
-    For swiglu the first weight is ``[2, ffn, hidden]``, cut along ffn: a rank holds gate and up of the same features.
+    For swiglu the first weight is ``[2, ffn, hidden]``, split along ffn: a rank holds gate and up of the same features.
     """
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
@@ -59,7 +59,7 @@ class Block(nn.Module):
         super().__init__()
         model = config.model
         self.index, self.scale = index, model.residual_scale
-        # Each block adds twice to the residual: scaled so that its variance does not grow with depth (GPT-2).
+        # Each block adds twice to the residual. The scale keeps the residual's variance from growing with depth (GPT-2).
         output_std = model.init_std / (2 * model.num_layers) ** 0.5
         self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
         self.attention = Attention(config, group, dtype, device, output_std)
@@ -69,7 +69,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
         branch = self.attention(self.norm1(x), context)
-        if context.dropout == 0.0 and self.scale == 1.0:  # the sum then needs no pass of its own
+        if context.dropout == 0.0 and self.scale == 1.0:  # the next norm then computes the sum
             h, x = self.norm2(branch, x)
         else:
             x = context.add(x, branch, self.scale, self.index, "attention")

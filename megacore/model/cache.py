@@ -1,14 +1,14 @@
-"""Keys and values of the tokens before: with them a pass over one new token costs one token, not the whole text."""
+"""Keeps keys and values of earlier tokens, so that a pass over one new token does not repeat the whole text."""
 
 import torch
 from torch import Tensor, nn
 
 
 class KeyValueCache:
-    """What a stage's attention layers keep of a text while it is written.
+    """The keys and values that a stage's attention layers keep while a text is written.
 
-    Memory for `capacity` positions is taken when a layer first comes by: ``[batch, key/value heads of this rank,
-    capacity, head]`` for its keys, turned by their positions already, and as much for its values.
+    A layer's first call allocates memory for `capacity` positions: ``[batch, key/value heads of this rank, capacity, head]`` for its
+    keys, already rotated by their positions, and as much for its values.
     """
 
     def __init__(self, batch_size: int, capacity: int) -> None:
@@ -29,19 +29,19 @@ class KeyValueCache:
         return keys[:, :, :stop], values[:, :, :stop]
 
     def advance(self, new: int) -> None:
-        """Counts the positions that every layer has been given."""
+        """Counts `new` positions, which every layer has added."""
         self.length += new
 
     def clear(self) -> None:
-        """Begins another text in the same memory."""
+        """Forgets the text, and keeps the memory for another."""
         self.length = 0
 
 
 def latest_mask(new: int, total: int, device: torch.device) -> Tensor | None:
     """The causal mask of the last `new` of `total` positions, ``[new, total]``, True where a query sees a key.
 
-    The last query sees the last key: where ``new < total``, sdpa's own ``is_causal`` would line up the first of both.
-    None for a single query, which sees every key.
+    The last query sees the last key. If ``new < total``, sdpa's own ``is_causal`` would align the first of both instead.
+    Returns None for a single query, which sees every key.
     """
     if new == 1:
         return None

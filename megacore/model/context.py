@@ -1,4 +1,4 @@
-"""What a forward pass knows beside its activations: shapes, positions, and the key of its random numbers."""
+"""The context of a forward pass: shapes, positions, and the key of its random numbers."""
 
 from dataclasses import dataclass
 
@@ -13,21 +13,21 @@ from megacore.rng import key_of
 
 @dataclass(frozen=True)
 class Context:
-    """One microbatch's forward pass. Activations are ``[batch · seq, hidden]``, a sequence after the other."""
+    """The context of one microbatch's forward pass. Activations are ``[batch · seq, hidden]``, one sequence after the other."""
 
     batch_size: int
     seq_len: int
     rope: tuple[Tensor, Tensor] | None  # cos, sin
     group: Group  # the tensor ranks
-    sequence: bool  # whether activations between parallel regions hold this rank's tokens only
+    sequence: bool  # whether activations between parallel regions hold only this rank's tokens
     dropout: float  # 0 in validation
     key: int  # names this microbatch: (seed, step, position in the global batch)
     start: int = 0  # the position of the first token
-    cache: KeyValueCache | None = None  # in generation: what attention keeps of the tokens before
+    cache: KeyValueCache | None = None  # in generation: keys and values of earlier tokens
     kernels: Implementation = "auto"
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
-        """Dropout of ``[tokens, hidden]`` with the mask of (microbatch, site): the same in every layout and recomputation."""
+        """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in every layout and recomputation."""
         return x if self.dropout == 0.0 else self._dropped(x, None, 1.0, site)
 
     def add(self, residual: Tensor, x: Tensor, scale: float, *site: object) -> Tensor:
@@ -35,7 +35,7 @@ class Context:
         return residual.add(x, alpha=scale) if self.dropout == 0.0 else self._dropped(x, residual, scale, site)
 
     def _dropped(self, x: Tensor, residual: Tensor | None, scale: float, site: tuple[object, ...]) -> Tensor:
-        # An element's mask depends on its position in the whole microbatch: a rank that holds some tokens begins further on.
+        # An element's mask depends on its position in the whole microbatch, so a rank that holds some tokens begins at an offset.
         first = self.group.rank * x.numel() if self.sequence else 0
         key = key_of(self.key, *site)
         return bias_dropout_residual(x, None, residual, self.dropout, key, first=first, scale=scale, implementation=self.kernels)

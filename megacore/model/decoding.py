@@ -1,4 +1,4 @@
-"""Token after token over the ranks of a mesh: hidden states go down the pipeline, the chosen token back to all."""
+"""Generates tokens over the ranks of a mesh: hidden states go through the pipeline, and the chosen token goes to all ranks."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,11 +17,10 @@ from megacore.plan.schedule import Plan
 
 
 class Decoder:
-    """One rank's part in writing a text. Every method is collective over the mesh, which has one data rank.
+    """One rank's part in generating a text. Every method is collective over the mesh, which has one data rank.
 
-    The model sees at most `model.max_positions` tokens. A text that grows beyond them goes on
-    from its last half of them, read anew: the cache cannot just forget its oldest token, since every other one's
-    position would change.
+    The model sees at most `model.max_positions` tokens. When a text grows longer, the model reads the last half of them anew and goes
+    on. The cache cannot forget only its oldest token, because the position of every other token would change.
     """
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
@@ -32,7 +31,7 @@ class Decoder:
         self.caches = [KeyValueCache(1, self.config.max_positions) for _ in stages]
 
     def generate(self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None) -> Iterator[int]:
-        """Up to `count` tokens behind `prompt`, as they are chosen, the same on every rank; none after `end`."""
+        """Yields up to `count` tokens after `prompt`, the same on every rank. Stops after the token `end`."""
         assert prompt
         window = self.config.max_positions
         tokens = list(prompt)
@@ -55,7 +54,7 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor | None:
-        """Passes the next tokens of the text through the model; the logits ``[vocab]`` behind the last, None before the last stage."""
+        """Runs the model on the next tokens of the text. Returns the logits ``[vocab]`` of the last; None before the last stage."""
         pp, model = self.mesh.pp, self.config.model
         x, logits = torch.tensor([tokens], device=self.mesh.device), None
         for chunk in sorted(range(len(self.held)), key=self.held.__getitem__):  # in the model's order
@@ -72,7 +71,7 @@ class Decoder:
         return logits
 
     def _agree(self, logits: Tensor | None, sampler: Sampler) -> int:
-        """The last stage's first tensor rank chooses, and tells all."""
+        """Lets the last stage's first tensor rank choose the token, and sends it to all ranks."""
         chooser = self.where[len(self.where) - 1][0] * (self.mesh.world.size // self.mesh.pp.size)
         chosen = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
         if self.mesh.world.rank == chooser:
@@ -82,13 +81,13 @@ class Decoder:
 
 
 def gather_vocabulary(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """Logits over each rank's rows ``[rows]`` → over all, ``[vocab]``. The last rank may have fewer rows than the others."""
+    """Gathers the logits of each rank's rows ``[rows]`` to ``[vocab]``. The last rank may have fewer rows than the others."""
     rows = -(-vocab_size // group.size)
     return all_gather(F.pad(logits, (0, rows - len(logits))), group)[:vocab_size]
 
 
 def share_tokens(tokens: Sequence[int], mesh: Mesh) -> list[int]:
-    """Rank 0's `tokens` on every rank."""
+    """Returns rank 0's `tokens` on every rank."""
     count = torch.tensor([len(tokens)], device=mesh.device)
     buffer = torch.zeros(int(broadcast(count, mesh.world)), dtype=torch.int64, device=mesh.device)
     if mesh.world.rank == 0:

@@ -28,15 +28,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class Stage(nn.Module):
-    """Blocks ``layers`` of a GPT, with the embeddings before the first block and the head behind the last.
+    """Blocks ``layers`` of a GPT, with the embeddings before the first block and the head after the last.
 
-    A parameter's name is the same in every layout (blocks keep their global index), which is what initialisation,
-    checkpoints and comparisons go by. Embeddings shared between two ranks exist twice, under the same name, and the engine
-    sums the two gradients.
+    A parameter has the same name in every layout (blocks keep their global index). Initialisation, checkpoints and comparisons use this
+    name. Two ranks that share embeddings each hold a copy under the same name, and the engine sums the two gradients.
     """
 
     def __init__(self, config: Config, layers: range, group: Group, device: torch.device | str, tied: Group | None = None) -> None:
-        """`tied`: the two ranks that hold the embedding, one of them this, where it is shared between the ends of a pipeline."""
+        """`tied`: the two ranks that share the embedding at the ends of a pipeline, if this is one of them."""
         super().__init__()
         model, train = config.model, config.train
         device, dtype = torch.device(device), DTYPES[train.precision]
@@ -65,14 +64,14 @@ class Stage(nn.Module):
                 block.compile()
 
     def compute_on(self, device: torch.device) -> None:
-        """Moves all but the parameters, which then come to the device when they are used."""
+        """Moves all but the parameters to the device. The engine brings these when they are used."""
         self.device = device
         if self.rope is not None:
             self.rope = (self.rope[0].to(device), self.rope[1].to(device))
 
     @cached_property
     def offload(self) -> ActivationOffload:
-        """Keeps activations in host memory; made when `train.offload_activations` first needs it, for the device that computes."""
+        """The offload of activations to host memory, made when `train.offload_activations` first needs it."""
         return ActivationOffload(self.device)
 
     def _vocabulary(self, dtype: torch.dtype, device: torch.device, tied: Group | None = None) -> VocabParallelEmbedding:
@@ -93,7 +92,7 @@ class Stage(nn.Module):
 
         Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. `key` names the
         microbatch for dropout. The last stage's hidden states go to `loss` or `logits`. With a `cache` the tokens
-        follow those that it holds, and it takes them in.
+        follow those that it holds, and are added to it.
         """
         train = self.config.train
         if self.first:
@@ -134,14 +133,14 @@ class Stage(nn.Module):
 
     @property
     def head_layer(self) -> VocabParallelEmbedding:
-        """Whose weight is this rank's rows of the LM head."""
+        """The layer whose weight is this rank's rows of the LM head."""
         return self.embedding if self.config.model.tie_embeddings else self.head
 
     def scaled_norm(self, x: Tensor) -> Tensor:
-        """The last hidden states as the head takes them."""
+        """The last hidden states, normed and scaled for the head."""
         x = self.norm(x)
         scale = self.config.model.logit_scale
-        return x if scale == 1.0 else x * scale  # the same as on the logits, of which there are many more
+        return x if scale == 1.0 else x * scale  # equal to scaling the logits, which are many more
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least."""
@@ -162,8 +161,8 @@ def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:
 def initialise(module: nn.Module, seed: int) -> None:
     """Fills every parameter by its name and `Shard`: the same logical tensors in every layout and on every device.
 
-    It runs once the module is complete, because only then does a parameter know its full name. On the device `meta`,
-    where a model is built for its names and shapes alone, there is nothing to fill.
+    It runs when the module is complete, because only then are full names known. On the device `meta`, where a model has only names and
+    shapes, there is nothing to fill.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:

@@ -1,4 +1,4 @@
-"""Layer and RMS norm, of the features and of attention's heads. Statistics in fp32 for bf16 and fp16 input (PyTorch's kernels do so)."""
+"""Layer and RMS norms, over features and over attention's heads. Statistics are fp32 for bf16 and fp16 (PyTorch's kernels too)."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class Norm(nn.Module):
 class HeadNorm(nn.Module):
     """RMS norm of every head's features, ``[…, head]``, with one weight for all heads (Dehghani et al. 2023, query-key norm).
 
-    A tensor rank applies the weight to its own heads, so that its gradient is partial, with and without sequence parallelism.
+    A tensor rank applies the weight to its own heads, so its gradient is partial, with and without sequence parallelism.
     """
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""Activations that wait for their backward in host memory, copied while the device computes.
+"""Keeps activations in host memory until their backward, and copies them while the device computes.
 
-What autograd saves is copied out behind the operation that made it, on a stream of its own, and its memory on the device is free
-for the next. Backward, which wants the tensors in about the reverse order, has the next few copied back ahead of their use.
+A separate stream copies each tensor that autograd saves to the host after the operation that made it. Its memory on the device is
+then free. Backward needs the tensors in about the reverse order, so the next few are copied back ahead of their use.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-SMALLEST = 1024  # bytes that are worth a copy
-AHEAD = 8  # tensors that are on their way back at a time: about those of one half of a block
+SMALLEST = 1024  # bytes: a smaller tensor is not worth a copy
+AHEAD = 8  # tensors that are copied back ahead: about those of half a block
 
 
 @dataclass(eq=False)
@@ -21,26 +21,26 @@ class Away:
 
     host: Tensor
     stored: Any  # event: the copy out is done
-    before: "Away | None"  # saved just before this one, so wanted next
-    back: Tensor | None = None  # on the device again, behind the event `loaded`
+    before: "Away | None"  # saved just before this one, so needed next
+    back: Tensor | None = None  # on the device again, after the event `loaded`
     loaded: Any = None
     used: bool = False
 
 
 class ActivationOffload:
-    """The streams of a device, and `around` each forward pass the hooks that use them. On a CPU it makes copies to no avail."""
+    """A device's copy streams, and the hooks that use them around a forward pass. On a CPU it only makes useless copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.module = device, torch.get_device_module(device)
         self.out, self.back = self.module.Stream(), self.module.Stream()
 
     def around(self) -> saved_tensors_hooks:
-        """Enter it around a forward pass."""
+        """A context for a forward pass."""
         latest: Away | None = None
 
         def pack(tensor: Tensor) -> Tensor | Away:
             nonlocal latest
-            # Parameters stay where they are, and where their engine wants them.
+            # Parameters stay where their engine keeps them.
             weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
             if weight or tensor.device != self.device or tensor.nbytes < SMALLEST:
                 return tensor
@@ -71,7 +71,7 @@ class ActivationOffload:
                 away.loaded = self.back.record_event()
 
     def _fetch(self, away: Away) -> Tensor:
-        """The tensor; and has those that will be wanted next on their way."""
+        """Returns the tensor, and begins to copy back those that are needed next."""
         self._load(away)
         following = away.before
         for _ in range(AHEAD):
@@ -88,6 +88,6 @@ class ActivationOffload:
         return tensor
 
     def _keep(self, tensor: Tensor, stream: Any) -> None:
-        """Has the allocator wait for what `stream` does with the tensor by now, before it gives its memory to another."""
+        """Makes the allocator wait for the work of `stream` on the tensor before it uses the memory again."""
         if self.device.type == "cuda":
             tensor.record_stream(stream)

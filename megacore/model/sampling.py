@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Chooses the next token."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ class Sampler:
 
     Args:
         temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: only this many likeliest tokens can be drawn,
-        top_p: and of those only the likeliest that together have this probability (Holtzman et al. 2020, nucleus sampling).
-        seed: of the draws.
-        vocab_size: ids from here on are never drawn: rows of a padded vocabulary, which stand for no text.
+        top_k: only this many likeliest tokens can be drawn.
+        top_p: of these, only the likeliest that together have this probability (Holtzman et al. 2020, nucleus sampling).
+        seed: the seed of the draws.
+        vocab_size: ids from here on are never drawn. They are rows of a padded vocabulary and stand for no text.
     """
 
     def __init__(self, temperature: float, top_k: int, top_p: float, seed: int, vocab_size: int) -> None:
@@ -26,6 +26,8 @@ class Sampler:
             return int(logits.argmax())
         values, ids = logits.topk(min(self.top_k, len(logits)))
         probabilities = (values / self.temperature).softmax(-1)
-        likelier = probabilities.cumsum(-1) - probabilities  # what stands before each; 0 for the first, which so always stays
+        likelier = (
+            probabilities.cumsum(-1) - probabilities
+        )  # the probability of all before each token; 0 for the first, which therefore always stays
         probabilities[likelier >= self.top_p] = 0.0
         return int(ids[probabilities.multinomial(1, generator=self.generator)])

@@ -1,4 +1,4 @@
-"""From tokens to text while they are made."""
+"""Turns tokens into text while they are generated."""
 
 import codecs
 
@@ -6,7 +6,7 @@ from megacore.data.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Text of tokens as they come: a character that several tokens spell appears once it is whole."""
+    """A stream of text from tokens. A character that several tokens spell appears when it is whole."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -17,5 +17,5 @@ class TextStream:
         return self.decoder.decode(self.tokenizer.token_bytes(token))
 
     def end(self) -> str:
-        """What is left of a character that was never completed: U+FFFD, or nothing."""
+        """The rest of the text: U+FFFD for a character that was never completed, or nothing."""
         return self.decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted from its config, and the peaks of known devices.
+"""Counts the floating-point operations of a model from its config, and knows the peaks of devices.
 
 Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads × head size (usually h),
 k = key/value heads × head size.
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 from megacore.config.schema import Config, resolved
 
-# Elementwise work that a stage's ends do besides products, in operations: it matters only to where the layers are cut.
+# Elementwise operations of embedding and loss. They matter only for splitting layers over stages.
 EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
 LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
 
 
 def attention_sizes(config: Config) -> tuple[int, int]:
-    """Features of all query heads, and of all key or value heads."""
+    """The features of all query heads, and those of all key or value heads."""
     return config.model.num_heads * config.head_size, config.kv_heads * config.head_size
 
 
 def attention_flops(config: Config, causal: bool) -> float:
     """Forward operations of scores and weighted values: 2·s·a each; half of both if only the causal triangle is counted.
 
-    Grouping key/value heads changes neither: every query head still meets s keys.
+    Grouping key/value heads changes neither, because every query head still meets s keys.
     """
     return 4 * config.train.seq_len * attention_sizes(config)[0] * (0.5 if causal else 1.0)
 
@@ -32,7 +32,7 @@ def block_flops(config: Config, causal: bool) -> float:
     """Forward operations of one transformer block.
 
     2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
-    feed-forward products, and `attention_flops`. Norms, activations and residuals are not products and not counted.
+    feed-forward products, and `attention_flops`. Norms, activations and residuals are not products, and not counted.
     """
     h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), attention_sizes(config)
     ffn_products = 3 if config.model.activation == "swiglu" else 2
@@ -40,7 +40,7 @@ def block_flops(config: Config, causal: bool) -> float:
 
 
 def head_flops(config: Config) -> float:
-    """Forward operations of the LM head: 2·h·V, tied or not. (The embedding is a lookup: none.)"""
+    """Forward operations of the LM head: 2·h·V, tied or not. (The embedding is a lookup and has none.)"""
     return 2 * config.model.hidden_size * config.model.vocab_size
 
 
@@ -49,8 +49,8 @@ def flops_per_token(config: Config, causal: bool) -> float:
 
     Three, because the backward of a product is two products of the same size: one for the input's gradient, one for the
     weight's. Attention counts the whole s × s square, or with `causal` the half that a causal model needs. Recomputation
-    is not counted (this is the numerator of MFU, not of HFU), nor is what the optimizer does. With full recomputation
-    and `causal=False` the blocks are done 4 times instead of 3, and a batch of B sequences costs the published
+    and the optimizer are not counted (this is the numerator of MFU, not of HFU). With full recomputation
+    and `causal=False` the blocks run 4 times instead of 3, and a batch of B sequences costs the published
     96·B·s·L·h²·(1 + s/6h + V/16Lh) (Narayanan et al. 2021).
     """
     return 3 * (config.model.num_layers * block_flops(config, causal) + head_flops(config))
@@ -76,7 +76,7 @@ class Cost:
 
 
 def layer_cost(config: Config) -> Cost:
-    """What one block really executes, recomputation included. SDPA skips the masked half of attention."""
+    """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention."""
     sdpa = config.model.attention == "sdpa"
     forward = block_flops(config, causal=sdpa)
     return Cost(forward, 2 * forward + recomputed_flops(config, causal=sdpa))
@@ -85,9 +85,9 @@ def layer_cost(config: Config) -> Cost:
 def recomputed_flops(config: Config, causal: bool) -> float:
     """Forward operations that the backward of one block executes a second time, by `train.recompute`.
 
-    A product whose result nobody keeps is not repeated, since PyTorch stops once it has recomputed what backward needs: with `full`
-    that is the last product of the block (the published formulas count it), with `selective` attention's second one. SDPA keeps no
-    scores, so that `selective` repeats no product for it; what its own backward computes again is not counted, as is usual.
+    PyTorch stops when it has recomputed what backward needs, so a product whose result is not kept is not repeated: with `full` the
+    last product of the block (the published formulas count it), with `selective` attention's second product. SDPA keeps no scores, so
+    `selective` repeats no product for it. What SDPA's own backward recomputes is not counted, as is usual.
     """
     model = config.model
     if config.train.recompute == "full":
@@ -98,18 +98,18 @@ def recomputed_flops(config: Config, causal: bool) -> float:
 
 
 def hardware_flops_per_token(config: Config, causal: bool) -> float:
-    """`flops_per_token` and what is recomputed: the numerator of HFU, hardware FLOPs utilisation (Chowdhery et al. 2022, PaLM)."""
+    """`flops_per_token` with recomputation: the numerator of HFU, hardware FLOPs utilisation (Chowdhery et al. 2022, PaLM)."""
     return flops_per_token(config, causal) + config.model.num_layers * recomputed_flops(config, causal)
 
 
 def embedding_cost(config: Config) -> Cost:
-    """What the embedding adds to the first stage: elementwise work, next to nothing."""
+    """The cost of the embedding on the first stage: little elementwise work."""
     work = float(EMBEDDING_OPS_PER_FEATURE * config.model.hidden_size)
     return Cost(work, work)
 
 
 def head_cost(config: Config) -> Cost:
-    """What LM head and loss add to the last stage. They are never recomputed."""
+    """The cost of LM head and loss on the last stage. They are never recomputed."""
     product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
     return Cost(product + loss, 2 * product + loss)
 
@@ -146,7 +146,7 @@ DEVICE_PEAKS: dict[str, dict[str, float]] = {
     "mi300x": {"fp16": 1307.4e12, "bf16": 1307.4e12, "fp32": 163.4e12, "fp64": 163.4e12},
 }
 
-# What `torch.cuda.get_device_name()` calls them. Names must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice
+# Names of `torch.cuda.get_device_name()`, which must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice
 # "A100-SXM4-80GB MIG 1g.10gb" is another device, with another peak.
 DEVICE_NAMES: dict[str, str] = {
     r"tesla v100-sxm2-(16|32)gb": "v100",
@@ -159,7 +159,7 @@ DEVICE_NAMES: dict[str, str] = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak, in operations a second, of a device named as torch or as `DEVICE_PEAKS` names it; None if unknown: never a guess."""
+    """The dense peak in operations a second of a device, by torch's name or that of `DEVICE_PEAKS`. None if unknown: never a guess."""
     name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
     known = next((key for pattern, key in DEVICE_NAMES.items() if re.fullmatch(pattern, name)), name)
     return DEVICE_PEAKS.get(known, {}).get(precision)

@@ -1,9 +1,9 @@
-"""Predicted memory of every rank of the pipeline, the fullest of its tensor ranks, under each engine.
+"""Predicts the memory of every rank of the pipeline, for the fullest of its tensor ranks, under each engine.
 
-Counted are parameters, gradients, optimizer state and the activations that wait for their backward. Not counted are
-what CUDA, NCCL and the allocator keep for themselves and short-lived buffers: leave a tenth of the device or more.
+It counts parameters, gradients, optimizer state and the activations that wait for their backward. It does not count short-lived
+buffers, and what CUDA, NCCL and the allocator keep for themselves: leave a tenth of the device or more.
 
-Bytes a parameter (with `engine.shard_optimizer` the data ranks divide master weights and moments among themselves, and nothing else):
+Bytes a parameter (with `engine.shard_optimizer` the data ranks divide only master weights and moments):
 
 | precision   | parameter | gradient | master weight | two moments | together |
 |-------------|-----------|----------|---------------|-------------|----------|
@@ -11,14 +11,13 @@ Bytes a parameter (with `engine.shard_optimizer` the data ranks divide master we
 | fp32        | 4         | 4        |               | 8           | 16       |
 | fp64        | 8         | 8        |               | 16          | 32       |
 
-With `engine.kind=fsdp` the parameters that are held are the masters themselves (4, or 8), and all of it is divided: 16/N of N data
-ranks (32/N). What is gathered beyond that while blocks are at work is counted apart, as `gathered`; with `engine.cpu_offload` the
-device holds only that.
+With `engine.kind=fsdp` a rank holds only masters (4 bytes, or 8), and everything is divided among N data ranks: 16/N (32/N).
+`gathered` counts what is gathered beyond that while blocks run. With `engine.cpu_offload` the device holds only that.
 
-With `engine.kind=deepspeed` fp32 has masters beside its parameters, 20 bytes in all, unless in stage 0. Of N data ranks each holds
-an N-th of the optimizer state from stage 1 on, of gradients from stage 2 on (in fp32 and fp16 from stage 1), of parameters in
-stage 3, where layers are whole while they are at work; what is offloaded is not on the device. In fp32 a rank also keeps whole, for a
-step, the gradients of the parameters that its part begins and ends in the midst of: not counted.
+With `engine.kind=deepspeed` fp32 has masters beside its parameters, 20 bytes in all, except in stage 0. Each of N data ranks holds
+an N-th of the optimizer state from stage 1 on, of gradients from stage 2 on (in fp32 and fp16 from stage 1), and of parameters in
+stage 3, where layers are whole while they run. Offloaded state is not on the device. Not counted: in fp32 a rank also keeps, for a
+step, the whole gradients of the two parameters in which its part begins and ends.
 
 Bytes of activations: `block_activations`, after Korthikanti et al. 2022.
 """
@@ -39,7 +38,7 @@ SHORTEST_CHUNK = 1024  # tokens, of a chunked loss on a GPU
 
 
 def optimizer_bytes(config: Config) -> int:
-    """Of a parameter: its master weight, where that is not the parameter itself, and what `optim.kind` keeps."""
+    """Bytes a parameter of optimizer state: the state of `optim.kind`, and the master weight if it is not the parameter itself."""
     wide = GRADIENT_BYTES[config.train.precision]
     masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
     return masters + wide * len(RULES[config.optim.kind].states)
@@ -53,28 +52,28 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    gathered: int = 0  # parameters and gradients that are whole only while they are worked with
+    gathered: int = 0  # parameters and gradients that are whole only while they are used
 
     @property
     def held(self) -> int:
-        """What stays from step to step."""
+        """The bytes that stay from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The bytes of all kinds."""
         return self.held + self.activations + self.gathered
 
 
 def block_activations(config: Config, recompute: str) -> int:
     """Bytes that a rank keeps of one block and microbatch until its backward, with a mode of `train.recompute`.
 
-    A token costs, with e bytes an element, in what the tensor ranks share (or, with sequence parallelism, split):
-    4·e·h for the inputs of both norms, of query-key-value and of up; 2·h for the masks of two dropouts; and in what they
-    split: e·(a + 2k) for query, key and value, e·(a + k) more for rotated or normed ones (whose norm adds an fp32 number a
-    head), e·a for attention's output, then for gelu e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu,
-    the product). SDPA adds an fp32 logarithm a head; other attention s scores a head (in low precision unfused, also their
-    softmax in fp32).
+    With e bytes an element, a token costs in tensors that all tensor ranks hold (or, with sequence parallelism, divide):
+    4·e·h for the inputs of both norms, of query-key-value and of up; 2·h for the masks of two dropouts. In tensors that they always
+    divide: e·(a + 2k) for query, key and value; e·(a + k) more if these are rotated or normed (and an fp32 number a head for the
+    norm); e·a for attention's output; for gelu e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu, the
+    product). SDPA adds an fp32 logarithm a head; other attention adds s scores a head (in low precision unfused, also their softmax
+    in fp32).
 
     For a gelu model with learned positions, f = 4h, bf16 and dropout, this is the published 34·s·b·h/t. `selective` leaves
     out the scores and what follows up; `full` keeps only the block's input, e·h.
@@ -98,7 +97,7 @@ def block_activations(config: Config, recompute: str) -> int:
 
 
 def rank_activations(config: Config) -> list[int]:
-    """Bytes of activations on each rank of the pipeline at its peak: what every live forward keeps, and what the one at work adds."""
+    """Peak bytes of activations on each rank of the pipeline: of every live forward, and of the one that runs."""
     model, recompute, layers = config.model, config.train.recompute, stage_layers(config)
     tokens, element = _tokens(config), ELEMENT_BYTES[config.train.precision]
     kept = [len(own) * block_activations(config, recompute) for own in layers]
@@ -138,9 +137,9 @@ def rank_memory(config: Config) -> list[RankMemory]:
 def _fsdp_memory(config: Config) -> list[RankMemory]:
     """`rank_memory` of the fsdp engine.
 
-    Gathered for every pass: the outermost unit (embeddings, positions, final norm, head) all along, of the blocks the one at
-    work, the next, and the buffer that this one arrives in; and gradients of a block, with the buffer in which they are summed.
-    Gathered for a step: everything, and gradients that wait for the last microbatch before they are divided.
+    With `reshard`, gathered at once are: the outermost unit (embeddings, positions, final norm, head) all the time, the block that
+    runs, the next one with its receive buffer, and the gradients of a block with the buffer in which they are summed.
+    Without it everything is gathered for a step, and whole gradients wait for the last microbatch.
     """
     precision, engine = config.train.precision, config.engine
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
@@ -157,13 +156,13 @@ def _fsdp_memory(config: Config) -> list[RankMemory]:
 
 
 def _deepspeed_memory(config: Config) -> list[RankMemory]:
-    """`rank_memory` of the deepspeed engine. Not counted are its buffers, whose sizes the ds_config names."""
+    """`rank_memory` of the deepspeed engine, without its buffers, whose sizes the ds_config gives."""
     precision, data = config.train.precision, config.parallel.data
     assert isinstance(data, int)
     zero = ds_settings(config)["zero_optimization"]
     stage = zero["stage"]
     away = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" for name in ("param", "optimizer")}
-    masters = 4 if precision == "fp32" and stage > 0 else 0  # in 16 bits they are in the table already
+    masters = 4 if precision == "fp32" and stage > 0 else 0  # in 16 bits the table has them already
     divided = {"parameters": stage == 3, "gradients": stage >= 2 or (stage == 1 and precision != "bf16"), "optimizer": stage >= 1}
     shares = {part: data if yes else 1 for part, yes in divided.items()}
     block, layers = block_parameters(config, config.parallel.tensor), config.model.num_layers
@@ -184,5 +183,5 @@ def _tokens(config: Config) -> int:
 
 
 def _shared(config: Config, size: int) -> int:
-    """What a rank holds of something outside the tensor-parallel regions: all of it, or its own tokens."""
+    """The part of an activation outside tensor-parallel regions that a rank holds: all of it, or its own tokens."""
     return -(-size // config.parallel.tensor) if config.parallel.sequence else size

@@ -1,13 +1,13 @@
-"""What is known of each optimizer without a device: `optim.kind` by name. How they update is in `engine/rules.py`."""
+"""The state of each optimizer, by `optim.kind`. Their updates are in `engine/rules.py`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The state that an optimizer keeps beside the master weights: tensors of these kinds, each of its parameter's shape.
+    """The kinds of tensors that an optimizer keeps for each parameter, in the parameter's shape.
 
-    `whole_matrices`: it updates matrices as wholes, so that an engine may not cut one among ranks.
+    `whole_matrices`: it updates whole matrices, so an engine may not divide a matrix among ranks.
     """
 
     states: tuple[str, ...]

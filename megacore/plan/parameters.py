@@ -1,7 +1,7 @@
-"""Every parameter of a model, listed from its config: its shape, and what it is along the tensor ranks.
+"""Lists every parameter of a model from its config: its shape, and how the tensor ranks hold it.
 
-The layers state the same when they are built; a test holds this list to them, name by name. What a rank holds, reduces and saves
-is counted from the list.
+The layers state the same when they are built, and a test compares both, name by name. The planner counts from this list what a rank
+holds, reduces and saves.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from megacore.plan.partition import placement_of, stage_layers
 
 @dataclass(frozen=True)
 class Parameter:
-    """A logical tensor. `dim` is cut over the tensor ranks; without one each holds it whole, and with `partial` has only a part of
+    """A logical tensor. The tensor ranks split its `dim`; without one each holds it whole, and if `partial` each has only a part of
     its gradient."""
 
     name: str
@@ -58,7 +58,7 @@ def norm_list(config: Config, name: str) -> list[Parameter]:
 
 
 def ends_list(config: Config, stage: int) -> list[Parameter]:
-    """The parameters that a stage has besides its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
+    """A stage's parameters outside its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
     model, last = config.model, config.parallel.pipeline * config.parallel.chunks - 1
     vocabulary = (model.vocab_size, model.hidden_size)
     found = [Parameter("embedding.weight", vocabulary, 0)] if stage == 0 or (stage == last and model.tie_embeddings) else []
@@ -71,7 +71,7 @@ def ends_list(config: Config, stage: int) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank of the pipeline holds: so many blocks, and parameters besides."""
+    """The parameters of a rank of the pipeline: those of `blocks` blocks, and others."""
 
     blocks: int
     block: list[Parameter]
@@ -87,7 +87,7 @@ class Held:
 
 
 def held_by(config: Config) -> list[Held]:
-    """What each rank of the pipeline holds; what two of its stages share, once."""
+    """The parameters of each rank of the pipeline. A parameter that two of its stages share counts once."""
     layers, block = stage_layers(config), block_list(config)
     return [
         Held(
@@ -100,7 +100,7 @@ def held_by(config: Config) -> list[Held]:
 
 
 def elements(parameters: Iterable[Parameter], tensor: int = 1) -> int:
-    """How many numbers they are on the fullest of `tensor` ranks."""
+    """The number of elements on the fullest of `tensor` ranks."""
     return sum(parameter.local(tensor) for parameter in parameters)
 
 
@@ -110,7 +110,7 @@ def block_parameters(config: Config, tensor: int = 1) -> int:
 
 
 def parameters(config: Config) -> int:
-    """Logical parameters of the whole model, each counted once: a tied LM head is the embedding."""
+    """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
     last = config.parallel.pipeline * config.parallel.chunks - 1
     ends = {p.name: p for stage in (0, last) for p in ends_list(config, stage)}
     return config.model.num_layers * block_parameters(config) + elements(ends.values())

@@ -1,7 +1,7 @@
-"""What a config asks of the pipeline: its plan, which stages each rank holds, and which layers each stage, chosen by cost.
+"""Makes a config's pipeline plan, and chooses the layers of each stage by their cost.
 
-The embedding stands on the first stage, the final norm, LM head and loss on the last. In a small model the head costs as
-much as several layers, so an even split would leave every stage waiting for the last one.
+The first stage has the embedding, and the last has the final norm, LM head and loss. In a small model the head costs as much as
+several layers, so with an even split every stage would wait for the last one.
 """
 
 import math
@@ -15,19 +15,19 @@ from megacore.plan.schedule import Placement, Plan, build, placement
 
 
 def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float) -> list[range]:
-    """Cuts the layers into `stages` contiguous ranges of at least one that minimise the most expensive stage.
+    """Splits the layers into `stages` contiguous ranges of at least one layer, so that the most expensive stage is cheapest.
 
-    `first_cost` and `last_cost` are what the ends carry besides layers. Of equally good splits the most even one is
-    taken, then the one with the fewest layers on the ends. Every rank finds the same answer.
+    `first_cost` and `last_cost` are the costs of the ends besides layers. Of equally good splits it takes the most even one, then the
+    one with the fewest layers on the ends. Every rank finds the same answer.
     """
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{stages} stages cannot each have one of {num_layers} layers")
     if stages == 1:
         return [range(num_layers)]
-    # Layers are equal, so only the two ends differ. What the worst stage costs says how many layers each may hold at most; the least
-    # such cost that leaves room for all layers is searched for. Within it, the most even split fills all stages to one level.
+    # Layers are equal, so only the two ends differ. A cost of the worst stage limits the layers of each stage; this searches for the
+    # lowest cost that leaves room for all layers. Within these limits the most even split fills all stages to one level.
     middle, counts = stages - 2, range(1, num_layers + 1)
-    extras = (first_cost, last_cost, *([0.0] if middle else []))  # beside layers, of the first stage, the last, and each between them
+    extras = (first_cost, last_cost, *([0.0] if middle else []))  # costs besides layers of the first stage, the last, and those between
 
     def most(worst: float) -> list[int]:
         return [bisect_right(counts, worst, key=partial(_cost, layer_cost, extra)) for extra in extras]
@@ -48,30 +48,30 @@ def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: fl
 
     level = bisect_right(counts, num_layers, key=filled)
     first, last = min(caps[0], level), min(caps[1], level)
-    # What the level leaves over goes to the middle first, then to the last stage: the ends hold as few layers as they can.
+    # Layers above the level go to the middle first, then to the last stage, so that the ends hold as few as possible.
     left = num_layers - filled(level) - (middle if caps[-1] > level else 0)
     if left > 0 and caps[1] > level:
         last, left = last + 1, left - 1
     first += max(0, left)
-    # Where the middle is not even, its later stages take the larger share: they hold fewer activations under 1F1B.
+    # If the middle is uneven, its later stages take more layers: they hold fewer activations under 1F1B.
     rest = num_layers - first - last
     between = [rest // middle + (i >= middle - rest % middle) for i in range(middle)]
     return [range(start, stop) for start, stop in pairwise(accumulate([first, *between, last], initial=0))]
 
 
 def _cost(layer_cost: float, extra: float, layers: int) -> float:
-    """Of a stage with so many layers."""
+    """The cost of a stage with so many layers."""
     return layers * layer_cost + extra
 
 
 def plan_of(config: Config) -> Plan:
-    """What every rank of a resolved config's pipeline does in a step."""
+    """The plan of a step, for every rank of a resolved config's pipeline."""
     parallel = config.parallel
     return build(parallel.schedule, parallel.pipeline, config.num_microbatches, parallel.chunks, tied=config.model.tie_embeddings)
 
 
 def placement_of(config: Config) -> Placement:
-    """Which stages each rank of a resolved config's pipeline holds."""
+    """The stages that each rank of a resolved config's pipeline holds."""
     return placement(config.parallel.schedule, config.parallel.pipeline, config.parallel.chunks)
 
 

@@ -1,6 +1,6 @@
 """Draws a simulated schedule as a chart: one row a stage, one box a forward or backward.
 
-What a long schedule repeats is left out, and said: both of its ends stay large enough to read.
+A long schedule repeats itself. The chart leaves repetitions out, and says so, so that both ends stay large enough to read.
 """
 
 from bisect import bisect_right
@@ -19,7 +19,7 @@ from megacore.plan.simulate import COMPUTE, SENDS, Span, Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FACE = {Op.FORWARD: "#4e8ac9", Op.BACKWARD: "#e6a23c"}  # told apart in greyscale and by the colour-blind
+FACE = {Op.FORWARD: "#4e8ac9", Op.BACKWARD: "#e6a23c"}  # distinct in greyscale and for the colour-blind
 IDLE = "#ededed"
 MARGIN = 2.3  # inches beside the rows, for names and peaks
 MOST_ARROWS = 60  # more of them hide what they should show
@@ -32,7 +32,7 @@ ALIKE = 1e-3  # of a period: those that differ by less are equal
 
 @dataclass(frozen=True)
 class Cut:
-    """Time that is not drawn, in which every stage goes on as before and after: for `fewest` to `most` microbatches, by its rhythm."""
+    """A stretch of time that is not drawn, in which every stage repeats its rhythm, for `fewest` to `most` microbatches."""
 
     start: float
     end: float
@@ -41,13 +41,13 @@ class Cut:
 
 
 class Scale:
-    """From the time of a schedule to that of its picture, without the cuts and with `gap` in the place of each."""
+    """Maps the time of a schedule to the time of its picture, where a `gap` stands for each cut."""
 
     def __init__(self, cuts: list[Cut], gap: float) -> None:
         self.cuts, self.gap = cuts, gap
 
     def __call__(self, time: float) -> float:
-        """Where a moment stands; one that is cut out, at the middle of the mark."""
+        """The position of a moment. One that is cut out is at the middle of the gap."""
         shift = 0.0
         for cut in self.cuts:
             if time >= cut.end:
@@ -61,8 +61,8 @@ class Scale:
         return not any(span.start < cut.end and cut.start < span.end for cut in self.cuts)
 
     def visible(self, start: float, end: float) -> tuple[float, float] | None:
-        """The part of an extent of time that is drawn, in the picture; None if there is none. It reaches over no cut: what is between
-        two cuts is longer than any box."""
+        """The drawn part of a span of time, in the picture's time; None if there is none. It never reaches across a cut, because the
+        time between two cuts is longer than any box."""
         for cut in self.cuts:
             if cut.start <= start < cut.end:
                 start = cut.end
@@ -145,8 +145,8 @@ def counted(number: int, what: str) -> str:
 
 
 def find_cuts(timeline: Timeline, longest: float, gap: float) -> list[Cut]:
-    """What to leave out of a schedule so that it takes `longest`, with `gap` for each cut, or as near to it as what repeats allows: some
-    periods stay before and behind each cut."""
+    """Chooses cuts so that the schedule takes `longest`, with `gap` for each cut, or as near to it as possible: some periods stay
+    before and after each cut."""
     end = max(span.end for row in timeline.spans for span in row if span.action.op in COMPUTE)
     if end <= longest:
         return []
@@ -162,8 +162,8 @@ def find_cuts(timeline: Timeline, longest: float, gap: float) -> list[Cut]:
 
 
 def steady(timeline: Timeline) -> list[tuple[float, float, list[float]]]:
-    """The stretches of time (start, end) in which every stage that does anything repeats it, one microbatch later, in a rhythm that does
-    not change; and the rhythms' periods, which are one in most schedules."""
+    """Finds the stretches of time (start, end) in which every active stage repeats itself, one microbatch later, in a steady rhythm.
+    Returns them with the rhythms' periods, of which most schedules have one."""
     series: dict[tuple[int, Op, int], list[Span]] = defaultdict(list)
     for stage, row in enumerate(timeline.spans):
         for span in row:
@@ -175,7 +175,7 @@ def steady(timeline: Timeline) -> list[tuple[float, float, list[float]]]:
         changes |= {b for a, b, c in zip(times, times[1:], times[2:], strict=False) if abs((c - b) - (b - a)) > ALIKE * (b - a)}
     found = []
     for start, stop in pairwise(sorted(changes)):
-        # Where the rhythm stays the same, two neighbours tell it.
+        # In a steady rhythm two neighbours give the period.
         around = [(times, bisect_right(times, start)) for times in starts]
         periods = [times[i] - times[i - 1] for times, i in around if 0 < i < len(times)]
         if periods:
@@ -184,7 +184,7 @@ def steady(timeline: Timeline) -> list[tuple[float, float, list[float]]]:
 
 
 def mark_cuts(axes: "Axes", scale: Scale, stages: int) -> None:
-    """A white band with dots where time is left out, and how many microbatches with it."""
+    """Draws a white band with dots where time is left out, and writes how many microbatches are missing."""
     for cut in scale.cuts:
         middle = scale((cut.start + cut.end) / 2)
         axes.barh((stages - 1) / 2, scale.gap, left=middle - scale.gap / 2, height=stages, color="white", zorder=3)
@@ -210,7 +210,7 @@ def mark_time(axes: "Axes", scale: Scale, end: float, unit: str) -> None:
 
 
 def write_numbers(axes: "Axes", boxes: list[tuple[int, Span]], scale: Scale, inches_per_time: float, row_height: float) -> None:
-    """The microbatches' numbers in boxes of one kind, in one size, if the narrowest box has room for them; none in a box that is cut."""
+    """Writes microbatches' numbers in boxes of one kind, in one size, if the narrowest box has room. Boxes that are cut get none."""
     digits = max((len(str(span.action.microbatch)) for _, span in boxes), default=1)
     narrowest = min((span.end - span.start for _, span in boxes), default=0.0) * inches_per_time
     points = min(10.0, 72 * 0.7 * row_height, 72 * narrowest / (0.75 * digits))  # a digit is about 0.6 of its size wide
@@ -221,7 +221,7 @@ def write_numbers(axes: "Axes", boxes: list[tuple[int, Span]], scale: Scale, inc
 
 
 def draw_arrows(axes: "Axes", timeline: Timeline) -> None:
-    """Transfers as arrows from sender to receiver, where they take time and are few enough to follow."""
+    """Draws transfers as arrows from sender to receiver, if they take time and are few enough to follow."""
     flights = [(stage, s) for stage, row in enumerate(timeline.spans) for s in row if s.action.op in SENDS and s.end > s.start]
     if len(flights) <= MOST_ARROWS:
         for stage, span in flights:

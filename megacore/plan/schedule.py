@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: what every rank of the pipeline does, in which order.
+"""Pipeline schedules as data: the actions of every rank of the pipeline, in order.
 
-The model is cut into *stages*, numbered from the embedding to the loss. A rank holds one stage or several, its *chunks*; a plan
-says which. A generator (`GENERATORS`) returns the compute actions of every rank. `lower` adds the transfers and reductions. The
-same lowered plan is validated and simulated (`simulate.py`), drawn (`plot.py`) and executed (`runtime.py`): there is no second
-source of the order.
+The model is split into *stages*, numbered from the embedding to the loss. A plan says which stages a rank holds; they are its
+*chunks*. A generator (`GENERATORS`) returns the compute actions of every rank. `lower` adds the transfers and reductions. The same
+lowered plan is validated (`validate.py`), simulated (`simulate.py`), drawn (`plot.py`) and executed (`runtime.py`): nothing else
+decides the order.
 
 To add a schedule: write a generator, add it to `GENERATORS`; the tests validate and run every entry.
 """
@@ -15,7 +15,7 @@ from functools import cached_property
 
 
 class Op(Enum):
-    """What an action does. The runtime has one method an op; the simulator one rule an op."""
+    """The kind of an action. The runtime has one method for each op, and the simulator one rule."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -32,10 +32,10 @@ TRANSFERS = frozenset({Op.SEND_ACTIVATION, Op.RECV_ACTIVATION, Op.SEND_GRADIENT,
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank.
 
     `microbatch` and `chunk` are -1 for reductions. `peer` is the other rank of a transfer. `last` marks
-    the final backward of a chunk: its gradients are complete, so their reduction may start behind it.
+    the final backward of a chunk. Its gradients are then complete, so their reduction may start.
     """
 
     op: Op
@@ -45,12 +45,12 @@ class Action:
     last: bool = False
 
 
-Placement = tuple[tuple[int, ...], ...]  # for every rank, the stage that each of its chunks is
+Placement = tuple[tuple[int, ...], ...]  # for every rank, the stage of each of its chunks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """For every rank of the pipeline, its actions in order, and the stage that each of its chunks is."""
+    """For every rank of the pipeline, its actions in order, and the stage of each of its chunks."""
 
     actions: tuple[tuple[Action, ...], ...]
     placement: Placement
@@ -62,17 +62,17 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.where)
 
 
 def looped(ranks: int, chunks: int = 1) -> Placement:
-    """Stages dealt to the ranks in turn, as often as there are chunks: rank r holds stages r, r + ranks, r + 2·ranks, …"""
+    """Deals stages to the ranks in turn: rank r holds stages r, r + ranks, r + 2·ranks, … for each of its chunks."""
     return tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks))
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    """All forwards, then all backwards in reverse (Huang et al. 2019, GPipe). Holds every microbatch's activations."""
+    """All forwards, then all backwards in reverse (Huang et al. 2019, GPipe). A rank holds every microbatch's activations."""
     assert chunks == 1
     forward = [Action(Op.FORWARD, m, 0) for m in range(microbatches)]
     backward = [Action(Op.BACKWARD, m, 0) for m in reversed(range(microbatches))]
@@ -97,7 +97,7 @@ GENERATORS: dict[str, Callable[[int, int, int], Plan]] = {"gpipe": gpipe, "1f1b"
 
 
 def build(name: str, ranks: int, microbatches: int, chunks: int = 1, *, tied: bool = False) -> Plan:
-    """The lowered plan of a named schedule: what the runtime executes.
+    """The lowered plan of a named schedule, which the runtime executes.
 
     `tied`: the embedding is shared between the first and the last stage.
     """
@@ -105,12 +105,12 @@ def build(name: str, ranks: int, microbatches: int, chunks: int = 1, *, tied: bo
 
 
 def placement(name: str, ranks: int, chunks: int = 1) -> Placement:
-    """Which stages each rank holds under a named schedule, whatever the number of microbatches."""
+    """The stages that each rank holds under a named schedule, for any number of microbatches."""
     return GENERATORS[name](ranks, 1, chunks).placement
 
 
 def forward_only(placement: Placement, microbatches: int) -> Plan:
-    """A lowered plan that only runs forward (validation): every microbatch a stage further at each tick."""
+    """A lowered plan that only runs forward, for validation: at each tick every microbatch moves one stage on."""
     ranks = []
     for stages in placement:
         ticks = sorted((m + stage, -stage, m, chunk) for chunk, stage in enumerate(stages) for m in range(microbatches))
@@ -119,11 +119,10 @@ def forward_only(placement: Placement, microbatches: int) -> Plan:
 
 
 def lower(plan: Plan, *, tied: bool = False) -> Plan:
-    """Adds to compute actions the receives before them, the sends behind them, and the reductions at the end.
+    """Adds receives before compute actions, sends after them, and reductions at the end.
 
-    Between two compute actions all transfers are adjacent, and a maximal run of adjacent transfers is one batch: so what a rank
-    sends forward and what it awaits from there are posted together, and 1F1B cannot deadlock. Chunks of one rank hand over without
-    a message.
+    Between two compute actions all transfers are adjacent, and a maximal run of adjacent transfers is one batch. So a rank's sends to
+    the next stage and receives from it are posted together, and 1F1B cannot deadlock. Chunks of one rank need no message.
     """
     ends = (plan.where[0][0], plan.where[plan.stages - 1][0])
     lowered = []
@@ -150,7 +149,7 @@ def lower(plan: Plan, *, tied: bool = False) -> Plan:
 
 
 def neighbours(plan: Plan, rank: int, chunk: int) -> tuple[int | None, int | None]:
-    """The other ranks that hold the stage before a chunk and the one behind it; None where there is none, or the same rank holds it."""
+    """The ranks with the stage before a chunk and with the one after it. None if there is no such stage, or the same rank holds it."""
     stage = plan.placement[rank][chunk]
     before, after = (plan.where[s][0] if s in plan.where else None for s in (stage - 1, stage + 1))
     return None if before == rank else before, None if after == rank else after

@@ -1,6 +1,6 @@
-"""Predicts what a lowered schedule costs, without a device.
+"""Predicts the time of a lowered schedule, without a device.
 
-`simulate` gives every action a start and an end. It reads the same plan as the runtime, and shares its rule that a maximal run of
+`simulate` gives every action a start and an end. It reads the same plan as the runtime, with the same rule: a maximal run of
 adjacent transfers is one batch, posted together.
 """
 
@@ -16,7 +16,7 @@ REDUCTIONS = frozenset({Op.REDUCE_GRADIENTS, Op.REDUCE_TIED})
 
 
 def message(plan: Plan, rank: int, action: Action) -> tuple[str, int, int]:
-    """What a transfer carries, named alike by sender and receiver: kind, boundary (the stage below it) and microbatch."""
+    """A name for a transfer's content, the same for sender and receiver: kind, boundary (the stage below it) and microbatch."""
     stage = plan.placement[rank][action.chunk]
     kind = "activation" if action.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "gradient"
     boundary = stage if action.op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
@@ -24,7 +24,7 @@ def message(plan: Plan, rank: int, action: Action) -> tuple[str, int, int]:
 
 
 def in_batches(actions: Sequence[Action]) -> list[list[Action]]:
-    """The actions of a rank, each maximal run of adjacent transfers as one batch, anything else alone."""
+    """Groups a rank's actions: each maximal run of adjacent transfers is one batch, and any other action is alone."""
     out: list[list[Action]] = []
     for transfers, group in groupby(actions, key=lambda a: a.op in TRANSFERS):
         run = list(group)
@@ -34,7 +34,7 @@ def in_batches(actions: Sequence[Action]) -> list[list[Action]]:
 
 @dataclass(frozen=True)
 class Span:
-    """An action on the clock. A send spans its flight, a receive the time that its rank waits for it."""
+    """An action with its times. A send lasts until it arrives; a receive lasts while its rank waits."""
 
     action: Action
     start: float
@@ -50,18 +50,18 @@ class Timeline:
 
     @property
     def busy(self) -> list[float]:
-        """Time that each rank computes; transfers do not occupy the device."""
+        """The time that each rank computes. Transfers do not occupy the device."""
         return [sum(s.end - s.start for s in row if s.action.op in COMPUTE) for row in self.spans]
 
     @property
     def makespan(self) -> float:
-        """The longest time from a rank's first start to its last end: what a step costs when steps follow each other."""
+        """The longest time from a rank's first start to its last end, which is a step's time when steps follow each other."""
         compute = [[s for s in row if s.action.op in COMPUTE] for row in self.spans]
         return max(row[-1].end - row[0].start for row in compute)
 
     @property
     def bubble_rate(self) -> float:
-        """Share of the makespan in which a rank is idle, averaged over the ranks (Qi et al. 2023, where all are equal)."""
+        """The fraction of the makespan in which a rank is idle, averaged over the ranks (Qi et al. 2023, where all are equal)."""
         makespan = self.makespan
         return 1 - sum(self.busy) / (len(self.spans) * makespan) if makespan else 0.0
 
@@ -77,7 +77,7 @@ def peak_live(plan: Plan) -> list[int]:
 
 
 def peak_held(plan: Plan, sizes: Sequence[float]) -> list[float]:
-    """For every rank, the most that its live forwards hold at one time, where one of stage i's holds ``sizes[i]``."""
+    """For every rank, the most that its live forwards hold at one time, if one of stage i holds ``sizes[i]``."""
     peaks = []
     for stages, actions in zip(plan.placement, plan.actions, strict=True):
         held = peak = 0.0
@@ -90,10 +90,10 @@ def peak_held(plan: Plan, sizes: Sequence[float]) -> list[float]:
 
 
 def simulate(plan: Plan, forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0) -> Timeline:
-    """Times every action of a valid plan. `forward[i]` and `backward[i]` are what one of stage i's actions costs.
+    """Times every action of a valid plan. One action of stage i takes `forward[i]` or `backward[i]`.
 
-    A message leaves when its batch is posted and arrives `transfer` later; a rank waits for the receives of a batch,
-    not for its sends; reductions are free. Raises `ValueError` if the plan deadlocks.
+    A message leaves when its batch is posted, and arrives `transfer` later. A rank waits for the receives of a batch and not for its
+    sends. Reductions take no time. Raises `ValueError` if the plan deadlocks.
     """
     runs = [in_batches(actions) for actions in plan.actions]
     spans: list[list[Span]] = [[] for _ in runs]

@@ -1,8 +1,8 @@
-"""Predicted traffic: what each rank of the pipeline sends in a step, by group and operation, and how long that takes at least.
+"""Predicts what each rank of the pipeline sends in a step, by group and operation, and how long that takes at least.
 
 Notation: T tokens of a microbatch (b·s), h hidden size, t tensor ranks, d data ranks, Ψ parameters of a rank. A ring moves, of an
-all-reduced tensor of n elements, 2·n·(t-1)/t through every rank (Chan et al. 2007); of a gathered or scattered one, whose whole is n,
-n·(t-1)/t; point to point, n. So, in elements a rank and step:
+all-reduced tensor of n elements, 2·n·(t-1)/t through every rank (Chan et al. 2007); of a gathered or scattered tensor with n elements
+in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 
 | what | sent |
 |---|---|
@@ -12,7 +12,7 @@ n·(t-1)/t; point to point, n. So, in elements a rank and step:
 | pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
 
-and at a step's ends (embedding, head, loss, partial gradients, tied embeddings, the loss, the gradient norm) what `rank_traffic` lists.
+`rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from megacore.plan.simulate import SENDS
 class Transfer:
     """`calls` of one operation over a group in a step, which carry `elements` in all.
 
-    Elements: of the tensor that is reduced; of the whole that is gathered or scattered; of what is sent.
+    Elements are those of the tensor that is reduced or sent, or of the whole that is gathered or scattered.
     """
 
     group: str  # tp, dp, pp, tied (the two ends of the pipeline), loss or norm (all ranks, over which these are summed)
@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank sends in a ring."""
+        """The bytes that this rank sends in a ring."""
         return self.elements * self.element_bytes * ring_share(self.operation, self.size)
 
 
@@ -53,20 +53,20 @@ class Line:
     beta: float
 
     def seconds(self, calls: int, sent_bytes: float) -> float:
-        """Of several calls one after the other."""
+        """The time of several calls, one after the other."""
         return self.alpha * calls + self.beta * sent_bytes
 
 
 def ring_share(operation: str, size: int) -> float:
-    """What a rank sends of each byte that an operation is called with: the factor from algorithm to bus bandwidth."""
+    """The bytes that a rank sends for each byte of an operation: the factor from algorithm to bus bandwidth."""
     rounds = {"all_reduce": 2 * (size - 1) / size, "send": 1.0}
     return rounds.get(operation, (size - 1) / size)
 
 
 def rank_traffic(config: Config) -> list[list[Transfer]]:
-    """What each rank of the pipeline sends in a step of the native engine, on its fullest tensor rank.
+    """The transfers of each rank of the pipeline in a step of the native engine, on its fullest tensor rank.
 
-    Paddings are left out: the native engine lays every parameter on a multiple of 64 elements, and divides buckets evenly.
+    Padding is left out: the native engine aligns every parameter to 64 elements, and divides buckets evenly.
     """
     plan = plan_of(config)
     ends = {rank for stage in (0, plan.stages - 1) for rank in plan.where[stage][:1]}
@@ -81,7 +81,7 @@ def rank_traffic(config: Config) -> list[list[Transfer]]:
 
 
 def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transfer]:
-    """Over tp, in the forward and backward passes of `layers` blocks, and at the ends where the stage has them."""
+    """Transfers over tp, in forward and backward of `layers` blocks, and of the ends that the stage has."""
     t, microbatches, element = config.parallel.tensor, config.num_microbatches, ELEMENT_BYTES[config.train.precision]
     tokens = config.train.micro_batch_size * config.train.seq_len
     again = 1 if config.train.recompute == "full" else 0
@@ -89,7 +89,7 @@ def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transf
     def over_tokens(operation: str, calls: int) -> Transfer:
         return Transfer("tp", operation, t, calls * microbatches * tokens * config.model.hidden_size, element, calls * microbatches)
 
-    # Of each token its logarithm and its target's logit. They are gathered in fp32, under fp64 in fp64.
+    # Each token's logarithm and its target's logit, gathered in fp32, or under fp64 in fp64.
     statistics = Transfer("tp", "all_gather", t, 2 * tokens * t * microbatches * last, max(4, element), microbatches * last)
     if config.parallel.sequence:
         gathers = (6 + 2 * again) * layers + first + 2 * last - (last and config.model.chunked_loss)
@@ -99,18 +99,20 @@ def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transf
 
 
 def _pipeline(config: Config, sends: int) -> Transfer:
-    """Activations to the next stage and gradients to the one before, where another rank holds it."""
+    """Activations sent to the next stage and gradients sent to the one before, if another rank holds it."""
     tokens = config.train.micro_batch_size * config.train.seq_len // (config.parallel.tensor if config.parallel.sequence else 1)
     element = ELEMENT_BYTES[config.train.precision]
     return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
 
 
 def _data(config: Config, held: Held, ties: bool) -> list[Transfer]:
-    """Gradients and parameters over dp, gradients that tensor ranks or the pipeline's ends have in parts, and the norm."""
+    """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends, the loss and the norm."""
     parallel, model = config.parallel, config.model
     d, t, p = int(parallel.data), parallel.tensor, parallel.pipeline
     parameters, gradient = held.elements(t), GRADIENT_BYTES[config.train.precision]
-    calls = max(1, round(parameters * gradient / (config.engine.bucket_mib * 2**20)))  # nearly: matrices and the rest have their own
+    calls = max(
+        1, round(parameters * gradient / (config.engine.bucket_mib * 2**20))
+    )  # approximately: matrices and other parameters have separate buckets
     sharded = config.engine.shard_optimizer and d > 1
     if sharded:
         found = [
@@ -123,7 +125,7 @@ def _data(config: Config, held: Held, ties: bool) -> list[Transfer]:
     if ties:
         rows = -(-model.vocab_size // t) * model.hidden_size
         found.append(Transfer("tied", "all_reduce", 2, rows // (d if sharded else 1), gradient, 1))
-    # Over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the gradient norm.
+    # Summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm.
     found += [Transfer("loss", "all_reduce", t * p * d, 3, 8, 1), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
     return found
 
@@ -137,7 +139,7 @@ def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:
 
 
 def seconds_by_group(transfers: list[Transfer], lines: Mapping[tuple[str, str], Line]) -> dict[str, float]:
-    """Seconds of a step's transfers one after the other, by lines fitted to (group, operation); those without one are left out."""
+    """Seconds of a step's transfers, one after the other, by lines fitted to (group, operation). Transfers without a line are left out."""
     seconds: dict[str, float] = {}
     for transfer in transfers:
         line = lines.get((transfer.group, transfer.operation))

@@ -1,4 +1,4 @@
-"""Proves of a lowered schedule, without a device, that it computes everything once and cannot deadlock."""
+"""Proves that a lowered schedule computes everything once and cannot deadlock, without a device."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from megacore.plan.schedule import TRANSFERS, Action, Op, Plan, neighbours
 from megacore.plan.simulate import COMPUTE, REDUCTIONS, SENDS, in_batches, message
 
-# What must stand before an action of the same microbatch and chunk on the same rank, where the rank has it at all.
+# Ops that must come before an op of the same microbatch and chunk on the same rank, if the rank has them at all.
 NEEDS = {
     Op.FORWARD: (Op.RECV_ACTIVATION,),
     Op.SEND_ACTIVATION: (Op.FORWARD,),
@@ -18,12 +18,11 @@ NEEDS = {
 def validate(plan: Plan, microbatches: int, forward_only: bool = False) -> None:
     """Raises `ValueError`, naming rank and action, unless the lowered plan is complete, ordered, matched and free of deadlock.
 
-    Complete: every stage has one place, and every rank does exactly the actions that `microbatches` through its chunks need, each
-    once. Ordered: receive, compute, send; backward behind its forward; a chunk behind the one whose result it takes over on the
-    same rank; `last` on a chunk's final backward; reductions once, behind every backward. Matched: from one rank to another,
-    messages are received in the order in which they are sent, which is how NCCL pairs them. Deadlock: every batch of transfers
-    waits until all of its peers have posted theirs (a rendezvous, the strictest thing a backend may do; buffered sends only wait
-    less).
+    Complete: one rank holds each stage, and every rank does exactly the actions that `microbatches` need in its chunks, each once.
+    Ordered: receive, compute, send; backward after its forward; a chunk after the chunk of the same rank whose result it takes;
+    `last` on a chunk's final backward; reductions once, after every backward. Matched: a rank receives messages from another in the
+    order in which they are sent, as NCCL pairs them. Free of deadlock under rendezvous, where every batch of transfers waits until
+    all of its peers have posted theirs. No backend waits longer; buffered sends wait less.
     """
     held = sorted(stage for stages in plan.placement for stage in stages)
     if held != list(range(len(held))) or len(plan.placement) != len(plan.actions) or not all(plan.placement):
@@ -107,7 +106,7 @@ def _check_tied(plan: Plan) -> None:
 
 
 def _check_matched(plan: Plan) -> None:
-    """The k-th send from one rank to another must be what the other's k-th receive from it awaits."""
+    """Checks that the k-th send from one rank to another is what the other's k-th receive expects."""
     sent, awaited = defaultdict(list), defaultdict(list)
     for rank, actions in enumerate(plan.actions):
         for action in actions:
@@ -124,14 +123,14 @@ def _check_matched(plan: Plan) -> None:
 
 
 def _check_progress(plan: Plan) -> None:
-    """Runs the plan by rendezvous; raises if it stops before its end."""
+    """Runs the plan under rendezvous. Raises if it stops before its end."""
     runs = [in_batches(actions) for actions in plan.actions]
     position = [0] * len(runs)
     posted: set[tuple[int, Hashable]] = set()
     ends = (plan.where[0][0], plan.where[plan.stages - 1][0])
 
     def meets(rank: int, action: Action) -> tuple[int, Hashable] | None:
-        """The rank that an action waits for, and what both of them post."""
+        """The rank that an action waits for, and the message that both post."""
         if action.op is Op.REDUCE_TIED:
             return ends[rank == ends[0]], "tied embeddings"
         return (action.peer, message(plan, rank, action)) if action.op in TRANSFERS else None
@@ -156,7 +155,7 @@ def _check_progress(plan: Plan) -> None:
 
 
 def describe(action: Action) -> str:
-    """An action in a word or two, for messages."""
+    """An action in words, for messages."""
     if action.op in REDUCTIONS:
         return action.op.value
     return f"{action.op.value} of microbatch {action.microbatch}" + (f", chunk {action.chunk}" if action.chunk else "")

@@ -1,1 +1,1 @@
-"""Tensor-parallel layers, written by hand: each takes the group that it needs."""
+"""Tensor-parallel layers, written by hand. Each takes the group that it needs."""

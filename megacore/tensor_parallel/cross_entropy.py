@@ -18,8 +18,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of every token, ``[tokens]``, in nats, in fp32 (fp64 for fp64).
 
-    `logits` ``[tokens, rows of this rank]``, which are taken over: their gradient comes to lie in their memory; `targets`
-    ``[tokens]`` int64 over the whole vocabulary or `IGNORED`; `first_row` is this rank's first vocabulary row.
+    `logits` are ``[tokens, rows of this rank]``; their gradient overwrites them. `targets` ``[tokens]`` int64 are over the whole
+    vocabulary, or `IGNORED`. `first_row` is this rank's first vocabulary row.
     """
     gather = partial(all_gather, group=group) if group.size > 1 else None
     return cross_entropy(logits, targets, first_row=first_row, gather=gather, ignored=IGNORED, implementation=implementation)
@@ -28,7 +28,7 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, group: Group, sequence: bool, first_row: int, implementation: Implementation = "auto"
 ) -> Tensor:
-    """The sum of the losses of the head's logits ``x · weightᵀ``, of which there are never more than a chunk of tokens.
+    """The sum of the losses of the head's logits ``x · weightᵀ``. Only the logits of one chunk of tokens exist at a time.
 
     `x` ``[tokens, hidden]`` (with `sequence`, this rank's tokens), `weight` ``[rows of this rank, hidden]``.
     """

@@ -10,10 +10,10 @@ from megacore.distributed.shard import Shard, new_parameter, replicated, split
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token vectors, ``[vocab, hidden]`` cut along the vocabulary, in pieces of ``ceil(vocab / ranks)``.
+    """Token vectors ``[vocab, hidden]``, split along the vocabulary into pieces of ``ceil(vocab / ranks)``.
 
-    The last rank's piece may be shorter: nothing is padded, since no collective ever moves vocabulary rows.
-    The same weight serves as the LM head when embeddings are tied; `tied` are the two ranks that hold a copy each, if it is two.
+    The last rank's piece may be shorter. Nothing is padded, because no collective moves vocabulary rows.
+    If embeddings are tied, the weight is also the LM head; `tied` are the two ranks that hold a copy each, if they are two.
     """
 
     def __init__(

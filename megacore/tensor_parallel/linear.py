@@ -1,9 +1,9 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019), with sequence parallelism (Korthikanti et al. 2022).
 
-A column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; a pair of them needs one
-sum over the tensor ranks forward and one backward. With `sequence`, what lies between such pairs is split along
-the tokens, and each sum becomes a reduce-scatter and an all-gather of the same traffic.
-Activations are ``[tokens, features]`` throughout.
+A rank's column-parallel layer has some of the outputs, and its row-parallel layer some of the inputs. A pair of them needs one sum
+over the tensor ranks forward and one backward. With `sequence`, activations between such pairs are split along the tokens, and
+each sum becomes a reduce-scatter and an all-gather, which move as many bytes.
+Activations are always ``[tokens, features]``.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from megacore.distributed.wire import group_called
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x · weightᵀ + bias``, accumulated in fp32 at least, in x's dtype.
+    """``x · weightᵀ + bias`` in x's dtype, accumulated at least in fp32.
 
-    Emulated bf16 on a Zen 3 core: 8 GFLOP/s forward, 1 and 23 backward; through fp32 85, the conversions included.
+    On a Zen 3 core, which emulates bf16: 8 GFLOP/s forward, 1 and 23 backward; through fp32 85, with conversions.
     """
     if is_widened(x):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
@@ -65,7 +65,7 @@ _traced_gradients.register_fake(lambda grad, x, weight, group, sequence: (x.new_
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Tensor ranks share x and each compute their own outputs. T tokens, t ranks, I inputs, O outputs of this rank.
+    """A product of which each tensor rank computes its own outputs from the same x. T tokens, t ranks, I inputs, O outputs of a rank.
 
     forward      y [T, O]  = x [T, I] · wᵀ [I, O] + b [O]     with sequence, x is gathered from [T/t, I]
     grad of x      [T, I]  = sum over ranks of dy [T, O] · w [O, I]   with sequence, reduce-scattered to [T/t, I]
@@ -75,7 +75,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)  # with sequence only this rank's tokens: gathered again in backward
+        ctx.save_for_backward(x, weight)  # with sequence only this rank's tokens, gathered again in backward
         ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
         return linear(all_gather(x, group) if sequence else x, weight, bias)
 
@@ -91,13 +91,13 @@ class _ColumnLinear(torch.autograd.Function):
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
     """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``."""
-    if group.size == 1 and not is_widened(x):  # where it is, autograd would keep fp32 copies
+    if group.size == 1 and not is_widened(x):  # if it is widened, autograd would keep fp32 copies
         return F.linear(x, weight, bias)
     return _ColumnLinear.apply(x, weight, bias, group, sequence)
 
 
 class _ActivationLinear(torch.autograd.Function):
-    """``linear(activation(h), w)`` that keeps h alone and computes the activation again in backward.
+    """``linear(activation(h), w)`` that keeps only h, and computes the activation again in backward.
 
     forward      y [T, O] = activation(h) [T, I] · wᵀ
     grad of h             = gradient through activation of dy [T, O] · w [O, I]
@@ -123,8 +123,8 @@ class _ActivationLinear(torch.autograd.Function):
 class ColumnLinear(nn.Module):
     """``y = x · Wᵀ + b`` with the outputs split over the tensor ranks; returns this rank's outputs.
 
-    `out_shape` names the outputs by one or more dims, of which `dim` is cut: ``(2, ffn)`` cut along 1 holds a gate and
-    an up projection of the same features. The logical weight is ``[*out_shape, in_size]``.
+    `out_shape` arranges the outputs in one or more dims, of which `dim` is split: a piece of ``(2, ffn)``, split along 1, has the gate
+    and the up projection of the same features. The logical weight is ``[*out_shape, in_size]``.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """``y = activation(x) · Wᵀ + b`` with the inputs split over the tensor ranks, which sum their parts.
+    """``y = activation(x) · Wᵀ + b`` with the inputs split over the tensor ranks, which sum their results.
 
-    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added once, after
-    the sum; with sequence parallelism each rank adds it to its own tokens, so its gradient is partial.
+    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added once, after the sum. With
+    sequence parallelism each rank adds it to its own tokens, so its gradient is partial.
     """
 
     def __init__(
