@@ -1,4 +1,4 @@
-"""How far two records are apart. numpy only: the process that compares needs no torch."""
+"""Compares two records. numpy only: the process that compares needs no torch."""
 
 import json
 import math
@@ -11,34 +11,34 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-# Below this part of the largest tensor of its kind, a tensor counts as zero but for rounding: a key's bias, which softmax
-# does not see, has a gradient of exactly that.
+# A tensor below this part of the largest tensor of its kind counts as zero but for rounding. The gradient of a key's bias, which
+# softmax does not see, is such a tensor.
 NOTHING = 1e-6
 
 
-# As they come about in a step; "own …" is what a run should have made of its own numbers, see `replay`.
+# In the order of a step; "own …" are differences from what a run should have made of its own numbers, see `replay`.
 ORDER = (
     "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v", "momentum",
     "own parameter", "direction", "parameter", "valid_loss",
 )  # fmt: skip
-EVIDENCE = ("given", "copy")  # kinds that a record has for its replay alone
+EVIDENCE = ("given", "copy")  # kinds that only the replay of a record uses
 Tensors = dict[str, np.ndarray]
 Places = dict[str, tuple[list[int], list[int]]]  # offset and logical shape
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor or figure on one rank."""
+    """A difference of one tensor or figure on one rank."""
 
     kind: str  # gradient, parameter, adam_m, adam_v, own …, direction; figure for losses and norms
-    step: int  # after whose update a parameter or moment was read; 0: where it starts from
+    step: int  # a parameter or moment was read after its update; 0: at the start
     name: str
     rank: int
-    relative: float  # root mean square of the difference over that of the reference
+    relative: float  # root mean square of the difference, over that of the reference
 
     @property
     def moment(self) -> tuple[int, int]:
-        """When in a run this comes about, to be sorted by."""
+        """When it happens in a run, as a sort key."""
         what = self.name if self.kind == "figure" else self.kind
         return self.step, ORDER.index(what) if what in ORDER else len(ORDER)  # another optimizer may have other moments
 
@@ -65,11 +65,11 @@ class Records:
             self.ranks.append({key: tensor for key, tensor in tensors.items() if key not in self.evidence[-1]})
             self.places.append(json.loads(metadata["places"]))
             self.figures.append(json.loads(metadata["figures"]))
-            self.flights.append(json.loads(metadata.get("flights", "[]")))  # which an older version does not note
+            self.flights.append(json.loads(metadata.get("flights", "[]")))  # an older version does not have them
 
     @cached_property
     def whole(self) -> Tensors:
-        """The logical tensors, laid together from all ranks' pieces."""
+        """The logical tensors, put together from all ranks' pieces."""
         found: Tensors = {}
         for tensors, evidence, places in zip(self.ranks, self.evidence, self.places, strict=True):
             for key, tensor in (*tensors.items(), *evidence.items()):
@@ -79,19 +79,19 @@ class Records:
 
 
 def rms(x: np.ndarray) -> float:
-    """Root mean square; infinite where anything is not finite."""
+    """The root mean square; infinite if anything is not finite."""
     value = math.sqrt(float(np.mean(np.square(x)))) if x.size else 0.0
     return value if math.isfinite(value) else math.inf
 
 
 def relative(apart: np.ndarray, scale: float) -> float:
-    """A difference as a part of `scale`; infinite where either is not finite, and as it is where the scale is zero."""
+    """A difference as a part of `scale`. It is infinite if either is not finite, and unscaled if the scale is zero."""
     value = rms(apart) / (scale or 1.0)
     return value if math.isfinite(value) else math.inf
 
 
 def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
-    """What the difference of each of a rank's tensors is to be held against: its size, or a little of the largest of its kind."""
+    """The scale for the differences of each of a rank's tensors: its size, or a small part of the largest of its kind."""
     sizes = {key: rms(tensor) for key, tensor in tensors.items()}
     largest: dict[str, float] = {}
     for key, size in sizes.items():
@@ -101,13 +101,13 @@ def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def against_reference(layout: Records, reference: Records) -> list[Difference]:
-    """Every tensor and figure of every rank, replicas too, against the one process that `reference` holds."""
+    """Compares every tensor and figure of every rank, replicas too, with the one process in `reference`."""
     whole = reference.ranks[0]
     return pieces_against(layout.ranks, layout.places, whole, scales_of(whole)) + figures(layout, reference)
 
 
 def pieces_against(ranks: Sequence[Tensors], places: Sequence[Places], whole: Tensors, scales: dict[str, float]) -> list[Difference]:
-    """Every rank's pieces against the logical tensors `whole`, each difference as a part of its tensor's scale."""
+    """Compares every rank's pieces with the logical tensors `whole`. Each difference is a part of its tensor's scale."""
     found = []
     for rank, tensors in enumerate(ranks):
         for key, tensor in tensors.items():
@@ -123,15 +123,15 @@ def pieces_against(ranks: Sequence[Tensors], places: Sequence[Places], whole: Te
 
 
 def cut(whole: np.ndarray, offset: list[int], piece: np.ndarray) -> np.ndarray:
-    """The part of a logical tensor where a piece stands (a view)."""
+    """The part of a logical tensor at a piece's position (a view)."""
     where: tuple[Any, ...] = tuple(slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True))
     return whole[(..., *where)]  # a view of a scalar too
 
 
 def rank_by_rank(ours: Records, theirs: Records, *, repeated: bool = False) -> list[Difference]:
-    """Two records of the same layout: the same pieces on the same ranks.
+    """Compares two records of the same layout, which have the same pieces on the same ranks.
 
-    `repeated`: of the same code, so that what is not finite in both alike is no difference.
+    `repeated`: the code is the same too, so equal values that are not finite are no difference.
     """
     found = []
     for rank, (mine, other) in enumerate(zip(ours.ranks, theirs.ranks, strict=True)):
@@ -145,31 +145,31 @@ def rank_by_rank(ours: Records, theirs: Records, *, repeated: bool = False) -> l
 
 
 def logical(key: str) -> str:
-    """What the reference calls the tensor of which a rank has a piece (`shard.piece_key` numbers several)."""
+    """The reference's name for the tensor of a rank's piece (`shard.piece_key` numbers several pieces)."""
     return key.partition("#")[0]
 
 
 def parsed(key: str) -> tuple[str, int, str]:
-    """Kind, step and logical name of what a record holds under `key`."""
+    """The kind, step and logical name in a record's `key`."""
     when, _, name = logical(key).partition("|")
     kind, _, step = when.partition(" ")
     return kind, int(step), name
 
 
 def difference(key: str, rank: int, relative: float) -> Difference:
-    """Of the tensor that a record holds under `key`."""
+    """The difference of the tensor that a record holds under `key`."""
     kind, step, name = parsed(key)
     return Difference(kind, step, name, rank, relative)
 
 
 def minus(a: np.ndarray, b: np.ndarray, repeated: bool) -> np.ndarray:
-    """a − b; with `repeated` 0 where both are infinite alike, or no number."""
+    """a − b. With `repeated` it is 0 where both are the same infinity, or NaN."""
     with np.errstate(invalid="ignore"):
         return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, a - b) if repeated else a - b
 
 
 def figures(layout: Records, reference: Records, repeated: bool = False) -> list[Difference]:
-    """Losses, gradient norms and the validation loss on every rank, against the same rank's or the one process's."""
+    """Compares losses, gradient norms and the validation loss on every rank with those of the same rank or of the one process."""
     found = []
     for rank, by_step in enumerate(layout.figures):
         for step, expected in reference.figures[rank if len(reference.figures) > 1 else 0].items():
@@ -181,7 +181,7 @@ def figures(layout: Records, reference: Records, repeated: bool = False) -> list
 
 
 def missing(layout: Records, reference: Records) -> list[str]:
-    """What the reference has and no rank of the layout, or a layout's part of it leaves out."""
+    """Tensors of the reference that the layout does not have, or has only in part."""
     lacking = []
     for key, whole in reference.ranks[0].items():
         covered = np.zeros(whole.shape, dtype=bool)

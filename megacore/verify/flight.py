@@ -1,6 +1,6 @@
-"""What a rank has under way while it computes: operations that begin in one phase of a step and are waited for in another, or never.
+"""Notes operations that are under way while a rank computes: they begin in one phase of a step and end in another, or never.
 
-Where two runs of a layout differ, one of these was overtaken.
+If two runs of a layout differ, the rank has used the result of one of these too early.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ UPDATE = "optimizer step"  # the phase that `survive.noting` marks
 
 @dataclass
 class Flight:
-    """One operation: from which step and phase to which."""
+    """One operation, with the steps and phases in which it begins and is awaited."""
 
     what: str  # such as "all_reduce over dp"
     first_step: int
@@ -27,7 +27,7 @@ class Flight:
 
 
 class Flights:
-    """While entered, notes what this process begins and where it waits for it."""
+    """A context that notes what this process begins, and where it waits for it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -58,12 +58,12 @@ class Flights:
         setattr(Begun, "wait", self.wait)  # noqa: B010
 
     def spanning(self) -> list[dict[str, Any]]:
-        """What was under way from one phase to another, as JSON has it."""
+        """The operations that were under way from one phase to another, as JSON values."""
         return [asdict(f) for f in self.flights.values() if (f.first_step, f.begun) != (f.last_step, f.awaited)]
 
 
 def in_flight(flights: list[dict[str, Any]], step: int) -> list[str]:
-    """Of `Flights.spanning`, what was under way in a step before its update, in words; what nobody waited for, if there is any."""
+    """Names the operations under way in a step before its update, from `Flights.spanning`; if any were never awaited, only these."""
     before = [f for f in (Flight(**f) for f in flights) if (f.first_step, f.begun == UPDATE) <= (step, False)]
     under_way = [f for f in before if f.last_step is None or step <= f.last_step]
     never = [f for f in under_way if f.last_step is None]

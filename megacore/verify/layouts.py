@@ -1,4 +1,4 @@
-"""Layouts by name: tp2pp2dp2sp is tensor 2 × pipeline 2 × data 2 with sequence parallelism."""
+"""Reads layouts by name: tp2pp2dp2sp is tensor 2 × pipeline 2 × data 2 with sequence parallelism."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DEFAULT = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks along each axis; `one` is the real trainer on one process."""
+    """The number of ranks along each axis. `one` is the real trainer on one process."""
 
     name: str
     tensor: int = 1
@@ -28,11 +28,11 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.tensor * self.pipeline * self.data
 
     def overrides(self) -> list[str]:
-        """As `section.key=value`."""
+        """The layout as overrides `section.key=value`."""
         sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "data")]
         return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}"]
 
@@ -41,7 +41,7 @@ AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
 def parse(name: str) -> Layout:
-    """`tp2pp2dp2sp`, in any order of its parts. Raises `ConfigError` for what is no layout."""
+    """Reads a name such as `tp2pp2dp2sp`, with its parts in any order. Raises `ConfigError` if it names no layout."""
     parts = re.findall(r"(tp|pp|dp)([1-9]\d{0,2})|(sp)", name)
     sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
     sequence = any(sp for *_, sp in parts)
@@ -57,7 +57,7 @@ def parse(name: str) -> Layout:
 
 
 def impossible(layout: Layout, config: Config) -> str | None:
-    """Why a config's structure does not allow the layout, in a few words; None where it does."""
+    """Why the config does not allow the layout, in a few words; None if it does."""
     sizes = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
     try:
         check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)}))

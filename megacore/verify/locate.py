@@ -1,4 +1,4 @@
-"""The first place where a layout parts from one process: module, tensor, microbatch and direction."""
+"""Finds where a layout first differs from one process: module, tensor, microbatch and direction."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from safetensors.numpy import load_file
 from megacore.verify.compare import relative, rms
 
 ORDER = {"forward": 0, "recompute": 1, "backward": 2}
-MAX_INTERLEAVED = 8  # blocks along the features that a rank may hold a part of each: q, k, v; gate, up; …
+MAX_INTERLEAVED = 8  # the most blocks along the features of which a rank may hold a part each: q, k, v; gate, up; …
 
 
 @dataclass(frozen=True)
 class Event:
-    """One tensor that a module took, gave or was given a gradient of. The gradient of an output comes before that of an input."""
+    """One input, output or gradient of a module. The gradient of an output comes before that of an input."""
 
     order: int
     microbatch: int
@@ -26,12 +26,12 @@ class Event:
 
     @property
     def place(self) -> tuple[int, str, str, str, int]:
-        """What is the same in every layout."""
+        """The parts that are the same in every layout."""
         return self.microbatch, self.direction, self.module, self.what, self.visit
 
     def describe(self) -> str:
         """In words."""
-        if self.module in ("logits", "loss"):  # no modules, but places all the same
+        if self.module in ("logits", "loss"):  # places that are no modules
             where, what = "", f"the {self.module}"
         else:
             where, what = f"module {self.module}, ", f"its {self.what}"
@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first event that differs, on which ranks, by how much, and the last one before it that agreed on the same rank."""
+    """The first event that differs, its ranks, the difference, and the last event before it that agreed on the same rank."""
 
     event: Event
     ranks: list[int]
@@ -54,7 +54,7 @@ class Parting:
 
 
 def read(path: Path) -> dict[Event, np.ndarray]:
-    """A rank's trace, in its order."""
+    """Reads a rank's trace, in its order."""
     events = {}
     for key, value in load_file(path).items():
         order, microbatch, direction, module, what, visit = key.split("|")
@@ -63,10 +63,10 @@ def read(path: Path) -> dict[Event, np.ndarray]:
 
 
 def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound: float, *, same_layout: bool = False) -> Parting | None:
-    """Compares the traces in two folders; None where every activation and gradient agrees within `bound`.
+    """Compares the traces in two folders. Returns None if every activation and gradient agrees within `bound`.
 
-    `reference` holds the trace of one process, or with `same_layout` one of each rank. Of what parts, what comes first in
-    the reference counts: forward before backward, by microbatch, then in the order of execution.
+    `reference` holds the trace of one process, or with `same_layout` one for each rank. Of several differences it takes the first in
+    the reference's order: forward before backward, by microbatch, then in the order of execution.
     """
     parted: dict[tuple[int, int, int], tuple[Event, list[int], float, Event | None]] = {}
     for rank in range(world):
@@ -75,7 +75,7 @@ def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound:
         agreed: dict[tuple[int, str], Event] = {}
         for event, value in read(layout / f"trace_{rank}.safetensors").items():
             place = event.place
-            if event.direction == "recompute" and place not in by_place:  # one process keeps what must come out the same again
+            if event.direction == "recompute" and place not in by_place:  # one process keeps the value, which must come out the same
                 place = replace(event, direction="forward").place
             if place not in by_place:
                 continue
@@ -96,10 +96,10 @@ def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound:
 
 
 def apart(value: np.ndarray, whole: np.ndarray, tensor_rank: int, tensor_ranks: int) -> float | None:
-    """How far a rank's tensor is from the part of the whole that it is most like; None if it can be no part of it.
+    """The difference between a rank's tensor and the part of the whole that is most like it; None if no part has its shape.
 
-    A module's activations may be whole on every tensor rank, cut along the tokens or along the features: which it is
-    follows from the shapes, and where the features are interleaved the best fit is taken.
+    Every tensor rank may have a module's activations whole, or split along the tokens or the features. The shapes tell which; if the
+    features are interleaved, the best fit counts.
     """
     scale = max(rms(whole), 1e-12)
     differences = [relative(value - part, scale) for part in parts(whole, value.shape, tensor_rank, tensor_ranks)]
@@ -107,7 +107,7 @@ def apart(value: np.ndarray, whole: np.ndarray, tensor_rank: int, tensor_ranks: 
 
 
 def parts(whole: np.ndarray, shape: tuple[int, ...], rank: int, ranks: int) -> Iterator[np.ndarray]:
-    """Every part of `whole` with a shape that a tensor rank may hold."""
+    """Yields every part of `whole` with this shape that a tensor rank may hold."""
     if whole.ndim != len(shape):
         return
     if whole.shape == shape:

@@ -1,4 +1,4 @@
-"""What a run computes, tensor by tensor, in one file a rank."""
+"""Records what a run computes, tensor by tensor, in one file for each rank."""
 
 import json
 import math
@@ -26,11 +26,11 @@ from megacore.train.trainer import Trainer
 from megacore.verify.flight import Flights
 from megacore.verify.trace import Trace
 
-SPREAD = 0.1  # of what is added to parameters that start constant
+SPREAD = 0.1  # size of the noise that is added to parameters that start constant
 
 
 class Record:
-    """Tensors by kind and logical name with their place in the logical tensor, and the figures of each step."""
+    """Tensors by kind and logical name, with their positions in the logical tensors, and the figures of each step."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.path = folder / f"record_{rank}.safetensors"
@@ -40,14 +40,14 @@ class Record:
         self.flights: list[dict[str, Any]] = []  # see `flight`
 
     def tensors(self, kind: str, values: Mapping[str, tuple[Tensor, Box | Shard]]) -> None:
-        """Adds this rank's pieces, copied as they are now."""
+        """Adds copies of this rank's pieces."""
         for name, (tensor, box) in values.items():
             key = f"{kind}|{name}"
             self.held[key] = tensor.detach().clone().contiguous()
             self.places[key] = [list(box.offset), list(box.global_shape)]
 
     def figures(self, step: int, loss: float | None = None, grad_norm: float | None = None, valid_loss: float | None = None) -> None:
-        """Adds what is measured at a step."""
+        """Adds a step's figures."""
         given = {"loss": loss, "grad_norm": grad_norm, "valid_loss": valid_loss}
         self.by_step.setdefault(str(step), {}).update({name: value for name, value in given.items() if value is not None})
 
@@ -60,7 +60,7 @@ class Record:
 def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: int | None) -> None:
     """One rank of the real trainer, for `train.steps` steps; writes this rank's record to `out`.
 
-    The rank is the environment's, as a launcher sets it. `traced_step`: also writes what every module computes then.
+    The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module computes.
     """
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config
@@ -85,7 +85,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
 
 
 def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
-    """Moves the parameters that start constant away from that; returns the first weights, as far as this rank has them."""
+    """Adds noise to parameters that start constant. Returns this rank's pieces of the first weights."""
     stages, engine = trainer.train_step.stages, trainer.engine
     starts_constant = {name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None}
     tensors = engine.tensors()
@@ -98,7 +98,7 @@ def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
 
 
 def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
-    """All steps, each recorded, and one of them traced."""
+    """Takes and records all steps, and traces one of them."""
     config, mesh, engine, methods = trainer.config, trainer.mesh, trainer.engine, trainer.train_step.runtime.methods
     plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD)}
 
@@ -123,7 +123,7 @@ def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", ou
 
 
 class Evidence:
-    """What a run's own numbers are held against (see `replay`): what backward gave, and what computed."""
+    """Collects what `replay` needs: the gradients that backward gave, and the parameters that computed."""
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
         self.mesh = mesh
@@ -139,16 +139,16 @@ class Evidence:
         self.sums[name].add_(gradient)
 
     def take(self, step: int) -> None:
-        """Behind the last backward pass of a step, before its update."""
+        """Takes a step's evidence, after its last backward pass and before its update."""
         self.given[step] = {name: total.clone() for name, total in self.sums.items()}
         self.copies[step] = self._copies()
         for total in self.sums.values():
             total.zero_()
 
     def write(self, record: Record) -> None:
-        """Sums over ranks, only now, so as not to hold up what a run does at the same time; collective."""
+        """Sums over ranks and writes; collective. It comes last, so that it does not disturb the timing of the run."""
         shards = {name: shard_of(parameter) for name, parameter in self.parameters.items()}
-        self.copies[len(self.given) + 1] = self._copies()  # that validated
+        self.copies[len(self.given) + 1] = self._copies()  # the parameters that validated
         for step, held in self.copies.items():
             record.tensors(f"copy {step}", {name: (copy, shards[name]) for name, copy in held.items()})
         for step, given in self.given.items():
@@ -164,9 +164,9 @@ class Evidence:
 
 
 def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What is added to a logical tensor that starts constant (a bias, a norm): zeros and ones hide many a mistake.
+    """Noise for a logical tensor that starts constant (a bias, a norm), because zeros and ones hide mistakes.
 
-    Rounded so that the sum is exact in `dtype`.
+    It is rounded so that the sum is exact in `dtype`.
     """
     size = math.prod(shape)  # 1 for a scalar
     whole = normal_slice(("verify", name), (size,), SPREAD, 0, 0, size).view(shape)
@@ -174,5 +174,5 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def box_slices(box: Box | Shard) -> tuple[slice, ...]:
-    """Where a piece stands, to index the logical tensor with."""
+    """The slices at which a piece is in its logical tensor."""
     return tuple(slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True))

@@ -1,10 +1,10 @@
-"""The training steps written out plainly, in fp64, on one process: what every layout must compute.
+"""Does the training steps in plain code, in fp64, on one process. Every layout must compute the same.
 
-No mesh, no schedule, no engine, no loader: the whole model, one microbatch after the other, PyTorch's own cross entropy, AdamW as
-its paper has it, the rate and the rule of weight decay written once more, and tokens read from the file as numbers. Attention is
-computed as the formula has it (`model.attention=eager`), without recomputation or offload.
+It has no mesh, schedule, engine or loader. It runs the whole model on one microbatch after the other, with PyTorch's cross entropy,
+AdamW as in its paper, its own learning rate and rule of weight decay, and tokens read from the file as numbers. It computes
+attention by the plain formula (`model.attention=eager`), without recomputation or offload.
 
-Shared with the layouts is what follows, and other tests hold it against something independent:
+It shares the following with the layouts, and other tests compare these parts with something independent:
 
 - the model's forward pass, and with it how dropout turns a key into a mask (tests/unit/test_model.py, test_dropout_kernel.py);
 - the initial weights as a function of names (tests/unit/test_rng.py, test_model.py);
@@ -31,7 +31,7 @@ from megacore.verify.record import Record, noise
 from megacore.verify.replay import decays, rate
 from megacore.verify.trace import Trace
 
-# Over the case's config: whatever has a plainer equal. `worker.py` applies it.
+# Overrides of the case's config that choose the plainest way to compute. `worker.py` applies them.
 PLAIN = (
     "train.precision=fp64",
     "train.recompute=none",
@@ -60,7 +60,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
 
     corpus, length = tokens_of(config.data.train), train.seq_len
-    count = (len(corpus) - 1) // length  # samples in an epoch, of which a proof needs no second
+    count = (len(corpus) - 1) // length  # samples in an epoch: a proof needs only one
     order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
     for step in range(1, train.steps + 1):
         loss = 0.0
@@ -77,7 +77,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 trace.enter(index, "backward")
                 share.backward()
                 loss += share.item()
-        # What no loss depends on has no gradient, and decays all the same.
+        # A parameter on which no loss depends has no gradient, and decays nevertheless.
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
         record.figures(step, loss, norm)
@@ -97,7 +97,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
 
 
 def direction(optim: Optim, step: int, g: Tensor, held: dict[str, Tensor]) -> Tensor:
-    """What a parameter with gradient `g` goes against, at a rate of one; takes `g` into what the optimizer keeps of it."""
+    """The update of a parameter with gradient `g`, at a rate of one and before its sign. Also updates the optimizer's state `held`."""
     if optim.kind == "sgd":
         return held["momentum"].mul_(optim.momentum).add_(g)
     first = held["adam_m"].lerp_(g, 1 - optim.beta1) / (1 - optim.beta1**step)
@@ -106,7 +106,7 @@ def direction(optim: Optim, step: int, g: Tensor, held: dict[str, Tensor]) -> Te
 
 
 def tokens_of(prefix: object) -> np.ndarray:
-    """A corpus of the proof, int64: `write_case` writes 16-bit numbers and no header."""
+    """Reads a corpus of the proof as int64. `write_case` writes 16-bit numbers without a header."""
     return np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
 
 
@@ -123,5 +123,5 @@ def validate(model: Stage, corpus: np.ndarray, seq_len: int) -> float:
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Shard]]:
-    """Tensors that are not cut, each with the record that says so."""
+    """Whole tensors, each with a `Shard` that says so."""
     return {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""What a layout in 16 bits should have made of its own numbers: sums, norm, moments, updates and rounded copies, replayed in fp64.
+"""Replays in fp64 what a 16-bit layout should have made of its own numbers: sums, norm, moments, updates and rounded copies.
 
-Rounding in bf16 hides much behind a few per cent. But only the model computes in bf16: gradients are summed, and masters updated, in
-fp32, so each of these steps, taken by itself from the numbers that the same run had before it, must agree to fp32's precision.
-numpy only, as `compare`.
+Errors of a few per cent from bf16 hide many mistakes. But only the model computes in bf16: gradients are summed and masters updated
+in fp32. So each of these operations, repeated alone on the numbers that the same run gave it, must agree to fp32's precision.
+numpy only, like `compare`.
 """
 
 import math
@@ -15,16 +15,16 @@ from megacore.config import Config
 from megacore.config.schema import Optim, resolved
 from megacore.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
 
-# fp32 rounds to 2^-24. A sum over microbatches and ranks rounds up to some dozen times, a moment or an update less often; the same
-# in bf16 would be off by 2^-9 at the first addition. Half way between, in powers of two.
+# fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an update less often. In bf16
+# the first addition would err by 2^-9. This bound is half way between, in powers of two.
 EXACT = 2.0**-16
-# An update is measured by its own size, but a master cannot hold it more exactly than a few units of its last place: four times
-# 2^-24 of the master, which this part of it adds to the size that `EXACT` is held against.
+# An update's error is relative to its own size, but a master can hold it only to a few units of its last place: four times 2^-24
+# of the master. So this part of the master is added to the size of which `EXACT` is a part.
 HELD = 2.0**-6
 
 
 def rate(optim: Optim, step: int, steps: int) -> float:
-    """The learning rate of `step` (from 1) of `steps`, written once more."""
+    """The learning rate of `step` (from 1) of `steps`, independent of the engine's code."""
     decay_steps = resolved(optim.decay_steps)
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -40,22 +40,22 @@ def rate(optim: Optim, step: int, steps: int) -> float:
 
 
 def decays(name: str, dims: int) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases, whatever a parameter's record says."""
+    """Whether weight decay applies: to matrices, not to norms and biases. It does not ask the parameter's record."""
     return dims > 1 and not name.endswith("bias")
 
 
 class Replay:
-    """The differences of a run from what its own records lead to."""
+    """Compares a run with what follows from its own records."""
 
     def __init__(self, run: Records, config: Config, names: list[str]) -> None:
         self.run, self.config, self.names = run, config, names
         self.held = run.whole
-        self.exact: dict[str, np.ndarray] = {}  # what should be held, under the names of what is
+        self.exact: dict[str, np.ndarray] = {}  # what should be held, under the same names
         self.scales: dict[str, float] = {}
         self.found: list[Difference] = []
 
     def differences(self) -> list[Difference]:
-        """All of them, under kinds that begin with "own"; empty where an engine kept no evidence."""
+        """All differences, of kinds that begin with "own". There are none if the engine kept no evidence."""
         if not any(self.run.evidence):
             return []
         for step in range(1, self.config.train.steps + 1):
@@ -66,7 +66,7 @@ class Replay:
         return [*self.found, *(replace(d, kind=f"own {d.kind}") for d in apart), *self._copies()]
 
     def _sums(self, step: int) -> None:
-        """Gradients are the sum of what each microbatch's backward gave; the norm is theirs."""
+        """Checks that gradients are the sum of what each microbatch's backward gave, and that the norm is theirs."""
         keys = [f"gradient {step}|{name}" for name in self.names]
         given = {key: self.held[key.replace("gradient", "given", 1)] for key in keys}
         self.exact |= given
@@ -78,7 +78,7 @@ class Replay:
         self.norm = norm
 
     def _moments_and_update(self, step: int) -> None:
-        """AdamW, from the recorded gradients, moments and masters of the same run."""
+        """Checks AdamW, from the recorded gradients, moments and masters of the same run."""
         optim, steps = self.config.optim, self.config.train.steps
         clip = min(1.0, optim.grad_clip / (self.norm + 1e-6)) if optim.grad_clip else 1.0
         lr = rate(optim, step, steps)
@@ -99,7 +99,7 @@ class Replay:
             self.scales[key] = size + HELD * rms(self.exact[key])
 
     def _copies(self) -> Iterator[Difference]:
-        """What computes in a step is the masters of the step before, rounded: bit by bit."""
+        """Checks that the parameters of a step are the rounded masters of the step before, bit by bit."""
         for rank, (tensors, places) in enumerate(zip(self.run.evidence, self.run.places, strict=True)):
             for key, tensor in tensors.items():
                 kind, step, name = parsed(key)
@@ -111,7 +111,7 @@ class Replay:
 def cancelled(reference: Records, optim: Optim, names: list[str]) -> dict[tuple[int, str], float]:
     """By step and parameter, the size that the first moment would have if its gradients were unrelated, over the size that it has.
 
-    The second moment knows no signs, so it tells. At least 1; where there is no moment at all, infinite.
+    The second moment has no signs, so it shows that size. The result is at least 1, and infinite if there is no moment at all.
     """
     found, step, held = {}, 1, reference.whole
     while f"adam_m {step}|{names[0]}" in held:
@@ -124,10 +124,10 @@ def cancelled(reference: Records, optim: Optim, names: list[str]) -> dict[tuple[
 
 
 def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float) -> Iterator[Difference]:
-    """1 − the cosine between a run's update of each parameter and fp64's, over the elements that stand clear of rounding.
+    """1 − the cosine between a run's update of each parameter and fp64's, over the elements that rounding does not decide.
 
-    Adam's update is little more than a sign, and rounding decides the sign of what is small: `clear` is the part that an element's
-    first moment must have of the root mean square that all would have without cancellation.
+    Adam's update is little more than a sign, and rounding decides the sign of small elements. An element counts if its first moment
+    is at least the part `clear` of the root mean square that all would have without cancellation.
     """
     held, expected = run.whole, reference.whole
     for (step, name), ratio in cancelled.items():
@@ -142,6 +142,6 @@ def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str]
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Numbers of fp32 rounded to bf16, to the nearest and in a tie to even; fp64 as all that is compared."""
+    """Rounds fp32 numbers to bf16, to the nearest and in a tie to even. Returns fp64, as all compared numbers are."""
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A proof as a table, parameters × layouts, and a verdict in words."""
+"""Prints a proof: a table of parameters × layouts, and a verdict in words."""
 
 import sys
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from megacore.verify.bounds import BF16_FACTOR
 from megacore.verify.run import Proof, Result
 
 FIGURES = ("loss", "grad_norm", "valid_loss")
-WIDTH = 140  # where there is no terminal to ask
-# What is wrong where no activation is, by what differs first.
+WIDTH = 140  # if there is no terminal
+# What is wrong if no activation is, by what differs first.
 CAUSES = {
     "start": "initialisation depends on the layout: first {name}",
     "loss": "every activation agrees; the sum of the losses over microbatches or ranks does not",
@@ -32,7 +32,7 @@ CAUSES = {
     "valid_loss": "training agrees; the validation loss does not",
 }
 ONE_SIDED = "there is a {kind} of {name}, which what it is compared with has not"
-MOST_NAMES = 5  # of tensors that differ, told one by one
+MOST_NAMES = 5  # tensors that differ and are named
 
 
 def cell(result: Result, name: str, figure: bool) -> str:
@@ -48,7 +48,7 @@ def cell(result: Result, name: str, figure: bool) -> str:
 
 
 def tables(proof: Proof, width: int) -> Iterator[Table]:
-    """Every parameter and figure in every layout that the config allows, as many layouts beside one another as fit in `width`."""
+    """Tables of every parameter and figure in every possible layout. Each has as many layouts as fit in `width`."""
     results = [result for result in proof.results if result.impossible is None]
     room = width - max(map(len, (*FIGURES, *proof.names))) - 2
     while results:
@@ -67,7 +67,7 @@ def tables(proof: Proof, width: int) -> Iterator[Table]:
 
 
 def explain(result: Result) -> Iterator[str]:
-    """What is wrong with a layout, first things first."""
+    """Says what is wrong with a layout; the most important comes first."""
     name = result.layout.name
     if result.failure is not None:
         yield f"{name} failed: {result.failure}"
@@ -98,7 +98,7 @@ def explain(result: Result) -> Iterator[str]:
 
 
 def verdict(proof: Proof) -> str:
-    """The last line."""
+    """The last line of a report."""
     ran = [result for result in proof.results if result.impossible is None]
     wrong = [result.layout.name for result in ran if not result.equal]
     what = f"{len(proof.names)} parameters, their gradients and moments, losses and norms"
@@ -116,7 +116,7 @@ def verdict(proof: Proof) -> str:
 
 
 def show(proof: Proof) -> None:
-    """Prints all of it."""
+    """Prints the whole report."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     for table in tables(proof, console.width):
         console.print(table)

@@ -1,4 +1,4 @@
-"""The proof from start to end: a small case, the reference, every layout, and a search where one is found to differ."""
+"""Runs a proof: makes a small case, runs the reference and every layout, and locates differences."""
 
 import contextlib
 import shutil
@@ -26,7 +26,7 @@ Key = tuple[str, int, str]  # kind, step, name
 
 @dataclass(frozen=True)
 class Options:
-    """What to prove."""
+    """The options of a proof."""
 
     config: str
     overrides: list[str]
@@ -38,20 +38,20 @@ class Options:
 
 @dataclass(frozen=True)
 class Race:
-    """Two runs of one layout that differ: where first, and what was under way then."""
+    """A difference between two runs of one layout: where it is first, and what was under way then."""
 
     difference: Difference
     in_flight: list[str]
-    checkout: Path | None  # whose code it is, of two that are compared
+    checkout: Path | None  # the one of two compared checkouts whose code it is
 
 
 @dataclass
 class Result:
-    """What was found of one layout."""
+    """The findings about one layout."""
 
     layout: Layout
     differences: dict[Key, Difference] = field(default_factory=dict)  # the worst rank's, by key
-    beyond: list[Difference] = field(default_factory=list)  # those beyond their bound, in the order of a run
+    beyond: list[Difference] = field(default_factory=list)  # differences beyond their bound, in the order of a run
     missing: list[str] = field(default_factory=list)
     failure: RankFailed | None = None
     impossible: str | None = None
@@ -60,13 +60,13 @@ class Result:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing speaks against the layout."""
+        """Whether the layout has no fault."""
         return self.failure is None and not self.beyond and not self.missing
 
 
 @dataclass
 class Proof:
-    """All results, and what they are about."""
+    """All results of a proof."""
 
     options: Options
     names: list[str]  # parameters, in the model's order
@@ -74,19 +74,19 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """The verdict."""
+        """Whether all layouts are equal, and at least one was possible."""
         return all(result.equal for result in self.results) and any(result.impossible is None for result in self.results)
 
 
 def prove(options: Options, told: Callable[[Result], None] = lambda _: None, workers: Workers | None = None) -> Proof:
-    """Runs everything; `told` hears of each layout when it is done. Raises `ConfigError` for what the user got wrong.
+    """Runs a proof. `told` is called with each layout's result. Raises `ConfigError` if the user got something wrong.
 
-    `workers` of this checkout may be given, and live on; else they are started and ended here.
+    `workers` of this checkout may be given, and are kept; otherwise they are started and ended here.
     """
     user = load_whole(options.config, options.overrides)
     layouts = list(options.layouts)
     if options.precision != "fp64" and options.against is None and all(layout.world > 1 for layout in layouts):
-        layouts.append(Layout("one"))  # what others are measured by is itself to be right
+        layouts.append(Layout("one"))  # others are measured by it, so it must be right too
     reasons = {layout.name: impossible(layout, user) for layout in layouts}
     possible = [layout for layout in layouts if reasons[layout.name] is None]
     if not possible:
@@ -133,12 +133,12 @@ class Prover:
         return [key.partition("|")[2] for key in self.reference.places[0] if key.startswith("parameter 0|")]
 
     def when(self, difference: Difference) -> tuple[int, int, int]:
-        """Sorts differences as they come about in a run, and then as the model is written."""
+        """A sort key: the order of a run, and then the order of the model."""
         name = difference.name
         return *difference.moment, self.order.index(name) if name in self.order else -1
 
     def examine(self, layout: Layout) -> Result:
-        """Runs a layout and, where it differs, finds out where first."""
+        """Runs a layout. If it differs, finds out where it differs first."""
         result, theirs = Result(layout), None
         try:
             ours = self.alone if self.alone is not None and layout.world == 1 else self._run(self.workers, layout.name, layout)
@@ -159,20 +159,20 @@ class Prover:
         return result
 
     def _apart(self, run: Records) -> list[Difference]:
-        """What a run differs by from fp64 on one process."""
+        """The differences between a run and fp64 on one process."""
         found = against_reference(run, self.reference)
         if self.options.precision != "fp64":
             found += directions(run, self.reference, self.bounds.cancelled, self.bounds.gradient)
         return found
 
     def _beyond(self, found: list[Difference]) -> list[Difference]:
-        """The differences that are not rounding, in the order of a run."""
+        """The differences that rounding does not explain, in the order of a run."""
         return sorted((d for d in worst(found).values() if d.relative > self.bounds.of(d)), key=self.when)
 
     def _look_again(self, result: Result, ours: Records, theirs: Records | None) -> None:
-        """Runs the layout once more. What then differs is a race; else what comes first is looked for in a trace."""
+        """Runs the layout once more. If the two runs differ, there is a race. Otherwise a trace shows what differs first."""
         layout, first = result.layout, result.beyond[0]
-        # A run's own arithmetic says by itself what is wrong, and so do moments and updates behind equal gradients.
+        # No trace is needed for a run's own arithmetic, nor for moments and updates after equal gradients.
         traced_step = first.step if first.kind == "gradient" or (first.kind == "figure" and first.name in ("loss", "grad_norm")) else None
         again = self._run(self.workers, f"{layout.name}_again", layout, traced_step)
         result.race = self._race(ours, again, None)
@@ -191,24 +191,24 @@ class Prover:
         result.parting = first_parting(traced, layout.world, layout.tensor, reference, bound, same_layout=same)
 
     def _race(self, run: Records, again: Records, checkout: Path | None) -> Race | None:
-        """How two runs of one layout differ by more than rounding; None where they do not."""
+        """The race between two runs of one layout, if they differ by more than rounding; else None."""
         apart = self._beyond(rank_by_rank(again, run, repeated=True))
         if not apart:
             return None
         return Race(apart[0], in_flight(run.flights[apart[0].rank], apart[0].step), checkout)
 
     def _worst_activation(self, reference: Path, step: int) -> float:
-        """In bf16, what the worst activation or gradient of one process is off by."""
+        """The error of one process's worst activation or gradient in bf16."""
         self._run(self.workers, "one_traced", Layout("one"), step)
         low, high = BF16_ULP, 1.0
-        while high - low > 0.01:  # the smallest bound under which one process parts nowhere
+        while high - low > 0.01:  # the smallest bound within which one process agrees everywhere
             middle = (low + high) / 2
             parting = first_parting(self.folder / "one_traced", 1, 1, reference, middle)
             low, high = (low, middle) if parting is None else (middle, high)
         return high
 
     def _run(self, workers: Workers, name: str, layout: Layout, traced_step: int | None = None) -> Records:
-        """Runs a layout, or the reference; its records. The folder `name` holds them, and the traces."""
+        """Runs a layout or the reference, and returns its records. The folder `name` holds records and traces."""
         out = self.folder / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
@@ -231,7 +231,7 @@ class Prover:
 
 
 def worst(differences: list[Difference]) -> dict[Key, Difference]:
-    """Of each tensor the rank that is furthest off."""
+    """For each tensor, the difference of the rank where it is largest."""
     found: dict[Key, Difference] = {}
     for difference in differences:
         key = (difference.kind, difference.step, difference.name)

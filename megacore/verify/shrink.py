@@ -1,4 +1,4 @@
-"""Makes a config small enough to prove on two cores, and keeps what could break: ratios, remainders, ties, features, splits."""
+"""Makes a config small enough to prove on two cores. It keeps all that could break: ratios, remainders, ties, features, splits."""
 
 import json
 import math
@@ -16,32 +16,31 @@ from megacore.plan.partition import stage_layers
 from megacore.verify.layouts import Layout
 
 HEAD_SIZE = 4
-NORMED_HEAD_SIZE = 8  # of heads with a norm: of few features all may be next to nothing, and the norm then blows up their rounding
+NORMED_HEAD_SIZE = 8  # for heads with a norm: few features may all be nearly zero, and the norm then magnifies their rounding
 SEQ_LEN = 16
-LAYERS = 4  # where the model has as many: blocks may differ by their index
-LAYERS_A_STAGE = 4  # at most, while a split like the user's is looked for
-MICROBATCHES = 8  # of the global batch, where the user has as many: a pipeline of four stages fills up and empties
-CHUNK = 128  # tokens of the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
-RATE = 1e-3  # large enough that fp32 resolves weight decay in a step, small enough that bf16's errors do not grow in three
+LAYERS = 4  # if the model has as many: blocks may differ by their index
+LAYERS_A_STAGE = 4  # the most that are tried to find a split like the user's
+MICROBATCHES = 8  # of the global batch, if the user has as many: a pipeline of four stages fills and empties
+CHUNK = 128  # tokens in the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
+RATE = 1e-3  # large enough that fp32 resolves a step's weight decay, small enough that bf16's errors do not grow in three steps
 DECAY = 0.1
 
 
 def load_whole(path: str, overrides: list[str]) -> Config:
-    """The user's config, resolved for one process. Raises `ConfigError` for what is wrong with it."""
+    """The user's config, resolved for one process. Raises `ConfigError` if it is wrong."""
     return load(path, [*overrides, *Layout("one").overrides(), "parallel.backend=auto", "train.device=cpu"]).config
 
 
 def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
-    """The small config's sections, of which only what differs from the defaults.
+    """The small config's sections, with only the values that differ from the defaults.
 
-    `layouts` are those that the user's config allows. Kept: every kind and flag of the model, grouping of heads, whether
-    sizes divide by the tensor ranks, which stages have more layers than others, whether there are fewer microbatches than
-    stages, an odd micro batch, several chunks of a chunked loss, ties, biases, dropout, schedule, recomputation, the
-    optimizer's settings. Changed: sizes, the learning rate and weight decay among them, and what would hide a difference:
-    clipping is always active, the learning rate is there from the first step, and weights are as large as gives
-    activations of the user's size.
+    `layouts` are those that the user's config allows. It keeps every kind and flag of the model, the grouping of heads, whether sizes
+    divide by the tensor ranks, which stages have more layers than others, whether there are fewer microbatches than stages, an odd
+    micro batch, several chunks of a chunked loss, ties, biases, dropout, schedule, recomputation, and the optimizer's settings. It
+    changes sizes, the learning rate and weight decay, and whatever would hide a difference: clipping is always active, the learning
+    rate has no warmup, and weights are so large that activations have the user's size.
     """
-    # What every layout divides.
+    # A size that every layout's tensor ranks divide.
     tensor = math.lcm(*(layout.tensor for layout in layouts))
     micro_batch, seq_len = tokens_of(user, math.lcm(*(layout.tensor for layout in layouts if layout.sequence)))
     small: dict[str, dict[str, Any]] = {
@@ -76,9 +75,9 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
 
 
 def tokens_of(user: Config, multiple: int) -> tuple[int, int]:
-    """Micro batch and sequence length, of as many tokens as divide by `multiple`."""
+    """Micro batch size and sequence length, whose product is a multiple of `multiple`."""
     train = user.train
-    # Odd stays odd: sequences are then cut where even ones are not.
+    # An odd number stays odd, because then sequences are cut across ranks.
     micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
     seq_len = min(train.seq_len, SEQ_LEN)
     if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
@@ -89,10 +88,10 @@ def tokens_of(user: Config, multiple: int) -> tuple[int, int]:
 
 
 def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, Any]:
-    """The model's, but for depth and vocabulary, as `tensor` ranks divide them."""
+    """The model's sizes except depth and vocabulary, such that `tensor` ranks divide them."""
     model = user.model
     assert model.ffn_size is not None
-    # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
+    # Two key/value heads a rank, if there are: with one, a rank's number equals that of its first head and hides mistakes.
     kv_heads = tensor * min(user.kv_heads // tensor, 2)
     heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
     head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
@@ -114,11 +113,11 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
 
 
 def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The sections of `small` over the user's, of which only what differs from the defaults."""
+    """The user's sections with `small` over them, with only the values that differ from the defaults."""
     defaults = flatten(Config().model_dump(mode="json", by_alias=True))
     values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
-    # Only what differs, and not what would be derived: another version of the code, which may not know every key, can then
-    # read it too.
+    # Neither defaults nor derived values are written, so that another version of the code can read the config even if it does not
+    # know every key.
     written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
     for key in [key for key in written if defaults[key] is None and key != "engine.config"]:  # which nothing derives
         rest = {k: v for k, v in written.items() if k != key}
@@ -128,10 +127,10 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
 
 
 def microbatches(user: Config, layouts: list[Layout]) -> int:
-    """Microbatches of the small global batch: few, and fewer than stages in those layouts in which the user has fewer.
+    """Microbatches of the small global batch: few, and fewer than stages in the layouts in which the user has fewer.
 
-    Two a rank where the user has as many, so that accumulation is seen everywhere. That all layouts share one batch, which
-    each must divide, comes first.
+    A rank has two if the user has as many, so that accumulation is seen everywhere. More important is that all layouts have the same
+    batch, which each must divide.
     """
     users = user.train.global_batch_size // user.train.micro_batch_size
     unit = math.lcm(*(layout.data for layout in layouts))
@@ -144,14 +143,14 @@ def microbatches(user: Config, layouts: list[Layout]) -> int:
 
 
 def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts: list[Layout], tensor: int) -> dict[str, int]:
-    """The fewest layers, and of them the smallest vocabulary, that are split over stages as the user's are.
+    """The fewest layers, with the smallest vocabulary, that are split over stages as the user's are.
 
-    How layers are split follows from what the head costs beside a layer, so the vocabulary is at most as large as keeps this
-    ratio. Where nothing small is split alike in every layout, the candidate that is in most.
+    The cost of the head relative to a layer decides the split, so the vocabulary is at most so large that this ratio stays. If no small
+    candidate is split alike in every layout, it takes the one that is in most.
     """
     stages = sorted({layout.pipeline for layout in layouts})
     wanted = [unevenness(user, count) for count in stages]
-    # Rows enough for each of t ranks to have some: ceil(vocab / t) may leave none below t (t − 1).
+    # Enough rows for each of t ranks: below t (t − 1), pieces of ceil(vocab / t) may leave a rank none.
     least, remainder = tensor * max(tensor, -(-64 // tensor)), user.model.vocab_size % tensor
     smallest = min(user.model.vocab_size, least + remainder)
     first = min(user.model.num_layers, max(stages[-1], LAYERS))
@@ -172,19 +171,19 @@ def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts
 
 
 def unevenness(config: Config, stages: int) -> list[int]:
-    """Of each stage, how many different numbers of layers are below its own: [3, 4, 4, 1] gives [1, 2, 2, 0]."""
+    """For each stage, how many different numbers of layers are below its own: [3, 4, 4, 1] gives [1, 2, 2, 0]."""
     split = [len(layers) for layers in stage_layers(with_stages(config, stages))]
     sizes = sorted(set(split))
     return [sizes.index(layers) for layers in split]
 
 
 def with_stages(config: Config, stages: int) -> Config:
-    """A resolved config for another number of stages."""
+    """The resolved config with another number of stages."""
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": stages})})
 
 
 def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{"model.num_layers": 2} to {"model": {"num_layers": 2}}."""
+    """Turns {"model.num_layers": 2} into {"model": {"num_layers": 2}}."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -195,7 +194,7 @@ def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def write_case(folder: Path, sections: dict[str, dict[str, Any]]) -> Path:
     """Writes the small config and its corpora into `folder`; returns the config's path.
 
-    The tokens are uniform, so that every row of the vocabulary is met; the validation set ends within a sample, and
+    The tokens are uniform, so that every row of the vocabulary occurs. The validation set ends within a sample, and
     within a batch.
     """
     path = folder / "verify.json"

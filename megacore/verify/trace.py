@@ -1,4 +1,4 @@
-"""What every module computes for every microbatch, forward and backward, in the order in which it happens."""
+"""Records what every module computes for every microbatch, forward and backward, in the order of execution."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from megacore.model.gpt import Stage
 
 
 class Trace:
-    """While entered, records the activations of a rank's stages and their gradients; without a folder it does nothing.
+    """A context that records the activations of a rank's stages and their gradients. Without a folder it does nothing.
 
-    An event's key is ``order|microbatch|direction|module|what|visit``: direction is forward, recompute (a forward pass
-    within backward) or backward; what is an input or output, "weight" or another parameter (then its gradient).
+    An event's key is ``order|microbatch|direction|module|what|visit``. The direction is forward, recompute (a forward pass within
+    backward) or backward. `what` is an input, an output, or the name of a parameter, such as "weight" (then its gradient is recorded).
     """
 
     def __init__(self, stages: Sequence[Stage], folder: Path | None, rank: int = 0) -> None:
@@ -29,11 +29,11 @@ class Trace:
         self.microbatch, self.phase = 0, "forward"
 
     def enter(self, microbatch: int, phase: str) -> None:
-        """From here on `phase` (forward or backward) of the microbatch with this index in the global batch runs."""
+        """Notes that `phase` (forward or backward) of the microbatch with this index in the global batch begins."""
         self.microbatch, self.phase = microbatch, phase
 
     def note(self, module: str, what: str, value: Any) -> None:
-        """Records a tensor and, when it comes, its gradient."""
+        """Records a tensor, and its gradient when backward computes it."""
         if self.folder is None or not isinstance(value, Tensor):
             return
         microbatch = self.microbatch
@@ -45,7 +45,7 @@ class Trace:
         event = (microbatch, direction, module, what)
         key = "|".join(map(str, (len(self.events), *event, self.visits[event])))
         self.visits[event] += 1
-        # In what numpy knows, exactly.
+        # As a dtype that numpy has, without rounding.
         self.events[key] = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True).contiguous()
 
     def __enter__(self) -> "Trace":
@@ -62,7 +62,7 @@ class Trace:
         return self
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Unless it is one rank's part of a microbatch's gradient, which equals nothing elsewhere."""
+        """Records a parameter's gradient, unless it is one rank's part of a microbatch's gradient, which has no equal elsewhere."""
         if {"tp", "tied"} & set(shard_of(parameter).partial_over):
             return
         module, _, what = name.rpartition(".")

@@ -1,6 +1,6 @@
-"""A rank's process: `python -m megacore.verify.worker` reads tasks from stdin, a JSON object a line, and answers each on stdout.
+"""The process of a rank: `python -m megacore.verify.worker` reads a task from each line of stdin as JSON, and answers on stdout.
 
-It is started in the checkout whose code it is to run, so that two versions can be compared.
+It runs the code of the checkout in which it is started, so that two versions can be compared.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from typing import Any
 from megacore.cli import exit_with
 from megacore.errors import ConfigError, UserError
 
-PROTOCOL = 1  # what the two sides of this pipe, maybe of different versions of the code, must agree on
+PROTOCOL = 1  # both sides of the pipe must agree on it; they may be of different versions of the code
 
 
 def serve(argv: list[str]) -> None:
     """Answers tasks until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the model prints must not be taken for an answer
+    os.dup2(2, 1)  # output of the model must not be taken for an answer
     import torch
 
     from megacore.verify import record, reference  # noqa: F401  (seconds: now rather than in the first task)
@@ -32,7 +32,7 @@ def serve(argv: list[str]) -> None:
     for line in sys.stdin:
         task = json.loads(line)
         os.environ.update(task["environment"])
-        torch.manual_seed(0)  # whatever draws from PyTorch's generator draws the same in another version of the code
+        torch.manual_seed(0)  # so that draws from PyTorch's generator are the same in another version of the code
         try:
             with planted(task["plant"]):
                 perform(task)
@@ -42,13 +42,13 @@ def serve(argv: list[str]) -> None:
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             answer = {"error": reason, "traceback": traceback.format_exc(), "finished": time.monotonic()}
-        print(json.dumps(answer), file=answers, flush=True)  # before the group goes: the peers' complaints come after the cause
+        print(json.dumps(answer), file=answers, flush=True)  # before the group is destroyed: the peers' errors come after the cause
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def perform(task: dict[str, Any]) -> None:
-    """Runs what the task asks for."""
+    """Runs a task."""
     from megacore.config import load
     from megacore.verify.record import run_layout
     from megacore.verify.reference import PLAIN, run_reference
@@ -61,9 +61,9 @@ def perform(task: dict[str, Any]) -> None:
 
 
 def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
-    """The context manager `module:function` makes, to be entered around a task: a mistake made on purpose.
+    """The context manager that `module:function` makes. Around a task it plants a mistake on purpose.
 
-    Raises `ConfigError` where there is no such function.
+    Raises `ConfigError` if there is no such function.
     """
     if plant is None:
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Processes that play the ranks, kept alive from one layout to the next: importing torch takes seconds."""
+"""Keeps the ranks' processes alive from one layout to the next, because importing torch takes seconds."""
 
 import json
 import os
@@ -24,19 +24,19 @@ class RankFailed(RuntimeError):
 
 
 class Workers:
-    """Up to as many processes as a layout asks for, which run the code of one checkout."""
+    """Processes that run the code of one checkout. There are as many as the largest layout so far needs."""
 
     def __init__(self, checkout: Path) -> None:
         if not (checkout / "megacore" / "verify" / "worker.py").is_file():
             raise ConfigError("--against", f"{checkout} is no checkout of megacore that has launch/verify.py", "the root of one")
         self.checkout = checkout
         self.processes: list[subprocess.Popen[str]] = []
-        self.complaints: list[Any] = []  # what each writes to stderr
+        self.complaints: list[Any] = []  # the stderr of each
 
     def run(self, world: int, task: dict[str, Any], timeout: float = 300.0) -> None:
         """Gives `task` to ranks 0 … world − 1 and waits for all. Raises `RankFailed` with the first failure.
 
-        Raises `ConfigError` where that is a mistake of the user's, such as a key that the checkout does not know.
+        Raises `ConfigError` if that is the user's mistake, such as a key that the checkout does not know.
         """
         try:
             self._grow(world)
@@ -93,7 +93,7 @@ class Workers:
         try:
             stdin.write(json.dumps(task) + "\n")
             stdin.flush()
-        except BrokenPipeError:  # it died since its last task: `_receive` says why
+        except BrokenPipeError:  # it has died since its last task: `_receive` says why
             self._receive(rank)
 
     def _collect(self, world: int, deadline: float) -> None:
@@ -108,7 +108,7 @@ class Workers:
                 answer = self._receive(rank)
                 if answer["error"]:
                     failures.append((answer["finished"], rank, answer))
-            if failures:  # the others' own complaints may be on their way, or they may wait for ever
+            if failures:  # other errors may still come, or the others may wait for ever
                 deadline = min(deadline, time.monotonic() + 1.0)
         if failures:
             _, rank, answer = min(failures, key=lambda failure: failure[:2])
