@@ -1,13 +1,7 @@
 """Contenders that take turns: each in its own processes, which stay alive and sleep while the others run."""
 
-import json
 import os
-import re
-import select
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +10,10 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.peers.process import OWN, difference
+from megacore.distributed.place import free_port, rank_environment
+from megacore.distributed.workers import LineWorker, WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]
-LAST_WORDS = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
 
 
 @dataclass(frozen=True)
@@ -84,64 +79,51 @@ class Failed(RuntimeError):
     """A contender that could not be built or ended; the message is its own reason."""
 
 
-class Processes:
+class Rank(LineWorker):
+    """One process of `benchmarks.contender`."""
+
+    def receive(self) -> dict[str, Any]:
+        """See `LineWorker`; what it cannot do it answers as `failed`, and an earlier megacore's contender so too."""
+        answer = super().receive()
+        return {"error": answer["failed"]} if "failed" in answer else answer
+
+
+class Processes(Workers):
     """A contender's ranks, started and waiting."""
 
     def __init__(self, contender: Contender, config: str, limit: float) -> None:
         self.contender, self.limit = contender, limit  # seconds for a turn
         command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
         command += ["--settings", contender.settings]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        environment = {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(contender.checkout)}
         self.process: dict[str, Any] = {}
-        self.ranks, self.complaints = [], tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `end`)
-        for rank in range(contender.ranks):
-            env = os.environ | {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(contender.checkout), "MASTER_PORT": str(port)}
-            number, world = (0, 1) if contender.apart else (rank, contender.ranks)
-            env |= {"RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1"}
-            env |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, cwd=contender.checkout, env=env, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
-            self.ranks.append(process)
+        port = free_port()
+
+        def start(rank: int) -> Rank:
+            place = (0, 1, port) if contender.apart else (rank, contender.ranks, port)
+            return Rank(command, contender.checkout, environment | rank_environment(*place))
+
+        super().__init__(start)
 
     def wait_until_ready(self) -> None:
         """All ranks are built, and `process` says what theirs have set. Raises `Failed` where that is not what it must be."""
-        states = [answer["process"] for answer in self.answers()]
+        states = [answer["process"] for answer in self.answered(lambda: self.grow(self.contender.ranks, self.limit))]
         for state in states:
             if reason := difference(state, states[0] if self.contender.process is None else self.contender.process):
                 raise Failed(reason)
         self.process = states[0]
 
-    def answers(self) -> list[dict[str, Any]]:
-        """Of every rank; raises `Failed` when one has none, or none in time."""
-        deadline, answers = time.monotonic() + self.limit, []
-        for process in self.ranks:
-            assert process.stdout is not None
-            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise Failed(f"no answer in {self.limit:.0f} s")
-            line = process.stdout.readline()
-            if not line:
-                raise Failed(f"status {process.wait()}: {self.last_words()}")
-            answers.append(json.loads(line))
-            if "failed" in answers[-1]:
-                raise Failed(answers[-1]["failed"])
-        return answers
-
-    def last_words(self) -> str:
-        """The line of what the ranks wrote to stderr that most likely says why they ended."""
-        self.complaints.seek(0)
-        lines = [line.strip() for line in self.complaints if line.strip()]
-        return next((line for line in reversed(lines) if LAST_WORDS.match(line)), lines[-1] if lines else "said nothing")
+    def answered(self, asked: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The answers of every rank; raises `Failed` when one has none, or none in time."""
+        try:
+            return asked()
+        except WorkerFailed as failure:
+            raise Failed(failure.answer["error"] if failure.answer else f"no answer in {self.limit:.0f} s") from None
 
     def turn(self, record: Record) -> None:
         """Lets all ranks take a step, and adds it to the record."""
         machine, own, started = busy_seconds(), self.cpu_seconds(), time.monotonic()
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        answers = self.answers()
+        answers = self.answered(lambda: self.ask([None] * len(self.running), self.limit))
         others = (busy_seconds() - machine) - (self.cpu_seconds() - own)
         record.turns.append([max(values) for values in zip(*(a["seconds"] for a in answers), strict=True)])
         record.memory_bytes = max(record.memory_bytes, *(a["memory_bytes"] for a in answers))
@@ -151,19 +133,12 @@ class Processes:
     def cpu_seconds(self) -> float:
         """What the ranks have used so far, in user and system."""
         used = 0.0
-        for process in self.ranks:
-            path = Path(f"/proc/{process.pid}/stat")
+        for rank in self.running:
+            path = Path(f"/proc/{rank.process.pid}/stat")  # type: ignore[attr-defined]
             if path.is_file():
                 fields = path.read_text().rpartition(")")[2].split()
                 used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return used
-
-    def end(self) -> None:
-        """Ends the ranks, whatever they are doing."""
-        for process in self.ranks:
-            process.kill()
-            process.communicate()
-        self.complaints.close()
 
 
 def busy_seconds() -> float:
@@ -196,7 +171,7 @@ def race(
     def failed(name: str, reason: Failed) -> None:
         result.failures[name] = str(reason)
         result.records.pop(name, None)
-        running.pop(name).end()
+        running.pop(name).close()
         say(f"{name} cannot run: {reason}")
 
     try:
@@ -213,7 +188,7 @@ def race(
         say("warm-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in warm.items()))
         for group in rivals:
             for name in sorted((name for name in group if name in warm), key=lambda name: warm[name])[1:]:
-                running.pop(name).end()
+                running.pop(name).close()
         result.records = {name: Record(processes.contender, process=processes.process) for name, processes in running.items()}
         for number in range(1, rounds + 1):
             result.loads.append(list(os.getloadavg()))
@@ -226,4 +201,4 @@ def race(
         return result
     finally:
         for processes in running.values():
-            processes.end()
+            processes.close()

@@ -4,10 +4,10 @@
 torchrun would have given that rank. What goes wrong in a rank is raised in the test with that rank's own traceback.
 """
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.distributed.place import free_port, rank_environment
+from megacore.distributed.workers import WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
@@ -47,14 +48,47 @@ class RankTimeout(TimeoutError):
         self.ranks = ranks
 
 
-class Pool:
+class Forked:
+    """A `Worker` that is forked, or spawned, and talks in pickles.
+
+    Plain pickle, not `Connection.send`: torch replaces the latter's treatment of tensors by shared memory, which dies with the worker
+    that owns it.
+    """
+
+    def __init__(self, context: Any, rank: int) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
+        self.process.start()
+        theirs.close()  # or a dead worker would never read as end of file
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, task: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.connection.send_bytes(pickle.dumps(task))
+
+    def receive(self) -> dict[str, Any]:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join()
+            return {"error": f"the process ended with exit code {self.process.exitcode}"}
+
+    def end(self) -> None:
+        self.process.kill()
+        self.connection.close()
+        self.process.join()
+
+
+class Pool(Workers):
     """Up to eight workers, started when first needed and replaced after any failure, so that no test sees another's wreck."""
 
     def __init__(self, *, bare: bool = False) -> None:
         """`bare`: workers start with the environment of the moment and have imported nothing yet; else they are forked from one
         that has imported torch, and have its environment."""
-        self._context = multiprocessing.get_context("spawn") if bare else CONTEXT
-        self._workers: list[tuple[BaseProcess, Connection]] = []
+        context: Any = multiprocessing.get_context("spawn") if bare else CONTEXT
+        super().__init__(lambda rank: Forked(context, rank))
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Calls `function(*args)` on ranks 0 .. world-1 and returns their results by rank.
@@ -64,76 +98,29 @@ class Pool:
         """
         assert 1 <= world <= MAX_WORLD, f"the pool has at most {MAX_WORLD} workers"
         try:
-            self._grow(world)
-            # Plain pickle, not Connection.send: torch replaces the latter's treatment of tensors by shared memory,
-            # which dies with the worker that owns it.
-            task = pickle.dumps((function, args))
-            port = free_port()
-            for rank in range(world):
-                self._workers[rank][1].send_bytes(pickle.dumps((rank_environment(rank, world, port), task)))
-            return self._collect(world, timeout)
-        except BaseException:
+            self.grow(world)
+            task, port = pickle.dumps((function, args)), free_port()
+            answers = self.ask([(rank_environment(rank, world, port), task) for rank in range(world)], timeout)
+            return [answer["result"] for answer in answers]
+        except BaseException as error:
+            if isinstance(error, WorkerFailed) and error.answer is None:
+                self._dump_stacks(error.silent)
+                error = RankTimeout(error.silent, world, timeout)
+            elif isinstance(error, WorkerFailed) and error.answer is not None:
+                error = RankError(error.rank, error.answer["error"])
             self.close()
-            raise
-
-    def close(self) -> None:
-        """Kills all workers; the next `run` starts new ones."""
-        for process, connection in self._workers:
-            process.kill()
-            connection.close()
-        for process, _ in self._workers:
-            process.join()
-        self._workers.clear()
-
-    def _grow(self, world: int) -> None:
-        fresh = range(len(self._workers), world)
-        for rank in fresh:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()  # or a dead worker would never read as end of file
-            self._workers.append((process, ours))
-        for rank in fresh:
-            self._receive(rank)  # ready: imports done, not to be charged to the first test's timeout
-
-    def _collect(self, world: int, timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
-        results: dict[int, Any] = {}
-        while len(results) < world:
-            waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in results}
-            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = sorted(waiting.values())
-                self._dump_stacks(late)
-                raise RankTimeout(late, world, timeout)
-            failures = []
-            for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
-                finished, failure, results[rank] = self._receive(rank)
-                if failure:
-                    failures.append((finished, rank, failure))
-            if failures:  # the earliest is the cause; the others may only have lost their peer
-                raise RankError(*min(failures)[1:])
-        return [results[rank] for rank in range(world)]
-
-    def _receive(self, rank: int) -> tuple[float, str, Any]:
-        process, connection = self._workers[rank]
-        try:
-            return pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            process.join()
-            return time.monotonic(), f"the process ended with exit code {process.exitcode}", None
+            raise error from None
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         for rank in ranks:
-            pid = self._workers[rank][0].pid
-            if pid is not None and hasattr(signal, "SIGUSR1"):
+            pid = self.running[rank].process.pid  # type: ignore[attr-defined]
+            if hasattr(signal, "SIGUSR1"):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)  # for the stacks to be written before the workers are killed
 
 
 def _serve(connection: Connection) -> None:
-    """A worker's life: tasks in, (time finished, traceback or "", result) out, until the parent is gone."""
+    """A worker's life: tasks in, answers out, until the parent is gone."""
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
@@ -146,7 +133,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     home, environment = os.getcwd(), dict(os.environ)
-    connection.send_bytes(pickle.dumps((time.monotonic(), "", None)))
+    connection.send_bytes(pickle.dumps({"error": None}))
     while True:
         try:
             variables, task = pickle.loads(connection.recv_bytes())
@@ -155,9 +142,9 @@ def _serve(connection: Connection) -> None:
         os.environ.update(variables)
         try:
             function, args = pickle.loads(task)
-            reply = pickle.dumps((time.monotonic(), "", function(*args)))
+            reply = pickle.dumps({"error": None, "result": function(*args)})
         except BaseException:
-            reply = pickle.dumps((time.monotonic(), traceback.format_exc(), None))
+            reply = pickle.dumps({"error": traceback.format_exc(), "finished": time.monotonic()})
         connection.send_bytes(reply)  # before the group goes, or the peers' complaints would come before the cause
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

@@ -35,7 +35,7 @@ def test_a_race_goes_on_without_those_who_fail(states: States) -> None:
     ours = Contender("ours", "megacore", 128, SMALL, process=states[EQUAL])
     contenders = [wrong, Contender("no python", "megacore", 128, SMALL, python="false"), ours]
     result = race(contenders, str(ROOT / "benchmarks" / "speed.json"), 2, lambda line: None)
-    assert "model.nonsense" in result.failures["wrong"] and result.failures["no python"].startswith("status 1")
+    assert "model.nonsense" in result.failures["wrong"] and result.failures["no python"].startswith("ended with status 1")
     assert result.records.keys() == {"ours"}
     record = result.records["ours"]
     assert len(record.turns) == len(record.others) == len(result.loads) == 2
