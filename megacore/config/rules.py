@@ -165,11 +165,10 @@ def check_positions(config: Config) -> None:
 
 def check_world(config: Config, world_size: int) -> None:
     """Checks that the mesh has as many places as there are ranks."""
-    p = config.parallel
-    assert isinstance(p.data, int)
-    if p.tensor * p.pipeline * p.data != world_size:
-        model_parallel = p.tensor * p.pipeline
-        wrong = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data} = {model_parallel * p.data} ranks, but there are {world_size}"
+    p, data = config.parallel, config.data_size
+    model_parallel = p.tensor * p.pipeline
+    if model_parallel * data != world_size:
+        wrong = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data} = {model_parallel * data} ranks, but there are {world_size}"
         if world_size % model_parallel:
             raise ConfigError("parallel", wrong, f"a multiple of tensor × pipeline = {model_parallel} ranks")
         raise ConfigError("parallel.data", wrong, f"{world_size // model_parallel} or auto")
@@ -177,8 +176,7 @@ def check_world(config: Config, world_size: int) -> None:
 
 def check_batch(config: Config) -> None:
     """Checks that global_batch_size = micro_batch_size × microbatches × data, with at least one microbatch."""
-    train, data = config.train, config.parallel.data
-    assert isinstance(data, int)
+    train, data = config.train, config.data_size
     per_round = train.micro_batch_size * data
     if train.global_batch_size % per_round:
         wrong = f"{train.global_batch_size} = micro_batch_size {train.micro_batch_size} × microbatches × data {data} has no whole solution"
@@ -216,8 +214,7 @@ def check_optim(config: Config) -> None:
 
 def check_fsdp(config: Config) -> None:
     """Refuses settings that the fsdp engine does not support, and keys of fsdp under another engine."""
-    engine, data = config.engine, config.parallel.data
-    assert isinstance(data, int)
+    engine, data = config.engine, config.data_size
     if engine.kind != "fsdp":
         for key in ("shard_size", "reshard", "cpu_offload"):
             if getattr(engine, key) not in (None, False):

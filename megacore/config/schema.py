@@ -230,16 +230,20 @@ class Config(Section):
     log: Log = Field(default_factory=Log)
 
     @property
+    def data_size(self) -> int:
+        """Data-parallel ranks."""
+        assert isinstance(self.parallel.data, int), "config was not resolved"
+        return self.parallel.data
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches that each data-parallel rank runs in a step."""
-        assert isinstance(self.parallel.data, int), "num_microbatches of a config that was not resolved"
-        return self.train.global_batch_size // (self.train.micro_batch_size * self.parallel.data)
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.data_size)
 
     @property
     def shard_size(self) -> int:
         """Data ranks that divide one copy of the state among themselves under the fsdp engine."""
-        assert isinstance(self.parallel.data, int), "shard_size of a config that was not resolved"
-        return min(self.engine.shard_size or self.parallel.data, self.parallel.data)
+        return min(self.engine.shard_size or self.data_size, self.data_size)
 
     @property
     def kv_heads(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacore.distributed.processes import stat_fields
 from megacore.errors import ConfigError
 
 
@@ -94,8 +95,7 @@ def missing_hostfile() -> str | None:
     while pid > 1:
         try:
             arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            # The second field, a name in parentheses, may hold anything; the parent is the second after it.
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(stat_fields(pid)[1])
             folder = Path(f"/proc/{pid}/cwd").resolve()
         except OSError:
             return None  # not Linux, or not ours to read

@@ -5,12 +5,21 @@ from pathlib import Path
 ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states: ended, though its parent may not have noticed; stopped by a signal, or traced
 
 
+def stat_fields(pid: int | str) -> list[str]:
+    """Of ``/proc/<pid>/stat``, from the process's state on. What stands before, a name in parentheses, may hold anything.
+
+    Raises:
+        OSError: there is no such process (any more), or the system is not Linux.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def process_state(pid: int) -> str:
     """The state of a process as Linux writes it (R, S, D, T, Z, …), or gone. On other systems it is ?."""
     if not Path("/proc/self/stat").exists():
         return "?"
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return stat_fields(pid)[0]
     except OSError:
         return "gone"
 
@@ -20,7 +29,7 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            parent = int(stat_fields(stat.parent.name)[1])
         except OSError:
             continue  # it has ended meanwhile
         children.setdefault(parent, []).append(int(stat.parent.name))

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megacore.distributed.place import Place
+from megacore.distributed.processes import stat_fields
 from megacore.errors import UserError
 
 GRACE_SECONDS = 5.0  # for a launcher to end the other ranks of a job in which one has ended
@@ -94,7 +95,7 @@ def job_name(env: Mapping[str, str]) -> str:
     parent = os.getppid()
     began = ""
     with suppress(OSError):  # not Linux
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        began = stat_fields(parent)[19]
     return f"process-{parent}-{began}-{env.get('MASTER_PORT', '').replace('/', '_')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 

@@ -121,8 +121,7 @@ def rank_activations(config: Config) -> list[int]:
 
 def rank_memory(config: Config) -> list[RankMemory]:
     """The memory of every rank of a resolved config's pipeline."""
-    precision, data = config.train.precision, config.parallel.data
-    assert isinstance(data, int)
+    precision, data = config.train.precision, config.data_size
     if config.engine.kind == "fsdp" and data > 1:
         return _fsdp_memory(config)
     if config.engine.kind == "deepspeed":
@@ -157,8 +156,7 @@ def _fsdp_memory(config: Config) -> list[RankMemory]:
 
 def _deepspeed_memory(config: Config) -> list[RankMemory]:
     """`rank_memory` of the deepspeed engine, without its buffers, whose sizes the ds_config gives."""
-    precision, data = config.train.precision, config.parallel.data
-    assert isinstance(data, int)
+    precision, data = config.train.precision, config.data_size
     zero = ds_settings(config)["zero_optimization"]
     stage = zero["stage"]
     away = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" for name in ("param", "optimizer")}

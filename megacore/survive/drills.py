@@ -229,17 +229,8 @@ def last_loss(folder: Path) -> float | None:
 
 def same_weights(one: Path, other: Path) -> bool:
     """Whether the newest checkpoints of two runs hold the same bits in every tensor, moments included."""
-    import torch
+    from megacore.checkpoint import Reader, locate
+    from megacore.checkpoint.compare import compare
 
-    from megacore import checkpoint
-    from megacore.distributed.shard import Shard
-
-    readers = [checkpoint.Reader(checkpoint.locate(folder)) for folder in (one, other)]
-    if readers[0].step != readers[1].step or readers[0].names != readers[1].names:
-        return False
-    for name in readers[0].names:
-        shape = readers[0].manifest.tensors[name].shape
-        first, second = (reader.read(name, Shard(shape)) for reader in readers)
-        if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
-            return False
-    return True
+    first, second = (Reader(locate(folder)) for folder in (one, other))
+    return first.step == second.step and not any(compare(first, second))

@@ -81,34 +81,21 @@ def check(fault: Fault, config: Config, ranks: int) -> None:
         refuse(why, f"step={first} to step={last}" if first <= last else "more train.steps")
 
 
-def kill(trainer: Trainer, fault: Fault) -> None:
-    """Kills the process, as the kernel does when memory runs out."""
-    os.kill(os.getpid(), signal.SIGKILL)
+Strike = Callable[[Trainer, Fault], None]
 
 
-def stop(trainer: Trainer, fault: Fault) -> None:
-    """Stops the process without ending it, as a debugger does."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+def signalled(number: signal.Signals) -> Strike:
+    """A fault that sends a signal to the rank's process."""
+    return lambda trainer, fault: os.kill(os.getpid(), number)
 
 
-def leave(trainer: Trainer, fault: Fault) -> None:
-    """Ends the process silently."""
-    os._exit(7)
+def raising(error: Exception) -> Strike:
+    """A fault that raises an error in the rank."""
 
+    def strike(trainer: Trainer, fault: Fault) -> NoReturn:
+        raise error
 
-def exception(trainer: Trainer, fault: Fault) -> NoReturn:
-    """Raises an ordinary Python exception."""
-    raise ValueError("the drill's exception")
-
-
-def out_of_memory(trainer: Trainer, fault: Fault) -> NoReturn:
-    """Raises what PyTorch raises when a device has no memory left."""
-    raise torch.OutOfMemoryError("the drill's device is out of memory")
-
-
-def hang(trainer: Trainer, fault: Fault) -> None:
-    """Waits for ever in Python."""
-    time.sleep(fault.options.get("seconds", 3600.0))
+    return strike
 
 
 def slow(trainer: Trainer, fault: Fault) -> None:
@@ -139,11 +126,6 @@ def nan(trainer: Trainer, fault: Fault) -> None:
     trainer.engine.step = poisoned  # type: ignore[assignment, method-assign]
 
 
-def terminate(trainer: Trainer, fault: Fault) -> None:
-    """Sends SIGTERM, as a scheduler does before it takes the machine away."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def disk_full(trainer: Trainer, fault: Fault) -> None:
     """Makes the next save find a full disk."""
     sync = os.fsync
@@ -167,19 +149,19 @@ def corrupt(trainer: Trainer, fault: Fault) -> None:
         byte = out.read(1)[0]
         out.seek(-1, os.SEEK_CUR)
         out.write(bytes([byte ^ 1]))
-    kill(trainer, fault)
+    KINDS["kill"](trainer, fault)
 
 
-KINDS: dict[str, Callable[[Trainer, Fault], None]] = {
-    "kill": kill,
-    "stop": stop,
-    "exit": leave,
-    "exception": exception,
-    "oom": out_of_memory,
-    "hang": hang,
+KINDS: dict[str, Strike] = {
+    "kill": signalled(signal.SIGKILL),  # as the kernel does when memory runs out
+    "stop": signalled(signal.SIGSTOP),  # without ending it, as a debugger does
+    "exit": lambda trainer, fault: os._exit(7),  # silently
+    "exception": raising(ValueError("the drill's exception")),
+    "oom": raising(torch.OutOfMemoryError("the drill's device is out of memory")),
+    "hang": lambda trainer, fault: time.sleep(fault.options.get("seconds", 3600.0)),  # in Python
     "slow": slow,
     "nan": nan,
-    "sigterm": terminate,
+    "sigterm": signalled(signal.SIGTERM),  # as a scheduler does before it takes the machine away
     "disk_full": disk_full,
     "corrupt": corrupt,
 }

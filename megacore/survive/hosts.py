@@ -81,7 +81,6 @@ class Fleet:
         except ValueError as error:
             raise ConfigError("--probe", f"{probe} is no command: {str(error).lower()}", PROBE) from None
         self.named = read_hostfile(hostfile)
-        self.lines: list[str] = []  # about the last start
 
     def changed(self) -> bool:
         """Whether the hostfile names other machines than at the last start."""

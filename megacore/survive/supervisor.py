@@ -69,7 +69,8 @@ class Supervisor:
     def _run(self) -> int:
         initial = best = self.progress()
         fruitless = 0
-        previous = {number: signal.signal(number, self._note) for number in requests()} if is_main_thread() else {}
+        listens = threading.current_thread() is threading.main_thread()
+        previous = {number: signal.signal(number, self._note) for number in requests()} if listens else {}
         try:
             while True:
                 try:
@@ -222,11 +223,6 @@ def send(pids: list[int], number: signal.Signals) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
-
-
-def is_main_thread() -> bool:
-    """Whether signals can be listened for here."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def say(line: str) -> None:

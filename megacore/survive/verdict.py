@@ -85,10 +85,10 @@ def _silent(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) -> Ver
         "unreachable": f"{who} {'do' if several else 'does'} not answer, nor does any rank of host {hosts}: down, or its network is cut",
         "silent": f"{who} {'do' if several else 'does'} not answer, though the process runs: something in it holds the interpreter",
     }[kind]
-    return Verdict(kind, [seat.rank for seat in those], text + _who_waits(seats, snapshots))
+    return Verdict(kind, [seat.rank for seat in those], text + _who_waits(snapshots))
 
 
-def _who_waits(seats: Mapping[int, Seat], snapshots: Mapping[int, Snapshot]) -> str:
+def _who_waits(snapshots: Mapping[int, Snapshot]) -> str:
     waiting = [snapshot for snapshot in snapshots.values() if snapshot.waiting]
     if not waiting:
         return ""

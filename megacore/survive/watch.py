@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from megacore.distributed.processes import ENDED, process_state
 from megacore.train.stopping import STOP
@@ -39,7 +38,7 @@ class Watch:
             self.process.stdin.write(b"%d\n" % launcher)
             self.process.stdin.flush()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         self.tell(0)
         with contextlib.suppress(BrokenPipeError):

@@ -1,6 +1,5 @@
 """Lets only one run at a time write in a folder: two would delete each other's checkpoints."""
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -58,9 +57,3 @@ class FolderLock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         self.file = file
-
-    def release(self) -> None:
-        """Releases the lock."""
-        if self.file is not None:
-            with contextlib.closing(self.file):
-                self.file = None

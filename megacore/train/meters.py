@@ -18,10 +18,6 @@ class StepTimer:
     def __init__(self) -> None:
         self.steps, self.started, self.excluded = 0, time.perf_counter(), 0.0
 
-    def step(self) -> None:
-        """Counts a step."""
-        self.steps += 1
-
     def now(self, device: torch.device) -> float:
         """The time once the device has done its work. A checkpoint may still be on its way to the host."""
         if device.type == "cuda":

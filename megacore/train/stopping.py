@@ -3,7 +3,7 @@
 import signal
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
 STOP = "STOP"  # a file of this name in log.dir is a request too, as long as it exists
@@ -50,6 +50,6 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)

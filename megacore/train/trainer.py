@@ -125,7 +125,7 @@ class Trainer:
             self.step += 1
             done = self.train_step(self.step, self.next_batch(), self.votes, self.saving.saver.hold_update)
             self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped]))
-            self.timer.step()
+            self.timer.steps += 1
 
             last = self.step == train.steps
             logging = self.step % config.log.every == 0 or last

@@ -5,7 +5,6 @@ If two runs of a layout differ, the rank has used the result of one of these too
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import Any
 
 from megacore.survive.ledger import Ledger
@@ -53,7 +52,7 @@ class Flights:
         setattr(Begun, "wait", waited)  # noqa: B010
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         setattr(Begun, "__init__", self.begin)  # noqa: B010
         setattr(Begun, "wait", self.wait)  # noqa: B010
 

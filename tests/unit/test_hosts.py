@@ -105,7 +105,7 @@ def test_one_run_a_folder(tmp_path: Path) -> None:
     first.take()  # which it has
     with pytest.raises(ConfigError, match=r"log\.dir: .* belongs to a run that is going on \(process \d+ on "):
         second.take()
-    first.release()
+    first.file.close()
     second.take()
-    second.release()
+    second.file.close()
     FolderLock(tmp_path / "not there yet").take()
