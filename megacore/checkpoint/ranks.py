@@ -46,5 +46,4 @@ class MeshRanks:
         return broadcast_text(fits, self.mesh.world, self.mesh.device, TEXT_BYTES, source)
 
     def total(self, number: int) -> int:
-        """See `Ranks`."""
         return int(all_reduce(torch.tensor(number, device=self.mesh.device), self.mesh.world))

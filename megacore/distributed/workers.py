@@ -32,7 +32,7 @@ class Worker(Protocol):
         """Ends it, whatever it is doing."""
 
 
-class LineWorker:
+class LineWorker(Worker):
     """A `Worker` that is a command: it reads tasks from stdin, a line of JSON each, and writes answers to stdout likewise."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -44,11 +44,9 @@ class LineWorker:
         self.tasks, self.answers = self.process.stdin, self.process.stdout
 
     def fileno(self) -> int:
-        """See `Worker`."""
         return self.answers.fileno()
 
     def send(self, task: Any) -> None:
-        """See `Worker`."""
         with contextlib.suppress(BrokenPipeError):
             self.tasks.write(json.dumps(task) + "\n")
             self.tasks.flush()
@@ -64,7 +62,6 @@ class LineWorker:
         return {"error": f"ended with status {status}: {last}", "traceback": "\n".join(lines)}
 
     def end(self) -> None:
-        """See `Worker`."""
         self.process.kill()
         self.process.communicate()
         self.complaints.close()

@@ -26,7 +26,7 @@ from megacore.config.deepspeed import ds_settings
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.shard import Box, shard_of
-from megacore.engine.protocol import StepStatistics
+from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.zero import MeshUnit, ReleaseViews, StartBackward, group_parameters, mark_parameters, remove_swap_files, swap_folders
 from megacore.engine.zero_state import ZeroState
 from megacore.errors import ConfigError
@@ -34,7 +34,7 @@ from megacore.kernels.grad_norm import clip_coefficient
 from megacore.model.gpt import Stage
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Engine):
     """An `Engine` that uses DeepSpeed, for the parameters of a rank's one stage (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
@@ -83,7 +83,6 @@ class DeepSpeedEngine:
         return float(self.zero.loss_scale) if self.scales_loss else 1.0
 
     def root(self, output: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """See `Engine`."""
         handed: list[Tensor] = []
         return StartBackward.apply(output, handed), handed
 
@@ -101,7 +100,6 @@ class DeepSpeedEngine:
             self._sum(self.partial[axis], self.mesh.group(axis))
 
     def reduce_tied(self) -> None:
-        """See `Engine`."""
         assert self.mesh.tied is not None
         self._sum(self.partial["tied"], self.mesh.tied)
 
@@ -181,7 +179,6 @@ class DeepSpeedEngine:
         return self.held.tensors()
 
     def state(self) -> dict[str, Any]:
-        """See `Engine`."""
         state = {"updates": self.held.updates, "skipped": float(self.ds.skipped_steps), "loss_scale": 1.0, "good_steps": 0.0}
         if self.scales_loss:
             scaler = self.zero.loss_scaler
@@ -191,7 +188,6 @@ class DeepSpeedEngine:
         return state
 
     def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
-        """See `Engine`."""
         self.held.set_updates(state["updates"])
         self.ds.skipped_steps = int(state["skipped"])
         if self.scales_loss and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
@@ -201,7 +197,6 @@ class DeepSpeedEngine:
         self.held.publish(tensors)
 
     def close(self) -> None:
-        """See `Engine`."""
         self.ds.destroy()
         remove_swap_files(self.swap_folders, self.mesh)
         # This also forgets the groups that DeepSpeed keeps for the process. If they are left, stage 3 may abort at exit.

@@ -123,8 +123,7 @@ class FSDPEngine(Stepper):
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
-        """See `Engine`."""
-        stage: Any = self.stages[chunk]  # its methods reach every unit in it
+        stage: Any = self.stages[chunk]  # these say it to every unit inside it
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or self.reshard)
         stage.set_requires_all_reduce(last)  # copies are summed once
@@ -154,19 +153,16 @@ class FSDPEngine(Stepper):
             gradient.copy_(part.view_as(gradient))
 
     def gradients(self) -> dict[str, tuple[Tensor, Box]]:
-        """See `Engine`."""
         return self.pieces("", [rows.gradient for rows in self.rows])
 
     def settle(self) -> None:
         """See `Engine`. Nothing is under way, because parameters are gathered when they are used."""
 
     def behind_step(self) -> None:
-        """See `Stepper`."""
         for rows in self.rows:
             rows.gradient.zero_()
 
     def behind_loading(self) -> None:
-        """See `Stepper`."""
         for unit in self.units:
             unit.reshard()  # else parameters that a validation has gathered would be used once more
 

@@ -50,17 +50,14 @@ class NativeEngine(Stepper):
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
-        """See `Engine`."""
         if last:
             self.reducer.arm(chunk)
         torch.autograd.backward([root], [gradient])
 
     def reduce_gradients(self) -> None:
-        """See `Engine`."""
         self.reducer.finish()
 
     def reduce_tied(self) -> None:
-        """See `Engine`."""
         assert self.mesh.tied is not None
         for buffer in self.buffers:
             if "tied" in buffer.summed_over:
@@ -68,7 +65,6 @@ class NativeEngine(Stepper):
                     all_reduce(gradients, self.mesh.tied)
 
     def gradients(self) -> dict[str, tuple[Tensor, Box]]:
-        """See `Engine`."""
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
 
     def behind_step(self) -> None:
@@ -78,7 +74,6 @@ class NativeEngine(Stepper):
         self.reducer.clear()
 
     def behind_loading(self) -> None:
-        """See `Stepper`."""
         self.settle()
         for buffer in self.buffers:
             buffer.publish()
@@ -86,12 +81,10 @@ class NativeEngine(Stepper):
             self.gatherer.start()
 
     def settle(self) -> None:
-        """See `Engine`."""
         if self.gatherer is not None:
             self.gatherer.finish()
 
     def close(self) -> None:
-        """See `Engine`."""
         super().close()
         self.reducer.close()
 

@@ -14,14 +14,14 @@ from megacore.distributed.mesh import Group
 from megacore.distributed.shard import Box
 from megacore.engine.guard import SpikeGuard
 from megacore.engine.optimizer import LossScale
-from megacore.engine.protocol import StepStatistics
+from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.rules import UPDATES, Updated
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
 from megacore.plan.optimizers import RULES
 
 
-class Stepper(ABC):
-    """Updates the masters that this rank holds from their gradients. These tensors stay where they are.
+class Stepper(Engine, ABC):
+    """Updates the masters that this rank holds, from their gradients: tensors that stay where they are.
 
     An engine adds how parameters and gradients get there, and what happens after a step and after loading.
     """
@@ -55,11 +55,9 @@ class Stepper(ABC):
         self.spikes = SpikeGuard(optim.spike_threshold, device) if optim.spike_threshold is not None else None
 
     def loss_gradient(self, scale: float) -> Tensor:
-        """See `Engine`."""
         return self.loss_scale.value * scale
 
     def root(self, output: Tensor) -> GradientEdge:
-        """See `Engine`."""
         return get_gradient_edge(output)
 
     @torch.no_grad()
@@ -88,10 +86,6 @@ class Stepper(ABC):
         return StepStatistics(norm, self.skipped.clone())
 
     @abstractmethod
-    def settle(self) -> None:
-        """See `Engine`."""
-
-    @abstractmethod
     def behind_step(self) -> None:
         """Copies the masters into the parameters that compute, and clears the gradients."""
 
@@ -107,7 +101,6 @@ class Stepper(ABC):
         return named if self.spikes is None else named | {"norms": self.spikes.state()}
 
     def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
-        """See `Engine`."""
         self.optimizer.updates.fill_(state["updates"])
         self.skipped.fill_(state["skipped"])
         if self.loss_scale.dynamic and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
@@ -126,5 +119,4 @@ class Stepper(ABC):
         """This rank's pieces of `tensors`, one tensor for each master, by prefix and name (see `shard.piece_key`)."""
 
     def close(self) -> None:
-        """See `Engine`."""
         self.settle()
