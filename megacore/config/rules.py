@@ -78,7 +78,8 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
 def check(config: Config, world_size: int) -> None:
     """Raises `ConfigError` for the first rule that the resolved config breaks on `world_size` ranks."""
     check_available(config)
-    check_checkpoint(config)
+    if every := config.checkpoint.every:  # what is kept for good must be saved
+        divides("checkpoint.keep_every", config.checkpoint.keep_every, "checkpoint.every", every)
     check_model(config)
     check_world(config, world_size)
     check_batch(config)
@@ -111,23 +112,15 @@ def check_available(config: Config) -> None:
         raise ConfigError("log.prometheus_port", "is not available in this version", "null; log.tensorboard=true has the figures")
 
 
-def check_checkpoint(config: Config) -> None:
-    """Refuses to keep checkpoints of steps at which none is saved."""
-    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
-    if every:
-        divides("checkpoint.keep_every", keep_every, "checkpoint.every", every)
-
-
 def check_model(config: Config) -> None:
     """Checks sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
     model, parallel, train = config.model, config.parallel, config.train
-    assert model.ffn_size is not None
     if model.head_size is None:
         divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)
     divides("model.num_heads", model.num_heads, "parallel.tensor", parallel.tensor)
     divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
-    divides("model.ffn_size", model.ffn_size, "parallel.tensor", parallel.tensor)
+    divides("model.ffn_size", resolved(model.ffn_size), "parallel.tensor", parallel.tensor)
     check_positions(config)
     check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
@@ -203,12 +196,12 @@ def check_optim(config: Config) -> None:
         raise ConfigError("optim.max_rollbacks", "without checkpoints there is nothing to go back to", "0, or checkpoint.every=1000")
     if optim.min_lr > optim.lr:
         raise ConfigError("optim.min_lr", f"{optim.min_lr} is above optim.lr {optim.lr}", f"at most {optim.lr}")
-    assert optim.decay_steps is not None
-    if optim.schedule in ("cosine", "linear") and optim.warmup_steps > optim.decay_steps:
-        wrong = f"{optim.warmup_steps} steps of warmup end after the decay, at {optim.decay_steps}"
-        raise ConfigError("optim.warmup_steps", wrong, f"at most {optim.decay_steps}")
-    if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + optim.decay_steps:
-        wrong = f"warmup {optim.warmup_steps} and decay {optim.decay_steps} do not fit in {steps} steps"
+    decay_steps = resolved(optim.decay_steps)
+    if optim.schedule in ("cosine", "linear") and optim.warmup_steps > decay_steps:
+        wrong = f"{optim.warmup_steps} steps of warmup end after the decay, at {decay_steps}"
+        raise ConfigError("optim.warmup_steps", wrong, f"at most {decay_steps}")
+    if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + decay_steps:
+        wrong = f"warmup {optim.warmup_steps} and decay {decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
 
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from megacore.config.schema import Optim
+from megacore.config.schema import Optim, resolved
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Box, Shard, boxes_of_range, shard_of
 
@@ -196,15 +196,15 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
     cosine and linear fall to `min_lr` at `decay_steps` and stay there; wsd holds `lr` and falls linearly over the last
     `decay_steps` (Hu et al. 2024, MiniCPM); constant holds.
     """
-    assert optim.decay_steps is not None
+    decay_steps = resolved(optim.decay_steps)
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "wsd":
-        done = (step - (steps - optim.decay_steps)) / optim.decay_steps
+        done = (step - (steps - decay_steps)) / decay_steps
     else:
-        done = (step - optim.warmup_steps) / max(1, optim.decay_steps - optim.warmup_steps)
+        done = (step - optim.warmup_steps) / max(1, decay_steps - optim.warmup_steps)
     done = min(max(done, 0.0), 1.0)
     remaining = 0.5 * (1.0 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
     return optim.min_lr + remaining * (optim.lr - optim.min_lr)

@@ -1,7 +1,7 @@
 """From a model in somebody else's files to a run's folder of ours."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +128,8 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         layout: Layout = {f"{WEIGHTS}{tensor.name}": (dtype, tensor.shape) for tensor in mapped}
         origin = {"path": str(peer.path), "architecture": peer.architecture}
         state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
-        reader = Reader(save_stream(partial / "checkpoints", 0, layout, _joined(peer, mapped, names, dtype), state, FILE_BYTES))
+        joined = (tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(dtype) for tensor in mapped)  # one at a time
+        reader = Reader(save_stream(partial / "checkpoints", 0, layout, joined, state, FILE_BYTES))
         say(f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)")
         for tensor in mapped:
             for name, ours in tensor.split(reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))).items():
@@ -141,9 +142,3 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
         else:
             say(compare_logits(transformers, config, reader, dtype, peer.path, compare_layers))
     say(f"wrote {output}, whose {CONFIG} fine-tunes it")
-
-
-def _joined(peer: Peer, mapped: list[Mapped], names: dict[str, str], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Our tensors, one after the other."""
-    for tensor in mapped:
-        yield tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(dtype)

@@ -170,24 +170,20 @@ def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, scaling
 
 
-def write_rope(config: Config) -> dict[str, Any]:
-    """Rotary settings as transformers 4 has them, which 5 reads as well."""
-    scaling = config.model.rope_scaling
-    settings = None if scaling is None else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"})
-    return {"rope_theta": config.model.rope_theta, "rope_scaling": settings}
-
-
 def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of their config.json."""
-    model = config.model
+    model, scaling = config.model, config.model.rope_scaling
     own = {
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "attention_dropout": 0.0,
+        # Rotary settings as transformers 4 has them, which 5 reads as well.
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if scaling is None else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}),
     }
-    return heading(config, architecture, model_type, LLAMA_SIZES) | own | write_rope(config) | settings
+    return heading(config, architecture, model_type, LLAMA_SIZES) | own | settings
 
 
 def read_biases(hf: dict[str, Any]) -> dict[str, Any]:

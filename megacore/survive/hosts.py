@@ -92,7 +92,9 @@ class Fleet:
     def command(self, command: list[str], folder: Path) -> list[str]:
         """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""
         self.named = read_hostfile(self.hostfile)
-        hosts = self._answering()
+        with ThreadPoolExecutor(64) as pool:
+            answers = pool.map(self._answers, self.named)
+        hosts = {host: slots for (host, slots), answered in zip(self.named.items(), answers, strict=True) if answered}
         if not sum(hosts.values()):
             names = ", ".join(list(self.named)[:8]) + (f" and {len(self.named) - 8} more" if len(self.named) > 8 else "")
             why = f"none of {', '.join(hosts)} has a slot" if hosts else f"no host answered: {names or f'{self.hostfile} names none'}"
@@ -114,11 +116,6 @@ class Fleet:
         at, _ = option
         word = f"{command[at].partition('=')[0]}={file}" if OPTION.fullmatch(command[at]) else str(file)
         return [*command[:at], word, *command[at + 1 :], *planned.overrides]
-
-    def _answering(self) -> dict[str, int]:
-        with ThreadPoolExecutor(64) as pool:
-            answers = pool.map(self._answers, self.named)
-        return {host: slots for (host, slots), answers_ in zip(self.named.items(), answers, strict=True) if answers_}
 
     def _answers(self, host: str) -> bool:
         if host in ("localhost", "127.0.0.1", socket.gethostname()):

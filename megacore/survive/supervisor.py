@@ -126,10 +126,6 @@ class Supervisor:
             logged = []
         return max(steps, default=0), max(logged, default=0)
 
-    def _has_saved(self) -> bool:
-        """Whether there is a checkpoint of this run, newer than its first start."""
-        return any(path.stat().st_mtime > self.started for path in (self.folder / "checkpoints").glob("step_????????"))
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.requests:
             return  # both the kernel and the shell send it when the terminal is closed
@@ -157,7 +153,8 @@ class Supervisor:
     def _attempt(self) -> int:
         """Starts the run once and waits for its end."""
         command = self.command if self.fleet is None else self.fleet.command(self.command, self.folder)
-        if self.attempts and self._has_saved():
+        saved = (path.stat().st_mtime for path in (self.folder / "checkpoints").glob("step_????????"))
+        if self.attempts and any(time > self.started for time in saved):
             command = [*command, "checkpoint.resume=auto"]  # whatever the first start was to begin from
         self.attempts += 1
         self.stalled = False

@@ -29,20 +29,20 @@ class Watch:
         self.process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
         )
+        assert self.process.stdin is not None
+        self.stdin = self.process.stdin
         return self
 
     def tell(self, launcher: int) -> None:
         """Tells the watch the process id of the running launcher; 0 when it has ended."""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the watch
-            self.process.stdin.write(b"%d\n" % launcher)
-            self.process.stdin.flush()
+            self.stdin.write(b"%d\n" % launcher)
+            self.stdin.flush()
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
         self.tell(0)
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.stdin.close()
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

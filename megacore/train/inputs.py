@@ -23,7 +23,10 @@ class Inputs:
     def __init__(self, config: Config, rank: int) -> None:
         train, vocab_size = config.train, config.model.vocab_size
         if rank == 0:
-            check_tokenizer(config.data.tokenizer)
+            tokenizer = config.data.tokenizer  # training does not need it, but generating text later does
+            if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
+                right = "bytes, a sentencepiece .model, a tokenizer.json, or null"
+                raise ConfigError("data.tokenizer", f"there is no file {tokenizer}", right)
         self.stream = training_stream(config)
         self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
         self.config = config
@@ -126,9 +129,3 @@ class Inputs:
         if len(known) < len(sidecars):
             return None
         return sum(s.unigram_entropy * s.tokens for s in known) / sum(s.tokens for s in known)
-
-
-def check_tokenizer(name: str | None) -> None:
-    """Raises `ConfigError` if the run's tokenizer is missing. Training does not need it, but generating text later does."""
-    if name not in (None, "bytes") and not Path(name).is_file():
-        raise ConfigError("data.tokenizer", f"there is no file {name}", "bytes, a sentencepiece .model, a tokenizer.json, or null")

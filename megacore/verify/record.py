@@ -92,7 +92,8 @@ def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
     weights = {key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)}
     for key, (held, box) in weights.items():
         if (name := logical_name(key)) in starts_constant:
-            held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[box_slices(box)])
+            here = tuple(slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True))
+            held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[here])
     engine.load_state(engine.state(), tensors)
     return weights
 
@@ -171,8 +172,3 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape)  # 1 for a scalar
     whole = normal_slice(("verify", name), (size,), SPREAD, 0, 0, size).view(shape)
     return ((1.0 + whole).to(dtype) - 1.0).double()
-
-
-def box_slices(box: Box | Shard) -> tuple[slice, ...]:
-    """The slices at which a piece is in its logical tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True))

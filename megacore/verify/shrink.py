@@ -90,14 +90,13 @@ def tokens_of(user: Config, multiple: int) -> tuple[int, int]:
 def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, Any]:
     """The model's sizes except depth and vocabulary, such that `tensor` ranks divide them."""
     model = user.model
-    assert model.ffn_size is not None
-    # Two key/value heads a rank, if there are: with one, a rank's number equals that of its first head and hides mistakes.
+    # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
     kv_heads = tensor * min(user.kv_heads // tensor, 2)
     heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
     head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
     width = model.num_heads * user.head_size
     hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
-    ffn = max(tensor, -(-round(model.ffn_size / model.hidden_size * hidden) // tensor) * tensor)
+    ffn = max(tensor, -(-round(resolved(model.ffn_size) / model.hidden_size * hidden) // tensor) * tensor)
     return {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
