@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.training import Training, join
-from megacore.checkpoint import MeshRanks, Saver
+from megacore.checkpoint import Ranks, Saver
 from megacore.checkpoint.digest import FILE_HASH, HASHES, content_digest
 from megacore.checkpoint.disk import file_digest, size_text, write_file
 from megacore.cli import Parser, exit_rank_with
@@ -62,7 +62,7 @@ class Block:
 
     def __init__(self, training: Training, mesh: Mesh, folder: Path) -> None:
         self.training, self.mesh = training, mesh
-        self.savers = {way: Saver(folder, MeshRanks(mesh), keep=1, background=way == WAYS[2], device=mesh.device) for way in WAYS[1:]}
+        self.savers = {way: Saver(folder, Ranks(mesh), keep=1, background=way == WAYS[2], device=mesh.device) for way in WAYS[1:]}
         self.steps = 2
 
     def run(self, way: str) -> tuple[float, float, float]:
@@ -173,7 +173,7 @@ def main(argv: list[str], place: Place) -> None:
     mesh = join(config, place)
     try:
         training = Training(config, mesh)
-        ranks = MeshRanks(mesh)
+        ranks = Ranks(mesh)
         own = sum(tensor.nbytes for tensor, box in training.engine.tensors().values() if box.counted)
         folder = Path(ranks.first(tempfile.mkdtemp(dir=args.folder) if place.rank == 0 else ""))
         result = {"state": size_text(ranks.total(own))} | measure(Block(training, mesh, folder), args.rounds)

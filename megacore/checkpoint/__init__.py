@@ -12,7 +12,7 @@ and gets it from whichever files overlap it. JSON and safetensors only; nothing 
 
 from megacore.checkpoint.commit import save_stream
 from megacore.checkpoint.find import checkpoints_in, fault_of, locate, newest_whole, warn_of_damage
-from megacore.checkpoint.ranks import MeshRanks, Ranks
+from megacore.checkpoint.ranks import Ranks
 from megacore.checkpoint.read import Reader
 from megacore.checkpoint.saver import Saved, Saver
 from megacore.checkpoint.write import Layout, LocalTensor, pack, write_safetensors

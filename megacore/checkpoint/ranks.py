@@ -1,8 +1,6 @@
 """What ranks tell one another about a checkpoint. Every method is collective. Only the main thread calls them: collectives of two
 threads would mix."""
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 
@@ -12,32 +10,17 @@ from megacore.distributed.mesh import Mesh
 TEXT_BYTES = 1 << 14
 
 
-class Ranks(Protocol):
-    """The ranks that save or read a checkpoint together."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-
-    def first(self, text: str) -> str:
-        """On every rank, the text of the lowest rank that has one; "" if all are empty."""
-
-    def total(self, number: int) -> int:
-        """The sum of the ranks' numbers."""
-
-
-class MeshRanks:
-    """The ranks of a mesh."""
+class Ranks:
+    """The ranks of a mesh, which save or read a checkpoint together. Any other object with its methods, `rank` and `world` will do."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.world = mesh, mesh.place.rank, mesh.place.world_size
 
     def first(self, text: str) -> str:
-        """See `Ranks`. One small reduction, and a broadcast where there is a text."""
+        """On every rank, the text of the lowest rank that has one; "" if all are empty.
+
+        It takes one small reduction, and a broadcast where there is a text.
+        """
         speaker = torch.tensor(self.rank if text else self.world, device=self.mesh.device)
         source = int(all_reduce(speaker, self.mesh.world, dist.ReduceOp.MIN))
         if source == self.world:
@@ -46,4 +29,5 @@ class MeshRanks:
         return broadcast_text(fits, self.mesh.world, self.mesh.device, TEXT_BYTES, source)
 
     def total(self, number: int) -> int:
+        """The sum of the ranks' numbers."""
         return int(all_reduce(torch.tensor(number, device=self.mesh.device), self.mesh.world))

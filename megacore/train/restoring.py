@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from megacore.checkpoint import MeshRanks, Ranks, Reader
+from megacore.checkpoint import Ranks, Reader
 from megacore.distributed.comm import broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.errors import CheckpointError
@@ -18,7 +18,7 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
     Raises:
         CheckpointError: on every rank, if the checkpoint that was named is damaged, or all that could be resumed are.
     """
-    ranks = MeshRanks(mesh)
+    ranks = Ranks(mesh)
     while True:
         # Only rank 0 has looked: others might see the shared file system in another state.
         whole, weights = (broadcast_text(str(path or ""), mesh.world, mesh.device) for path in (inputs.checkpoint, inputs.weights))

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from megacore.checkpoint import MeshRanks, Saved, Saver
+from megacore.checkpoint import Ranks, Saved, Saver
 from megacore.checkpoint.disk import size_text
 from megacore.config import Config
 from megacore.config.schema import resolved
@@ -21,7 +21,7 @@ class Saving:
         options = config.checkpoint
         self.saver = Saver(
             Path(resolved(config.log.dir)) / "checkpoints",
-            MeshRanks(mesh),
+            Ranks(mesh),
             keep=options.keep,
             keep_every=options.keep_every,
             background=options.async_,

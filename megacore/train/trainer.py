@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megacore.checkpoint import MeshRanks, Reader
+from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
@@ -111,7 +111,7 @@ class Trainer:
 
     def check_records(self) -> None:
         """If the run's records could not be written, saves a checkpoint and raises `LogError` on all ranks."""
-        reason = MeshRanks(self.mesh).first(self.logs.broken)
+        reason = Ranks(self.mesh).first(self.logs.broken)
         if reason:
             self.save_at_end()
             right = f"make room, or see to its folder; the same command goes on from step {self.step}"

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from megacore import checkpoint
-from megacore.checkpoint import MeshRanks, Reader
+from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.manifest import sealed
 from megacore.checkpoint.staging import Staging
@@ -80,7 +80,7 @@ def hop(config_path: str, overrides: list[str], log_dir: str) -> None:
     mesh = Mesh(config, place, pick_device(config, place))
     trainer = Trainer(config, mesh, inputs)
     if trainer.step:
-        save(Path(log_dir) / "copies", trainer.step, trainer.engine.tensors(), {}, keep=9, ranks=MeshRanks(mesh))
+        save(Path(log_dir) / "copies", trainer.step, trainer.engine.tensors(), {}, keep=9, ranks=Ranks(mesh))
     assert trainer.run() == 0
     mesh.close()
 
