@@ -134,7 +134,7 @@ class Processes(Workers):
         """What the ranks have used so far, in user and system."""
         used = 0.0
         for rank in self.running:
-            path = Path(f"/proc/{rank.process.pid}/stat")  # type: ignore[attr-defined]
+            path = Path(f"/proc/{rank.process.pid}/stat")
             if path.is_file():
                 fields = path.read_text().rpartition(")")[2].split()
                 used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -49,7 +49,7 @@ class RankTimeout(TimeoutError):
 
 
 class Forked:
-    """A `Worker` that is forked, or spawned, and talks in pickles.
+    """A worker (see `distributed.workers.LineWorker`) that is forked, or spawned, and talks in pickles.
 
     Plain pickle, not `Connection.send`: torch replaces the latter's treatment of tensors by shared memory, which dies with the worker
     that owns it.
@@ -113,7 +113,7 @@ class Pool(Workers):
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         for rank in ranks:
-            pid = self.running[rank].process.pid  # type: ignore[attr-defined]
+            pid = self.running[rank].process.pid
             if hasattr(signal, "SIGUSR1"):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)  # for the stacks to be written before the workers are killed

@@ -10,30 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 GRACE_SECONDS = 1.0  # behind the first failure: the others' own complaints may be on their way, or they may wait for ever
 LAST_WORDS = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed)\b.*")
 
 
-class Worker(Protocol):
-    """A process that is sent tasks and gives an answer to each."""
-
-    def fileno(self) -> int:
-        """A descriptor that can be read from when there is an answer, or the process has ended."""
-
-    def send(self, task: Any) -> None:
-        """Gives it a task; one that has ended says so in its answer."""
-
-    def receive(self) -> dict[str, Any]:
-        """Its answer; if it has ended, one with an `error`."""
-
-    def end(self) -> None:
-        """Ends it, whatever it is doing."""
-
-
-class LineWorker(Worker):
-    """A `Worker` that is a command: it reads tasks from stdin, a line of JSON each, and writes answers to stdout likewise."""
+class LineWorker:
+    """A command that reads tasks from stdin, a line of JSON each, and answers each on stdout likewise. In its place `Workers` take anything
+    with its methods, and whose `fileno` can be read from when there is an answer, or the process has ended."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.complaints, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115 (closed by `end`)
@@ -47,12 +32,13 @@ class LineWorker(Worker):
         return self.answers.fileno()
 
     def send(self, task: Any) -> None:
+        """Gives it a task; one that has ended says so in its answer."""
         with contextlib.suppress(BrokenPipeError):
             self.tasks.write(json.dumps(task) + "\n")
             self.tasks.flush()
 
     def receive(self) -> dict[str, Any]:
-        """See `Worker`. The `error` of one that has ended is the line on stderr that most likely says why."""
+        """Its answer; one that has ended has the `error` that its stderr names, in the line that most likely says why."""
         if line := self.answers.readline():
             return json.loads(line)
         status = self.process.wait()
@@ -62,6 +48,7 @@ class LineWorker(Worker):
         return {"error": f"ended with status {status}: {last}", "traceback": "\n".join(lines)}
 
     def end(self) -> None:
+        """Ends it, whatever it is doing."""
         self.process.kill()
         self.process.communicate()
         self.complaints.close()
@@ -78,10 +65,10 @@ class WorkerFailed(RuntimeError):
 class Workers:
     """Workers by rank, started when they are first needed. Whoever leaves the block, or calls `close`, ends them."""
 
-    def __init__(self, start: Callable[[int], Worker]) -> None:
+    def __init__(self, start: Callable[[int], Any]) -> None:
         """`start` makes the worker of a rank; it gives an answer when it is ready."""
         self.start = start
-        self.running: list[Worker] = []
+        self.running: list[Any] = []
 
     def grow(self, world: int, seconds: float = 1e6) -> list[dict[str, Any]]:
         """Lets there be `world` workers; what those that were started said when they were ready. Raises `WorkerFailed`."""
