@@ -19,7 +19,7 @@ from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
 from megacore.plan.partition import plan_of, stage_costs, stage_layers
 from megacore.plan.plot import check_plot
-from megacore.plan.simulate import Timeline, simulate
+from megacore.plan.simulate import Timeline, peak_live, simulate
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
     held = ("weights", "grads", "optim.", "activ.", *(("gathered",) if gathers else ()), "total")
     for name in ("pp", "layers", "parameters", *held, "live", flop):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = zip(placement, rank_parameters(config), memories, timeline.peak_live, work, strict=True)
+    rows = zip(placement, rank_parameters(config), memories, peak_live(timeline.plan), work, strict=True)
     for rank, (stages, count, memory, live, done) in enumerate(rows):
         parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total]
         if gathers:

@@ -1,7 +1,7 @@
 """Optimizers, by `optim.kind`, as rules over tensors that stay where they are. `plan/optimizers.py` lists the state of each.
 
-To add one, write a function here with the arguments of `adamw`, add it to `UPDATES` and its state to `plan.optimizers.RULES`, and
-name it in `Optim.kind` of the schema. Engines, checkpoints, sharding, offload and the planner need nothing else.
+To add one: write a function here that takes what `adamw` takes, enter it in `UPDATES` and its state in `plan.optimizers.STATES`,
+and name it in `Optim.kind` of the schema. Engines, checkpoints, sharding, offload and the planner ask for nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ class Updated:
 
     masters: Sequence[Tensor]  # fp32 or fp64
     gradients: Sequence[Tensor]
-    states: Mapping[str, Sequence[Tensor]]  # by kind, see `plan.optimizers.RULES`
+    states: Mapping[str, Sequence[Tensor]]  # by kind, see `plan.optimizers.STATES`
     decay: Sequence[bool]  # whether weight decay applies
     copies: Sequence[Tensor] | None  # 16-bit parameters that compute, if they are not the masters: every step rounds the masters into them
 

@@ -17,7 +17,7 @@ from megacore.engine.optimizer import LossScale
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.rules import UPDATES, Updated
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
-from megacore.plan.optimizers import RULES
+from megacore.plan.optimizers import STATES
 
 
 class Stepper(Engine, ABC):
@@ -43,9 +43,9 @@ class Stepper(Engine, ABC):
         `rules.Updated`."""
         optim, train = config.optim, config.train
         self.device, self.over, self.clip = device, over, optim.grad_clip
-        kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # kernels are chosen for the device
-        self.held = {"model": list(masters)}  # by kind of tensor in a checkpoint: one tensor for each master
-        self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in RULES[optim.kind].states}
+        kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
+        self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
+        self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in STATES[optim.kind]}
         self.optimizer = UPDATES[optim.kind](optim, Updated(masters, gradients, self.held, decay, copies), kernels)
         self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
         # Gradients are of the mean over the global batch. The scale starts so that a microbatch's own would be 2^16.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
 from megacore.plan.flops import attention_sizes
-from megacore.plan.optimizers import RULES
+from megacore.plan.optimizers import STATES
 from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
 from megacore.plan.partition import plan_of, stage_layers
 from megacore.plan.simulate import peak_held
@@ -41,7 +41,7 @@ def optimizer_bytes(config: Config) -> int:
     """Bytes a parameter of optimizer state: the state of `optim.kind`, and the master weight if it is not the parameter itself."""
     wide = GRADIENT_BYTES[config.train.precision]
     masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
-    return masters + wide * len(RULES[config.optim.kind].states)
+    return masters + wide * len(STATES[config.optim.kind])
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _fsdp_memory(config: Config) -> list[RankMemory]:
     precision, engine = config.train.precision, config.engine
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
     reshard = config.parallel.pipeline == 1 if engine.reshard is None else engine.reshard
-    tensor, states = config.parallel.tensor, len(RULES[config.optim.kind].states)
+    tensor, states = config.parallel.tensor, len(STATES[config.optim.kind])
     memories = []
     for rank, activations in zip(held_by(config), rank_activations(config), strict=True):
         n, blocks, block, outermost = rank.elements(tensor), rank.blocks, elements(rank.block, tensor), elements(rank.ends, tensor)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megacore.errors import ConfigError
 from megacore.files import check_output
 from megacore.plan.schedule import Op
-from megacore.plan.simulate import COMPUTE, SENDS, Span, Timeline
+from megacore.plan.simulate import COMPUTE, SENDS, Span, Timeline, peak_live
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,7 +125,7 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     axes.spines[:].set_visible(False)
     peaks = axes.twinx()
     peaks.set_ylim(axes.get_ylim())
-    peaks.set_yticks(range(stages), [str(n) for n in timeline.peak_live], fontsize=text_size)
+    peaks.set_yticks(range(stages), [str(n) for n in peak_live(timeline.plan)], fontsize=text_size)
     peaks.tick_params(axis="y", length=0)
     peaks.set_ylabel("peak live microbatches", fontsize=9, rotation=270, labelpad=14)
     peaks.spines[:].set_visible(False)

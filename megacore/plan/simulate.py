@@ -65,11 +65,6 @@ class Timeline:
         makespan = self.makespan
         return 1 - sum(self.busy) / (len(self.spans) * makespan) if makespan else 0.0
 
-    @property
-    def peak_live(self) -> list[int]:
-        """See `peak_live`."""
-        return peak_live(self.plan)
-
 
 def peak_live(plan: Plan) -> list[int]:
     """For every rank, the most forwards (microbatch and chunk) whose activations await their backward at one time."""

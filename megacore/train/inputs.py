@@ -11,7 +11,7 @@ from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
-from megacore.plan.optimizers import RULES
+from megacore.plan.optimizers import STATES
 
 
 class Inputs:
@@ -89,7 +89,7 @@ class Inputs:
                 raise CheckpointError(str(reader.path), wrong, "a number that is not negative; use an earlier checkpoint")
         reader.check_model(self.config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
         kinds, kind = {name.partition("/")[0] for name in reader.names}, self.config.optim.kind
-        if lacking := [state for state in RULES[kind].states if state not in kinds]:
+        if lacking := [state for state in STATES[kind] if state not in kinds]:
             wrong = f"holds no {' and no '.join(lacking)}, which optim.kind={kind} goes on with"
             right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
             raise CheckpointError(str(reader.path), wrong, right)
