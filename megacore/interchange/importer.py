@@ -20,7 +20,7 @@ from megacore.interchange.compare import check_layers, compare_logits, require_s
 from megacore.interchange.families import family_for_hf
 from megacore.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.interchange.mapped import Mapped, stored_name
-from megacore.interchange.nanogpt import HEAD, IGNORED, NanoGPT, nanogpt_tensors
+from megacore.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
 from megacore.interchange.tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
 
 FILE_BYTES = 4 << 30
@@ -77,8 +77,9 @@ def hf_peer(path: Path) -> Peer:
 
 def nanogpt_peer(path: Path) -> Peer:
     """A ``ckpt.pt`` of nanoGPT."""
-    file = NanoGPT(path)
-    return Peer(path, "nanoGPT", file.model, nanogpt_tensors, IGNORED, file.shapes, file.read)
+    model, tensors = read_nanogpt(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Peer(path, "nanoGPT", model, nanogpt_tensors, IGNORED, shapes, tensors.__getitem__)
 
 
 PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}

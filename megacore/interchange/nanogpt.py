@@ -15,61 +15,51 @@ from megacore.interchange.mapped import Mapped, fused_qkv, gpt2_like, renamed
 
 COMPILED = "_orig_mod."  # before the names of a model that was compiled
 IGNORED = (re.compile(r"transformer\.h\.\d+\.attn\.bias"),)  # the causal mask, where PyTorch had no fused attention
-SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+SIZES = {  # ours, and what they are called there
+    "num_layers": "n_layer", "num_heads": "n_head", "hidden_size": "n_embd", "max_positions": "block_size", "vocab_size": "vocab_size",
+}  # fmt: skip
 HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 
 
-class NanoGPT:
-    """An open ``ckpt.pt``, its tensors mapped and not loaded.
+def read_nanogpt(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The `model` section of a ``ckpt.pt``, and its tensors, on the pages of the file.
 
     Raises:
         CheckpointError: no such file, damaged, with code in it, or of a model that is none of nanoGPT's.
     """
+    checkpoint = load_plain(path)
+    tensors: dict[str, Tensor] = {name.removeprefix(COMPILED): t for name, t in entry_of(checkpoint, "model", path).items()}
+    arguments = entry_of(checkpoint, "model_args", path)
+    if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in tensors.values()):
+        raise CheckpointError(str(path), "model holds something else than floating-point tensors", "a ckpt.pt of nanoGPT's train.py")
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    tied = head is None or embedding is None or torch.equal(head, embedding)  # one tensor, stored under both names
+    return model_of(arguments, path) | {"tie_embeddings": tied}, tensors
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        checkpoint = load_plain(path)
-        self._tensors: dict[str, Tensor] = {name.removeprefix(COMPILED): t for name, t in self._entry(checkpoint, "model").items()}
-        arguments = self._entry(checkpoint, "model_args")
-        if not all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in self._tensors.values()):
-            raise CheckpointError(str(path), "model holds something else than floating-point tensors", "a ckpt.pt of nanoGPT's train.py")
-        head, embedding = self._tensors.get(HEAD), self._tensors.get(EMBEDDING)
-        tied = head is None or embedding is None or torch.equal(head, embedding)  # one tensor, stored under both names
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        self.model = self._model(arguments) | {"tie_embeddings": tied}
 
-    def read(self, name: str) -> Tensor:
-        """A tensor, on the pages of the file."""
-        return self._tensors[name]
+def entry_of(checkpoint: Any, key: str, path: Path) -> dict[str, Any]:
+    """An entry that is a dictionary with names for keys."""
+    entry = checkpoint.get(key) if isinstance(checkpoint, dict) else None
+    if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
+        raise CheckpointError(str(path), f"holds no {key}", "a ckpt.pt of nanoGPT's train.py")
+    return entry
 
-    def _entry(self, checkpoint: Any, key: str) -> dict[str, Any]:
-        entry = checkpoint.get(key) if isinstance(checkpoint, dict) else None
-        if not isinstance(entry, dict) or not all(isinstance(name, str) for name in entry):
-            raise CheckpointError(str(self.path), f"holds no {key}", "a ckpt.pt of nanoGPT's train.py")
-        return entry
 
-    def _model(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The `model` section of nanoGPT's `model_args`."""
-        bias, dropout = arguments.get("bias", True), arguments.get("dropout", 0.0)  # the first versions always had biases
-        known = {*SIZES, "bias", "dropout"}
-        if strangers := sorted(arguments.keys() - known):
-            wrong = f"model_args has {strangers[0]}={arguments[strangers[0]]!r}, which nanoGPT does not know"
-            raise CheckpointError(str(self.path), wrong, f"only {' '.join(sorted(known))}")
-        for key in SIZES:
-            if type(arguments.get(key)) is not int or arguments[key] < 1:
-                raise CheckpointError(str(self.path), f"model_args has {key}={arguments.get(key)!r}", "a whole number above 0")
-        if type(bias) is not bool or not isinstance(dropout, float | int):
-            raise CheckpointError(str(self.path), f"model_args has bias={bias!r} and dropout={dropout!r}", "true or false, and a number")
-        return {
-            "num_layers": arguments["n_layer"],
-            "hidden_size": arguments["n_embd"],
-            "num_heads": arguments["n_head"],
-            "vocab_size": arguments["vocab_size"],
-            "max_positions": arguments["block_size"],
-            "activation": "gelu_erf",  # tanh's form in versions before mid-2023, whose files do not tell: model.activation=gelu
-            "bias": bias,
-            "dropout": dropout,
-        }
+def model_of(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The `model` section of nanoGPT's `model_args`."""
+    bias, dropout = arguments.get("bias", True), arguments.get("dropout", 0.0)  # the first versions always had biases
+    known = {*SIZES.values(), "bias", "dropout"}
+    if strangers := sorted(arguments.keys() - known):
+        wrong = f"model_args has {strangers[0]}={arguments[strangers[0]]!r}, which nanoGPT does not know"
+        raise CheckpointError(str(path), wrong, f"only {' '.join(sorted(known))}")
+    for key in SIZES.values():
+        if type(arguments.get(key)) is not int or arguments[key] < 1:
+            raise CheckpointError(str(path), f"model_args has {key}={arguments.get(key)!r}", "a whole number above 0")
+    if type(bias) is not bool or not isinstance(dropout, float | int):
+        raise CheckpointError(str(path), f"model_args has bias={bias!r} and dropout={dropout!r}", "true or false, and a number")
+    # gelu_erf: tanh's form in versions before mid-2023, whose files do not tell (model.activation=gelu)
+    sizes = {ours: arguments[theirs] for ours, theirs in SIZES.items()}
+    return sizes | {"activation": "gelu_erf", "bias": bias, "dropout": dropout}
 
 
 def load_plain(path: Path) -> Any:

@@ -40,11 +40,7 @@ def proved(path: Path, ranks: Ranks, note: Callable[[], None]) -> Reader:
     Raises:
         CheckpointError: on every rank, with the first one's reason.
     """
-
-    def verify_share() -> None:
-        Reader(path).verify(ranks.rank, ranks.world, note)
-
-    if damage := together(ranks, verify_share):
+    if damage := together(ranks, lambda: Reader(path).verify(ranks.rank, ranks.world, note)):
         raise damage
     return Reader(path, trusted=True)
 
