@@ -3,16 +3,24 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from megacore.config import Config
 from megacore.data.batches import dealt
-from megacore.data.samples import EvalSamples, SampleStream
+from megacore.data.samples import EvalSamples
 from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Microbatch
 from megacore.rng import key_of
+
+
+class Stream(Protocol):
+    """A source of training samples, such as `data.samples.SampleStream`."""
+
+    def samples(self, indices: np.ndarray) -> np.ndarray:
+        """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
 
 
 class Loader:
@@ -22,7 +30,7 @@ class Loader:
     which is cheaper than a broadcast and needs no collective.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, stream: SampleStream) -> None:
+    def __init__(self, config: Config, mesh: Mesh, stream: Stream) -> None:
         self.config, self.mesh, self.stream = config, mesh, stream
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
