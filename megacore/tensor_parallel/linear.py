@@ -14,11 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacore.distributed.comm import Done, all_gather, all_gather_start, all_reduce_start, leave_tensor_parallel, reduce_scatter_start
+from megacore.distributed.comm import (
+    Done,
+    Work,
+    all_gather,
+    all_gather_start,
+    all_reduce_start,
+    leave_tensor_parallel,
+    reduce_scatter_start,
+)
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
-from megacore.distributed.wire import Work
+from megacore.distributed.wire import group_called
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
