@@ -123,7 +123,7 @@ class FSDPEngine(Stepper):
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
-        stage: Any = self.stages[chunk]  # these say it to every unit inside it
+        stage: Any = self.stages[chunk]  # its methods reach every unit in it
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or self.reshard)
         stage.set_requires_all_reduce(last)  # copies are summed once

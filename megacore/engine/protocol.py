@@ -20,7 +20,7 @@ class StepStatistics:
 class Engine(Protocol):
     """Holds optimizer state, reduces gradients and steps. A rank has one engine, for the parameters of all its stages."""
 
-    modules: Sequence[nn.Module]  # what computes the forward of each chunk: its stage, or what the engine wraps around it
+    modules: Sequence[nn.Module]  # the modules that compute each chunk's forward: its stage, or the engine's wrapper of it
 
     def loss_gradient(self, scale: float) -> Tensor:
         """The gradient with which the loss's backward starts: `scale`, times the loss scale under fp16."""

@@ -21,7 +21,7 @@ from megacore.plan.optimizers import STATES
 
 
 class Stepper(Engine, ABC):
-    """Updates the masters that this rank holds, from their gradients: tensors that stay where they are.
+    """Updates the masters that this rank holds from their gradients. These tensors stay where they are.
 
     An engine adds how parameters and gradients get there, and what happens after a step and after loading.
     """
