@@ -90,7 +90,7 @@ def tokens_of(user: Config, multiple: int) -> tuple[int, int]:
 def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, Any]:
     """The model's sizes except depth and vocabulary, such that `tensor` ranks divide them."""
     model = user.model
-    # Two key/value heads a rank, if there are: with one, a rank's number is as good as that of its first head.
+    # Two key/value heads a rank, if there are: with one, a rank's number equals that of its first head and hides mistakes.
     kv_heads = tensor * min(user.kv_heads // tensor, 2)
     heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
     head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
