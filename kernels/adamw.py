@@ -1,6 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) over many tensors in one launch.
 
-Of each element, with gradient G as it was accumulated, weight decay w of its tensor, and t the updates up to this one:
+For each element, with the accumulated gradient G, its tensor's weight decay w, and t updates including this one:
 
     g = G / scale
     m = b1 m + (1 - b1) g
@@ -8,8 +8,8 @@ Of each element, with gradient G as it was accumulated, weight decay w of its te
     p = (1 - lr w) p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 One pass reads G, p, m and v and writes p, m and v, and the rounded copy of p that the model computes with: 28 bytes an
-element in fp32, 2 more for a copy in 16 bits and 2 fewer for gradients in 16 bits. Loss scale, clipping (both in `scale`), the
-decision to skip a step and the count of updates are read on the device, by one program in advance: the host waits for nothing.
+element in fp32, 2 more for a copy in 16 bits and 2 fewer for gradients in 16 bits. One program reads loss scale, clipping (both in
+`scale`), the decision to skip a step and the count of updates on the device in advance, so the host does not wait.
 """
 
 import math
@@ -38,12 +38,12 @@ COPIES = (torch.bfloat16, torch.float16)
 class AdamW:
     """AdamW over tensors that stay where they are; `updates` (an fp32 scalar on the device) counts the steps that were not skipped.
 
-    Eager is PyTorch's own fused AdamW where that will do, in fp32 throughout, and `adamw_eager`, several times slower, elsewhere.
+    Eager is PyTorch's own fused AdamW if all is fp32 and it fits, and otherwise `adamw_eager`, which is several times slower.
 
     masters, first_moments, second_moments: lists of tensors of the same shapes, contiguous; fp32, or fp64 through eager.
     gradients: the same, in fp32, bf16 or fp16 (fp64 with fp64).
     weight_decay: one number, or one a tensor.
-    copies: bf16 or fp16 tensors, which every step leaves as the rounded masters.
+    copies: bf16 or fp16 tensors, into which every step rounds the masters.
     Raises ValueError naming the argument whose lengths, shapes, dtypes or devices do not fit.
     """
 
@@ -158,7 +158,7 @@ def adamw_eager(
     unbias = (-torch.expm1(update * math.log(beta2))).rsqrt()
     g = gradient.to(wide) if scale is None else gradient.to(wide) / scale.to(wide)
     if skip is not None:
-        g = torch.where(skip == 0, g, 0.0)  # what is skipped is not finite, and would stay so times 0
+        g = torch.where(skip == 0, g, 0.0)  # a skipped gradient is not finite, and would stay so times 0
     first.lerp_(g, (1.0 - beta1) * done)
     second.lerp_(g.square(), (1.0 - beta2) * done)
     master.mul_(1.0 - lr * weight_decay * done).sub_(step * first / (second.sqrt() * unbias + eps))
@@ -176,7 +176,7 @@ if triton is not None:
         inverse = 1.0
         if scale is not None:
             inverse = (1.0 / tl.load(scale)).to(tl.float32)
-        # In fp64, for 1 - b2^t of the first updates would lose up to four digits in fp32.
+        # In fp64, because 1 - b2^t of the first updates would lose up to four digits in fp32.
         wide = update.to(tl.float64)
         tl.store(factors, inverse)
         tl.store(factors + 1, (lr / (1.0 - tl.exp(wide * log_beta1))).to(tl.float32))
@@ -218,7 +218,7 @@ if triton is not None:
         copy_ptr = p_ptr if COPY is None else pointer_at(row + 4, COPY, ALIGNED)
         decay = 1.0 - lr * tl.load(decays + tensor)
         offset = start + tl.arange(0, BLOCK)
-        if start + BLOCK <= size:  # without a mask, which would narrow the loads where a size is odd
+        if start + BLOCK <= size:  # without a mask, which would make loads narrower for odd sizes
             _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, None, inverse, decay, step, unbias, weight1, weight2, eps, COPY)
         else:
             _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, offset < size, inverse, decay, step, unbias, weight1, weight2, eps, COPY)

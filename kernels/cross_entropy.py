@@ -9,10 +9,10 @@ https://arxiv.org/abs/1512.00567) and z-loss z (Chowdhery et al. 2022, PaLM, htt
 
 Forward gathers a row's maximum and sum of exponentials online (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 The ranks then exchange, in one collective, two numbers a token: their own lse and, the one that has it, the target's logit
-(with label smoothing also the sum of the logits). The gradient waits for backward, where it costs the read and the write
-that scaling it there would cost anyway: written in forward, it would have to guess what backward is given, and be wrong
-in fp16, where a gradient that is not yet scaled underflows. `losses_and_gradients` is for those who know it beforehand:
-on a whole vocabulary it reads memory once and writes it once, because a row is still in the cache when it is read again.
+(with label smoothing also the sum of the logits). Backward computes the gradient, with the one read and write that scaling it
+there would cost anyway. If forward wrote it, the incoming gradient would not be known, and in fp16 an unscaled gradient
+underflows. `losses_and_gradients` is for callers that know it in advance. On a whole vocabulary it reads memory once and
+writes it once, because a row is still in the cache when it is read again.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +30,13 @@ try:
 except ImportError:  # a CPU build of torch brings no Triton
     triton = None
 
-BLOCK_BYTES = 2**14  # of a row that a program holds at once: 64 a thread of 8 warps
-EAGER_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # elements that eager works on at once: on a CPU what stays in the cache
+BLOCK_BYTES = 2**14  # bytes of a row that a program holds at once: 64 a thread of 8 warps
+EAGER_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # elements that eager handles at once: on a CPU as many as stay in the cache
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a loss is made of, besides its tensors: the arguments of `cross_entropy`."""
+    """The arguments of `cross_entropy` besides its tensors."""
 
     first_row: int = 0
     gather: Callable[[Tensor], Tensor] | None = None
@@ -46,15 +46,15 @@ class Settings:
     vocab_size: int | None = None
 
     def share(self, rows: int) -> float:
-        """What label smoothing gives to each row of the vocabulary, of which this rank has `rows`."""
+        """The share of the target that label smoothing gives to each row of the vocabulary. This rank has `rows` of them."""
         return self.label_smoothing / (self.vocab_size or rows)
 
     def factors(self, rows: int) -> tuple[float, float, float]:
-        """The target's part in the loss, every row's, and that of lse^2."""
+        """The factors of the target, of every row, and of lse^2 in the loss."""
         return 1.0 - self.label_smoothing, self.share(rows), self.z_loss
 
     def check(self, operation: str, targets: Tensor, tokens: int, rows: int) -> None:
-        """Raises ValueError naming the argument that is wrong. Targets are looked at on a CPU alone: elsewhere that would be a wait."""
+        """Raises ValueError naming the wrong argument. Targets are checked only on a CPU: elsewhere the host would wait for them."""
         check_shape(operation, "targets", targets, f"[{tokens}], one for each token", targets.shape == (tokens,))
         if targets.dtype != torch.int64:
             raise ValueError(f"{operation}: targets are {targets.dtype} (right: torch.int64)")
@@ -86,8 +86,7 @@ def cross_entropy(
 ) -> Tensor:
     """The loss of every token, ``[tokens]``, in nats; fp32 (fp64 for fp64 logits).
 
-    Takes the logits over: nothing else may read them afterwards, for their gradient comes to lie in their memory. Backward
-    runs once only.
+    The gradient overwrites the logits: nothing else may read them afterwards. Backward runs only once.
 
     logits: ``[tokens, vocabulary rows of this rank]``, contiguous along the rows; `first_row` is the first of them.
     targets: ``[tokens]`` int64 over the whole vocabulary, or `ignored`: no loss and no gradient.

@@ -1,4 +1,4 @@
-"""What every operation here shares: choosing between Triton and eager, and refusing arguments that neither can take."""
+"""Chooses between Triton and eager for every operation here, and refuses arguments that neither can take."""
 
 import warnings
 from functools import cache
@@ -20,7 +20,7 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
     """Whether `operation` runs its Triton kernels on these tensors, named as the caller's arguments; None ones are passed over.
 
     `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice where Triton is missing. While
-    torch.compile follows the code, `auto` is eager: Inductor fuses that with its neighbours, and a launch would end its graph.
+    torch.compile traces the code, `auto` is eager: Inductor fuses eager code with its neighbours, and a launch would end its graph.
     `triton` on tensors of another device is for Triton's interpreter, and on meta tensors for looking at launches.
 
     Raises:
@@ -58,11 +58,11 @@ def check_shape(operation: str, name: str, tensor: torch.Tensor, right: str, fit
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU, by which kernels that run a fixed number of programs choose it; elsewhere an H200's."""
+    """The number of multiprocessors of a GPU, for kernels with a fixed number of programs; elsewhere an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache
 def notice_missing_triton(operation: str) -> None:
-    """One line an operation: silently unfused work would be a slow run that nobody can explain."""
+    """Warns once for each operation: without a warning, nobody could explain a slow run."""
     warnings.warn(f"Triton is not installed: {operation} runs unfused on this GPU (pip install triton)", stacklevel=4)

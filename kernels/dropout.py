@@ -1,9 +1,9 @@
-"""Dropout between a bias and a residual sum, its mask drawn from a counter: two reads and one write.
+"""Dropout between a bias and a residual sum, with two reads and one write. A counter gives the mask.
 
     forward    y = r + a m (x + b) / (1 - p)       m: 0 with probability p, else 1;  a: a constant scale of the branch
     backward   dx = a m dy / (1 - p),  db = sum of dx over the tokens,  dr = dy
 
-The mask is no state and is never stored. Element i of the whole activation is kept if word i % 4 of the Philox 4x32-10 block
+The mask is never stored. Element i of the whole activation is kept if word i % 4 of the Philox 4x32-10 block
 with counter i // 4 (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405) is at least p 2^32, under a key that names the
 step, the microbatch and the place. Every rank that holds a part of the activation, every recomputation, CPU and GPU draw the
 same bits: `keep_mask` computes them in PyTorch's integers, the kernels in registers.
@@ -26,7 +26,7 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 MAX_BLOCK = 1024  # columns of a tile
 TILE = 2048  # elements of a tile: 16 a thread of each operand, two 16-byte loads of bf16
-CPU_CHUNK = 2**15  # Philox blocks at once, a thread: the five words in work stay in the processor's cache
+CPU_CHUNK = 2**15  # Philox blocks at once, for each thread: their five words stay in the processor's cache
 LOW = 0xFFFFFFFF
 
 

@@ -8,7 +8,7 @@
 
 The first form is GPT-2's 0.5 u (1 + tanh(...)), written without its cancellation for negative u. Backward computes u again.
 
-A program owns a tile of rows and columns. In backward it goes down its columns for many rows, and keeps its share of db in
+A program owns a tile of rows and columns. In backward it goes down its columns for many rows, and keeps its part of db in
 fp32: one row of partial sums a program, added up in a second launch, so that the result does not depend on timing.
 """
 
@@ -67,7 +67,7 @@ if triton is not None:
 
     @triton.jit
     def _gate(u, TANH: tl.constexpr):
-        """What u is multiplied with."""
+        """The factor of u."""
         if TANH:
             return 1.0 / (1.0 + tl.exp((u + u * u * u * CUBIC) * -TWICE_ROOT))
         else:

@@ -1,11 +1,11 @@
-"""Sum of squares of many tensors, rows of them weighted: the norm of a gradient, and how much to clip, without asking the device.
+"""The sum of squares of many tensors, with a weight for each row, for gradient norms and clipping without waiting for the device.
 
     sum over rows r of 64 elements of   weight[r] · sum over the row of x²
 
-The squares of a row are added in fp32, the rows in fp64, program by program, and a second kernel adds up what the programs
-found: no atomics, the same bits every time, and an error that does not grow with the number of elements. Rows of 64 are how
-an optimizer's flat buffer is laid out (each parameter starts on a row of its own), so that a weight of 0 leaves out a
-parameter that another rank counts, and one of 1 takes it in.
+Each program adds the squares of a row in fp32 and its rows in fp64, and a second kernel adds the programs' results. There are no
+atomics, so the bits are the same every time, and the error does not grow with the number of elements. An optimizer's flat buffer
+has rows of 64 (each parameter starts on its own row), so a weight of 0 leaves out a parameter that another rank counts, and a
+weight of 1 includes it.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ except ImportError:  # a CPU build of torch brings no Triton
 
 ROW = 64  # elements with one weight
 BLOCK = 4096  # elements that a program holds at once
-PROGRAMS = 2048  # about so many share the work: several on every multiprocessor, and few enough for one to add up
+PROGRAMS = 2048  # about so many divide the work: several on every multiprocessor, and few enough for one to add up
 WARPS = 4
 
 
 class SumOfSquares:
-    """Called, returns the sum of squares of `tensors` as they are then: an fp64 scalar on their device.
+    """A function that returns the current sum of squares of `tensors`: an fp64 scalar on their device.
 
     tensors: contiguous, any shapes, of one dtype and device; they must stay where they are.
     row_weights: of each tensor ``[rows]`` fp64, for every `ROW` of its elements, the last one perhaps short; None for 1 everywhere.
@@ -54,8 +54,8 @@ class SumOfSquares:
         self.tensors, self.row_weights = tensors, row_weights
         self.table: TensorTable | None = None
         if use_triton("SumOfSquares", implementation, tensors=tensors[0]):
-            share = sum(tensor.numel() for tensor in tensors) // PROGRAMS
-            self.chunk = max(triton.next_power_of_2(share), BLOCK)
+            each = sum(tensor.numel() for tensor in tensors) // PROGRAMS
+            self.chunk = max(triton.next_power_of_2(each), BLOCK)
             self.table = TensorTable([tensors, *([] if row_weights is None else [row_weights])], self.chunk)
 
     @torch.no_grad()
@@ -78,7 +78,7 @@ class SumOfSquares:
 
 def sum_of_squares_eager(tensor: Tensor, row_weights: Tensor | None = None) -> Tensor:
     """The reference in plain PyTorch, of one tensor: an fp64 scalar."""
-    # Of short rows: PyTorch's CPU norm of a whole fp32 tensor is off by 4e-6 at half a million elements and by 7e-4 at 16 million.
+    # In short rows, because PyTorch's CPU norm of a whole fp32 tensor errs by 4e-6 at half a million elements and 7e-4 at 16 million.
     flat = tensor.flatten()
     if rest := -flat.numel() % ROW:
         flat = torch.nn.functional.pad(flat, (0, rest))
@@ -88,7 +88,7 @@ def sum_of_squares_eager(tensor: Tensor, row_weights: Tensor | None = None) -> T
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this norm are multiplied by so that it is at most `limit`; a scalar on the device."""
+    """The factor for gradients of this norm that makes the norm at most `limit`; a scalar on the device."""
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 

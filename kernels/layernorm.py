@@ -1,7 +1,7 @@
 """Layer norm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMS norm (Zhang and Sennrich 2019,
 https://arxiv.org/abs/1910.07467), fused with the addition of a residual before them.
 
-Of each row s = x (+ residual), with F features:
+For each row s = x (+ residual), with F features:
 
     forward    μ = mean(s), 0 in RMS norm;  r = 1 / sqrt(mean((s - μ)²) + eps);  ŝ = (s - μ) r;  y = w ŝ + b
     backward   g = w dy;  ds = r (g - mean(g) - ŝ mean(g ŝ)) + (gradient of s itself), without mean(g) in RMS norm
@@ -10,9 +10,9 @@ Of each row s = x (+ residual), with F features:
 Forward reads and writes each row once; a program owns one row, or several short ones. Rows longer than a block are read
 twice, the second time from the cache, their mean and variance merged block by block (Chan et al. 1979).
 
-Backward also sums over rows. Programs as many as the device runs at once walk over the rows and keep their own share of
-dw and db in registers; a second kernel adds the shares up in a fixed order: no atomics, the same bits every time. The
-registers do not hold the shares of a row longer than a block: then one kernel gathers the two means of every row, and
+Backward also sums over rows. Programs as many as the device runs at once walk over the rows and keep their part of
+dw and db in registers; a second kernel adds the parts up in a fixed order: no atomics, the same bits every time. The
+registers do not hold the parts of a row longer than a block: then one kernel gathers the two means of every row, and
 programs that own a block of columns each do the rest.
 """
 
@@ -32,7 +32,7 @@ except ImportError:  # a CPU build of torch brings no Triton
     triton = None
 
 MAX_BLOCK = 16384  # features of a row that forward holds in registers at once
-MAX_BACKWARD_BLOCK = 8192  # the same of backward, which holds two rows and the shares of two gradients
+MAX_BACKWARD_BLOCK = 8192  # the same of backward, which holds two rows and parts of two gradients
 THREADS = 128  # of a program that takes several short rows
 
 
@@ -63,7 +63,7 @@ def rms_norm(
 
 
 def layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, residual: Tensor | None = None) -> Any:
-    """The reference: the same function in plain PyTorch, whose kernels keep statistics in fp32 or wider."""
+    """The reference in plain PyTorch, whose kernels keep statistics in fp32 or wider."""
     total = x if residual is None else x + residual
     wide = torch.promote_types(x.dtype, weight.dtype)
     y = F.layer_norm(total.to(wide), weight.shape, weight.to(wide), None if bias is None else bias.to(wide), eps).to(x.dtype)
@@ -71,7 +71,7 @@ def layer_norm_eager(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps:
 
 
 def rms_norm_eager(x: Tensor, weight: Tensor, eps: float = 1e-5, *, residual: Tensor | None = None) -> Any:
-    """The reference of `rms_norm`, likewise."""
+    """The reference of `rms_norm` in plain PyTorch."""
     total = x if residual is None else x + residual
     wide = torch.promote_types(x.dtype, weight.dtype)
     y = F.rms_norm(total.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
@@ -240,7 +240,7 @@ if triton is not None:
 
     @triton.jit
     def _backward_kernel(
-        s, weight, grad_y, grad_total, mean, rstd, mean_g, mean_gs, grad_s, shares, s_stride, grad_stride, total_stride, rows, features,
+        s, weight, grad_y, grad_total, mean, rstd, mean_g, mean_gs, grad_s, parts, s_stride, grad_stride, total_stride, rows, features,
         RMS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
         program, programs = tl.program_id(0), tl.num_programs(0)
@@ -248,8 +248,8 @@ if triton is not None:
         in_columns = at < features
         column = at[None, :]
         w = tl.load(weight + at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        share_w = tl.zeros((ROWS, BLOCK), tl.float32)
-        share_b = tl.zeros((ROWS, BLOCK), tl.float32)
+        part_w = tl.zeros((ROWS, BLOCK), tl.float32)
+        part_b = tl.zeros((ROWS, BLOCK), tl.float32)
         for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
             row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
             in_rows = row < rows
@@ -275,24 +275,24 @@ if triton is not None:
             if grad_total is not None:
                 ds += tl.load(grad_total + row[:, None] * total_stride + column, mask=inside, other=0.0).to(tl.float32)
             tl.store(grad_s + row[:, None] * features + column, ds, mask=inside)
-            share_w += dy * x
+            part_w += dy * x
             if BIAS:
-                share_b += dy
-        shares += program.to(tl.int64) * features + at
-        tl.store(shares, tl.sum(share_w, 0), mask=in_columns)
+                part_b += dy
+        parts += program.to(tl.int64) * features + at
+        tl.store(parts, tl.sum(part_w, 0), mask=in_columns)
         if BIAS:
-            tl.store(shares + programs.to(tl.int64) * features, tl.sum(share_b, 0), mask=in_columns)
+            tl.store(parts + programs.to(tl.int64) * features, tl.sum(part_b, 0), mask=in_columns)
 
     @triton.jit
-    def _add_shares_kernel(shares, grads, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-        """shares [1 or 2, programs, features] -> grads [1 or 2, features], always in the same order."""
+    def _add_parts_kernel(parts, grads, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+        """parts [1 or 2, programs, features] -> grads [1 or 2, features], always in the same order."""
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         which = tl.program_id(1).to(tl.int64)
-        shares += which * programs * features + at[None, :]
+        parts += which * programs * features + at[None, :]
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         for start in range(0, programs, ROWS):
             program = start + tl.arange(0, ROWS)[:, None]
-            total += tl.load(shares + program.to(tl.int64) * features, mask=(program < programs) & (at < features)[None, :], other=0.0)
+            total += tl.load(parts + program.to(tl.int64) * features, mask=(program < programs) & (at < features)[None, :], other=0.0)
         tl.store(grads + which * features + at, tl.sum(total, 0), mask=at < features)
 
 
@@ -354,7 +354,7 @@ class _Norm(torch.autograd.Function):
                 )  # fmt: skip
         ctx.save_for_backward(s if total is None else total.view(rows, features), weight, mean, rstd)
         ctx.has_bias = bias is not None
-        ctx.set_materialize_grads(False)  # no zeros to read where nothing flows back through the sum
+        ctx.set_materialize_grads(False)  # no zeros are read if the sum gets no gradient
         return y, total
 
     @staticmethod
@@ -380,7 +380,7 @@ def _launch_backward(
     options = backward_options(features, s.element_size())
     columns = triton.cdiv(features, options["BLOCK"])
     programs = min(triton.cdiv(rows, options["ROWS"]), max(programs_of(s.device, options["num_warps"]) // columns, 1))
-    shares = torch.empty(len(grads), programs, features, dtype=torch.float32, device=s.device)
+    parts = torch.empty(len(grads), programs, features, dtype=torch.float32, device=s.device)
     rms, mean_g, mean_gs = mean is None, None, None
     if not options["ONE_BLOCK"]:
         mean_g, mean_gs = None if rms else torch.empty_like(rstd), torch.empty_like(rstd)
@@ -388,7 +388,7 @@ def _launch_backward(
             s, weight, dy, mean, rstd, mean_g, mean_gs, s.stride(0), dy.stride(0), features, RMS=rms, BLOCK=options["BLOCK"], num_warps=4
         )
     _backward_kernel[(programs, columns)](
-        s, weight, dy, dtotal, mean, rstd, mean_g, mean_gs, grad_s, shares,
+        s, weight, dy, dtotal, mean, rstd, mean_g, mean_gs, grad_s, parts,
         s.stride(0), dy.stride(0), 0 if dtotal is None else dtotal.stride(0), rows, features, RMS=rms, BIAS=len(grads) == 2, **options,
     )  # fmt: skip
-    _add_shares_kernel[(triton.cdiv(features, 32), len(grads))](shares, grads, programs, features, ROWS=128, BLOCK=32, num_warps=4)
+    _add_parts_kernel[(triton.cdiv(features, 32), len(grads))](parts, grads, programs, features, ROWS=128, BLOCK=32, num_warps=4)

@@ -1,4 +1,4 @@
-"""A linear layer and the cross entropy of its outputs, chunk by chunk of tokens: the logits never exist as a whole.
+"""A linear layer and the cross entropy of its outputs, in chunks of tokens, so that the logits never exist as a whole.
 
     forward    logits = h wᵀ,  loss = sum of cross_entropy(logits)           of one chunk of tokens at a time
     backward   dh = dlogits w,  dw = sum over chunks of dlogitsᵀ h           computed in forward, scaled in backward
@@ -18,13 +18,13 @@ from torch import Tensor
 from megacore.kernels.cross_entropy import Settings, losses, losses_and_gradients
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
 
-SHARE = 4  # the logits' memory shrinks to one in so many, where there are tokens enough
+SHARE = 4  # a chunk has one in so many of the logits, if there are tokens enough
 # Tokens of the shortest chunk. Each chunk reads and writes the fp32 gradient of w, at 8 bytes an element against 6 FLOPs a token:
 # with 1024 tokens that is a fifth of the products' time on a Hopper if nothing overlaps. A CPU is slower at products.
 SHORTEST = {"cpu": 128}
 SHORTEST_ON_GPU = 1024
 ALIGNMENT = 64  # elements: rows of logits start where vector loads and matrix units like it, whatever the vocabulary
-# fp16 holds the gradient of logits times this, for what is far below 1 would underflow before the caller's loss scale came.
+# fp16 gradients of logits are multiplied by this: far below 1 they would underflow before the caller's loss scale applies.
 UNIT = {torch.float16: 2.0**8}
 
 

@@ -1,4 +1,4 @@
-"""Looks at the checkpoints of a run, and takes models to and from Hugging Face's format; no device is needed."""
+"""Inspects the checkpoints of a run, and converts models to and from other projects' formats. It needs no device."""
 
 import argparse
 import json
@@ -31,7 +31,7 @@ MORE = "python launch/checkpoint.py export -h, and import -h"
 
 
 def info(args: argparse.Namespace) -> None:
-    """Print what the checkpoint holds, and if asked for its tensors by their logical shape, whatever layout wrote them."""
+    """Print a summary of the checkpoint and, if asked, its logical tensors."""
     reader = Reader(locate(args.path))
     tensors = reader.manifest.tensors
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -77,7 +77,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print how many tensors of two checkpoints differ, and which: the first few, or all if asked for; returns 1 where they do."""
+    """Print how many tensors of two checkpoints differ, and the first few of them, or all if asked. Return 1 if any differ."""
     before, after = (Reader(locate(path), trusted=args.trust) for path in (args.path, args.other))
     differ = list(compare(before, after))
     total = len({*before.names, *after.names})
@@ -97,14 +97,14 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Columns as wide as what they hold: a name stays whole, for a search and for copying, however narrow the terminal."""
+    """Print rows in columns that are as wide as their cells. Names stay whole in narrow terminals, for searching and copying."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write a model folder of Hugging Face's from a checkpoint."""
+    """Write a Hugging Face model folder from a checkpoint."""
     if not 0 < args.shard_gib < 1e6:
         raise ConfigError("--shard-gib", f"{args.shard_gib} is not usable", "a size above 0")
     dtype, shard_bytes = DTYPES[args.dtype], int(args.shard_gib * 2**30)
@@ -112,7 +112,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def import_(args: argparse.Namespace) -> None:
-    """Write a run's folder from somebody else's model."""
+    """Write a run's folder from another project's model."""
     import_model(PEERS[args.format](args.path), args.output, args.overrides, args.compare_layers, print)
 
 
@@ -138,20 +138,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ours = "a run's log.dir, its checkpoints folder, or one step_… folder"
     showing = command("info", INFO, "step, size and state of the newest whole checkpoint", ours)
     showing.add_argument("--tensors", action="store_true", help="also every tensor: dtype, shape, size and content digest")
-    command("verify", VERIFY, "read all of every checkpoint and compare it with its digests (status 2 where one is damaged)", ours)
-    what = "which tensors of two checkpoints differ, and by how much (status 1 where any does, 2 where one is damaged)"
+    command("verify", VERIFY, "read every checkpoint and compare it with its digests (status 2 if one is damaged)", ours)
+    what = "show which tensors of two checkpoints differ, and by how much (status 1 if any does, 2 if one is damaged)"
     comparing = command("diff", DIFF, what, ours)
-    comparing.add_argument("other", type=Path, metavar="PATH", help="the same, of the other")
-    quick = "believe the manifests' digests and read only tensors whose digests differ: quick, and blind to damage"
+    comparing.add_argument("other", type=Path, metavar="PATH", help="the other run or checkpoint")
+    quick = "believe the manifests' digests and read only tensors whose digests differ: quick, but does not notice damage"
     comparing.add_argument("--trust", action="store_true", help=quick)
     comparing.add_argument("--tensors", action="store_true", help=f"all tensors that differ (default: the first {FEW})")
 
     exporting = command("export", EXPORT, "write a folder that transformers opens, and compare logits before it counts as done", ours)
     exporting.add_argument("--format", required=True, choices=("hf",), help="hf: config.json and safetensors")
     exporting.add_argument("--output", required=True, type=Path, metavar="DIR", help="the folder to write, new or empty")
-    exporting.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (default: %(default)s)")
+    exporting.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="precision of the weights (default: %(default)s)"
+    )
     exporting.add_argument("--tokenizer", help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's)")
-    exporting.add_argument("--shard-gib", type=float, default=5.0, metavar="SIZE", help="of a file, in GiB (default: %(default)s)")
+    exporting.add_argument(
+        "--shard-gib", type=float, default=5.0, metavar="SIZE", help="largest size of a file, in GiB (default: %(default)s)"
+    )
 
     what = "write a run's folder from a model, to generate, evaluate and fine-tune from; section.key=value overrides its config"
     theirs = "a local model folder with safetensors, or nanoGPT's ckpt.pt"
@@ -160,7 +164,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     importing.add_argument("--output", required=True, type=Path, metavar="RUNDIR", help="the run's folder to write, new or empty")
 
     for comparing in (exporting, importing):
-        part = "compare logits through the first N blocks alone, where the whole model does not fit in memory"
+        part = "compare logits only through the first N blocks, if the whole model does not fit in memory"
         comparing.add_argument("--compare-layers", type=int, metavar="N", help=part)
 
     args, rest = parser.parse_known_args(argv)
@@ -171,7 +175,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> int | None:
-    """Everything that the script does; returns its exit status (None: 0), or raises `UserError`."""
+    """Runs the command. Returns its exit status (None: 0), or raises `UserError`."""
     args = parse(argv)
     return COMMANDS[args.command](args)
 

@@ -1,4 +1,4 @@
-"""Trains with a fault and shows what came of it: when it was noticed, what was lost, whether the weights are those of a calm run."""
+"""Trains with a fault and shows when it was noticed, what was lost, and whether the weights are those of a run without it."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLE = "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault nan:rank=0,step=5 parallel.tensor=2"
 MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest of two checkpoints);
 each strikes one rank at the beginning of one step. Every run has 12 steps and a checkpoint every 4 unless overridden.
-Or, with --soak, random ranks are killed for so long.
+With --soak, random ranks are killed for so many seconds instead.
 Exit status: 0 if all went as it should, 1 if not."""
 MOST_RANKS = 1024  # of one machine
 SHORT = ["train.steps=12", "checkpoint.every=4", "log.every=1", "log.tensorboard=false"]
@@ -36,11 +36,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--fault", action="append", default=[], metavar="KIND:rank=R,step=N", help="may be given again")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="kill random ranks for so long, then let the run finish")
     parser.add_argument("--seed", type=int, default=0, help="of --soak")
-    parser.add_argument("--ranks", type=int, metavar="N", help="of every run (4, or as many as the layout needs)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of every run (4, or as many as the layout needs)")
     parser.add_argument("--watch", type=float, default=6.0, metavar="SECONDS", help="parallel.hang_seconds of the runs (6)")
     parser.add_argument("--launcher", metavar="COMMAND", help="in place of torchrun; {ranks} and {port} are filled in")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/drill"), metavar="FOLDER", help="for the runs, what they say, and drill.json (runs/drill)"
+        "--output",
+        type=Path,
+        default=Path("runs/drill"),
+        metavar="FOLDER",
+        help="where the runs, their output and drill.json go (runs/drill)",
     )
     parser.add_argument("--verbose", action="store_true", help="also show what the runs say")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's")
@@ -61,7 +65,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> int:
-    """The drills one after the other, beside one calm run; returns the exit status."""
+    """Runs one calm run, and then the drills. Returns the exit status."""
     args = parse(argv)
     from megacore.survive.drills import TORCHRUN, Drill, check_launcher
     from megacore.survive.faults import check
@@ -88,7 +92,7 @@ def run(argv: list[str]) -> int:
 
 
 def drilled(drill: "Drill", faults: list["Fault"]) -> list["Outcome"]:
-    """The outcomes, each said when it is known."""
+    """Runs the drills, and prints each outcome."""
     calm = drill.calm()
     outcomes = []
     for fault in faults:
@@ -98,7 +102,7 @@ def drilled(drill: "Drill", faults: list["Fault"]) -> list["Outcome"]:
 
 
 def show(outcomes: list["Outcome"]) -> None:
-    """The report as a table."""
+    """Prints the report as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -112,7 +116,7 @@ def show(outcomes: list["Outcome"]) -> None:
 
 
 def strike(argv: list[str], place: Place) -> int:
-    """One rank of a drill: launch/pretrain.py with the fault that stands behind --strike."""
+    """Runs one rank of a drill: launch/pretrain.py with the fault after --strike."""
     from launch import pretrain
     from megacore.survive.faults import install
     from megacore.survive.faults import parse as parse_fault

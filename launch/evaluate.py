@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
     parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--data", metavar="PREFIX", help="of the corpus's .bin and .idx (default: the run's data.valid)")
+    parser.add_argument("--data", metavar="PREFIX", help="prefix of the corpus's .bin and .idx (default: the run's data.valid)")
     parser.add_argument("--batches", type=int, default=0, help="batches to read, spread evenly over the corpus (default: 0, all of it)")
     tokenizer = "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
     parser.add_argument("--tokenizer", help=tokenizer)
@@ -68,7 +68,7 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
 
 
 def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
-    """The bytes of text that each token of the model stands for, ``[vocab]``; None where the run names no tokenizer."""
+    """The bytes of text that each token of the model stands for, ``[vocab]``; None if the run names no tokenizer."""
     from megacore.data.indexed import Sidecar
     from megacore.data.tokenizer import load_tokenizer
 
@@ -88,7 +88,7 @@ def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
 
 
 def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", args: argparse.Namespace) -> None:
-    """The figures as a table, and as JSON where that is asked for."""
+    """Prints the figures as a table, and writes them as JSON if asked."""
     from rich.console import Console
     from rich.table import Table
 
@@ -118,7 +118,7 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
 
 
 def run(argv: list[str], place: Place) -> int:
-    """One rank's part: rank 0 prints. Returns the exit status, or raises `UserError`."""
+    """Evaluates, as one of the ranks; rank 0 prints. Returns the exit status, or raises `UserError`."""
     args = parse(argv)
 
     import torch

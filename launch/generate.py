@@ -1,4 +1,4 @@
-"""Writes text with a trained or imported model, from a checkpoint of any layout, while it is made."""
+"""Writes text with a trained or imported model, from a checkpoint of any layout."""
 
 import argparse
 import io
@@ -19,7 +19,7 @@ EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def 
 MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.
   torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b --device cuda parallel.tensor=2 parallel.pipeline=2
 The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
-A text may be longer than the model's positions (model.max_positions): it then goes on from its last half of them."""
+If a text grows longer than the model's positions (model.max_positions), the model reads its last half again and goes on."""
 
 MOST_PROMPT = 64 << 20  # bytes
 
@@ -34,8 +34,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="and of them the likeliest of this probability together (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (default: %(default)s)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="of these, only the likeliest that together have this probability (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu or cuda (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
@@ -54,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The text to go on from; raises `DataError` where a file has none."""
+    """The prompt. Raises `DataError` if its file cannot be read."""
     if args.prompt_file is None:
         return args.prompt
     try:
@@ -71,7 +73,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> Any:
-    """The tokenizer of the run, or the one that is given, if the model can have been trained with it."""
+    """The given tokenizer, or else the run's. Refuses one with which the model cannot have been trained."""
     from megacore.data.tokenizer import check_kind, load_tokenizer
 
     name = recorded if given is None else given
@@ -86,7 +88,7 @@ def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> 
 
 
 def text_config(sections: dict[str, Any], overrides: list[str], device: str, world_size: int) -> Config:
-    """The checkpoint's model in the layout that the overrides name; raises `ConfigError` where it cannot write a text in it."""
+    """The checkpoint's config in the layout of the overrides. Raises `ConfigError` if that layout cannot generate text."""
     model = sections["model"]
     positions = model.get("max_positions") or sections["train"].get("seq_len")
     raw = {
@@ -105,7 +107,7 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
 
 
 def run(argv: list[str], place: Place) -> int:
-    """One rank's part: rank 0 prints the text. Returns the exit status, or raises `UserError`."""
+    """Generates, as one of the ranks; rank 0 prints the text. Returns the exit status, or raises `UserError`."""
     args = parse(argv)
 
     from megacore import checkpoint

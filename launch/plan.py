@@ -1,4 +1,4 @@
-"""Predicts what a run needs and where its pipeline waits, on any machine, without a device."""
+"""Predicts a run's memory, traffic and pipeline bubble, on any machine, without a device."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Lines = dict[tuple[str, str], Line]  # by group and operation
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
-EPILOG = """FLOPs count products, attention by what its implementation executes; memory is that of the fullest rank, without
+EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of the fullest rank, without
 what CUDA, NCCL and the allocator keep (leave a tenth of the device). The bubble is simulated with each stage's FLOPs as its time."""
 
 
@@ -84,7 +84,7 @@ def report(config: Config, timeline: Timeline, device: str | None, lines: Lines)
 
 
 def stage_table(config: Config, timeline: Timeline) -> "Table":
-    """What each rank of the pipeline holds and does."""
+    """A table of what each rank of the pipeline holds and does."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -119,7 +119,7 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
 
 
 def traffic_table(config: Config, lines: Lines) -> "Table":
-    """What each rank of the pipeline sends in a step, by group, and with fitted lines how long that takes if nothing hides it."""
+    """A table of what each rank of the pipeline sends in a step, by group; with fitted lines also the time, without overlap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -138,7 +138,7 @@ def traffic_table(config: Config, lines: Lines) -> "Table":
 
 
 def read_lines(path: str) -> Lines:
-    """The lines that benchmarks.collectives fitted; raises `ConfigError` for a file that holds none."""
+    """Reads the lines that benchmarks.collectives fitted. Raises `ConfigError` if the file has none."""
     try:
         rows = json.loads(read_text(path))["lines"]
         lines = {(row["group"], row["operation"]): Line(row["alpha_seconds"], row["beta_seconds_per_byte"]) for row in rows}

@@ -31,7 +31,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="F",
         help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
     )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="of the text in .jsonl files (default: %(default)s)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl files (default: %(default)s)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: the usable cores, %(default)s)")
     args = parser.parse_args(argv)
@@ -43,7 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> None:
-    """Prepares under a progress bar, and says what was written. Raises `UserError`."""
+    """Prepares the text with a progress bar, and prints what was written. Raises `UserError`."""
     args = parse(argv)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -86,7 +86,7 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """The same, stopped by SIGTERM as by Ctrl-C; says what that left behind."""
+    """Runs the script. SIGTERM stops it as Ctrl-C does, and says that nothing was written."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what is unfinished
     try:
         run(argv)

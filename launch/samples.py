@@ -112,7 +112,7 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
             rank, microbatch, _ = np.unravel_index(flat, indices.shape)
             row: dict[str, Any] = {"step": step, "position": position, "corpus": tokens.prefix, "epoch": int(epoch), "sample": int(sample)}
             for end, token in (("first", start), ("last", start + stream.seq_len)):
-                row[end] = dict(zip(("document", "offset"), tokens.place(token), strict=True))
+                row[end] = dict(zip(("document", "offset"), tokens.document_and_offset(token), strict=True))
             row |= {"data_rank": int(rank), "microbatch": int(microbatch)}
             rows.append(row | ({"text": show(tokens, start, stream.seq_len + 1)} if show else {}))
     return rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megacore.distributed.cpu import keep_freed_memory, multiply_with_onednn, share_cores
+from megacore.distributed.cpu import divide_cores, keep_freed_memory, multiply_with_onednn
 
 OWN, EQUAL = "own", "equal"  # as its users get a contender; with the settings of megacore's process
 SETTINGS = {OWN: "as its users get it", EQUAL: "with equal process settings"}
@@ -31,7 +31,7 @@ class MallocInfo(ctypes.Structure):
 
 def equalise(local_world_size: int) -> None:
     """Gives this process what megacore gives its own."""
-    share_cores(local_world_size)
+    divide_cores(local_world_size)
     multiply_with_onednn()
     keep_freed_memory()
 

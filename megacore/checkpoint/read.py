@@ -117,14 +117,14 @@ class Reader:
         if tensor.shape != shape:
             raise CheckpointError(str(self.path), f"tensor {name} has shape {tensor.shape}, and the model of this config {shape}", right)
 
-    def verify(self, share: int = 0, shares: int = 1, note: Callable[[], None] = lambda: None) -> None:
-        """Read everything, or one of equal `shares` of the files, and compare it with the digests of files and of contents.
+    def verify(self, part: int = 0, parts: int = 1, note: Callable[[], None] = lambda: None) -> None:
+        """Read everything, or number `part` of `parts` equal parts of the files, and compare it with the digests of files and of contents.
         `note` is called now and then, so that somebody who watches sees that it moves.
 
         Raises:
             CheckpointError: naming the file, and where one is to blame the tensor.
         """
-        for name in sorted(self.manifest.files)[share::shares]:
+        for name in sorted(self.manifest.files)[part::parts]:
             file = self.manifest.files[name]
             try:
                 found = file_digest(self.path / name, file.hash)

@@ -113,5 +113,5 @@ class Epoch:
         return found
 
     def _name(self, sample: int) -> str:
-        document, offset = self.stream.corpora[self.corpus].place(sample * self.stream.seq_len)
+        document, offset = self.stream.corpora[self.corpus].document_and_offset(sample * self.stream.seq_len)
         return f"sample {sample} (from token {offset} of document {document})"

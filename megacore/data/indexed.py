@@ -93,7 +93,7 @@ class IndexedTokens:
         sequence = np.searchsorted(self._pointers, position * self.dtype.itemsize, side="right") - 1
         return int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
 
-    def place(self, position: int) -> tuple[int, int]:
+    def document_and_offset(self, position: int) -> tuple[int, int]:
         """The document of the token at `position` of the stream and the token's offset in it, both from 0."""
         document = self.document_at(position)
         return document, position - int(self._pointers[self._boundaries[document]]) // self.dtype.itemsize

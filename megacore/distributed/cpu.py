@@ -15,7 +15,7 @@ EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 in
 
 def set_up_cpu(config: Config, local_world_size: int) -> None:
     """Sets up this process to compute as one of the machine's ranks."""
-    share_cores(local_world_size)
+    divide_cores(local_world_size)
     if config.cpu.onednn:
         multiply_with_onednn()
     if config.cpu.keep_memory:
@@ -40,7 +40,7 @@ def is_widened(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in WIDENED
 
 
-def share_cores(local_world_size: int) -> None:
+def divide_cores(local_world_size: int) -> None:
     """Divides the machine's cores among its ranks, unless OMP_NUM_THREADS is set. PyTorch would give every rank all of them."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity

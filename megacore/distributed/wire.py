@@ -98,7 +98,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along some axes that share the other coordinates. A group of one has no `wire`: every collective is the identity."""
+    """The ranks along some axes that have equal coordinates along all others. A group of one has no `wire`: collectives do nothing."""
 
     name: str
     ranks: tuple[int, ...]

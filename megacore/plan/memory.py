@@ -82,8 +82,8 @@ def block_activations(config: Config, recompute: str) -> int:
     h, f, e = model.hidden_size, resolved(model.ffn_size), ELEMENT_BYTES[train.precision]
     tokens = _tokens(config)
     if recompute == "full":
-        return _shared(config, e * h * tokens)
-    shared = 4 * e * h + (2 * h if model.dropout else 0)
+        return _unsplit(config, e * h * tokens)
+    unsplit = 4 * e * h + (2 * h if model.dropout else 0)
     split = e * (2 * a + 2 * k) + (e * (a + k) if model.position == "rope" or model.qk_norm else 0)
     split += 4 * (model.num_heads + config.kv_heads) if model.qk_norm else 0
     split += e * f * (2 if model.activation == "swiglu" else 1)
@@ -93,7 +93,7 @@ def block_activations(config: Config, recompute: str) -> int:
         split += 4 * model.num_heads
     elif recompute == "none":
         split += model.num_heads * train.seq_len * (e + 4 if model.attention == "eager" and e < 4 else e)
-    return _shared(config, shared * tokens) + split * tokens // config.parallel.tensor
+    return _unsplit(config, unsplit * tokens) + split * tokens // config.parallel.tensor
 
 
 def rank_activations(config: Config) -> list[int]:
@@ -107,8 +107,8 @@ def rank_activations(config: Config) -> list[int]:
     # The ends: the embedding's dropout mask; the inputs of final norm and head, and the logits, whose gradient is written over them.
     # With a chunked loss only a chunk of them while it is at work, and until backward the gradients of hidden states and head.
     rows = -(-model.vocab_size // config.parallel.tensor)
-    kept[0] += _shared(config, tokens * model.hidden_size) if model.dropout else 0
-    kept[-1] += _shared(config, 2 * element * tokens * model.hidden_size)
+    kept[0] += _unsplit(config, tokens * model.hidden_size) if model.dropout else 0
+    kept[-1] += _unsplit(config, 2 * element * tokens * model.hidden_size)
     if model.chunked_loss:
         kept[-1] += element * tokens * model.hidden_size + 4 * rows * model.hidden_size
         working[-1] += element * rows * min(tokens, max(-(-tokens // 4), SHORTEST_CHUNK))
@@ -126,9 +126,9 @@ def rank_memory(config: Config) -> list[RankMemory]:
         return _fsdp_memory(config)
     if config.engine.kind == "deepspeed":
         return _deepspeed_memory(config)
-    shares = data if config.engine.shard_optimizer else 1
+    divisor = data if config.engine.shard_optimizer else 1
     return [
-        RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * optimizer_bytes(config) // shares, activations)
+        RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * optimizer_bytes(config) // divisor, activations)
         for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True)
     ]
 
@@ -162,13 +162,13 @@ def _deepspeed_memory(config: Config) -> list[RankMemory]:
     away = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" for name in ("param", "optimizer")}
     masters = 4 if precision == "fp32" and stage > 0 else 0  # in 16 bits the table has them already
     divided = {"parameters": stage == 3, "gradients": stage >= 2 or (stage == 1 and precision != "bf16"), "optimizer": stage >= 1}
-    shares = {part: data if yes else 1 for part, yes in divided.items()}
+    divisors = {part: data if yes else 1 for part, yes in divided.items()}
     block, layers = block_parameters(config, config.parallel.tensor), config.model.num_layers
     memories = []
     for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True):
-        parameters = 0 if away["param"] else n * ELEMENT_BYTES[precision] // shares["parameters"]
-        gradients = 0 if away["optimizer"] else n * GRADIENT_BYTES[precision] // shares["gradients"]
-        optimizer = 0 if away["optimizer"] else n * (optimizer_bytes(config) + masters) // shares["optimizer"]
+        parameters = 0 if away["param"] else n * ELEMENT_BYTES[precision] // divisors["parameters"]
+        gradients = 0 if away["optimizer"] else n * GRADIENT_BYTES[precision] // divisors["gradients"]
+        optimizer = 0 if away["optimizer"] else n * (optimizer_bytes(config) + masters) // divisors["optimizer"]
         # Stage 3 has no pipeline: the ends are gathered in turn, and of the blocks the one at work and the next.
         gathered = ELEMENT_BYTES[precision] * max(2 * block, n - layers * block) if stage == 3 else 0
         memories.append(RankMemory(parameters, gradients, optimizer, activations, gathered))
@@ -180,6 +180,6 @@ def _tokens(config: Config) -> int:
     return config.train.micro_batch_size * config.train.seq_len
 
 
-def _shared(config: Config, size: int) -> int:
+def _unsplit(config: Config, size: int) -> int:
     """The part of an activation outside tensor-parallel regions that a rank holds: all of it, or its own tokens."""
     return -(-size // config.parallel.tensor) if config.parallel.sequence else size

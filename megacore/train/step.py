@@ -51,9 +51,9 @@ class TrainStep:
         `before_update` is called when gradients are the global sums and no parameter has changed yet.
         """
         self.number = number
-        share = self.forward_backward(batch)
-        flags = [torch.full_like(share, vote) for vote in votes()]
-        loss, *counts = all_reduce(torch.stack([share, *flags]), self.mesh.world)
+        part = self.forward_backward(batch)
+        flags = [torch.full_like(part, vote) for vote in votes()]
+        loss, *counts = all_reduce(torch.stack([part, *flags]), self.mesh.world)
         before_update()
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
         statistics = self.engine.step(lr, loss)

@@ -72,11 +72,11 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 trace.enter(index, "forward")
                 logits = model.logits(model(tokens[:, :-1], key_of(train.seed, step, index)))
                 losses = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-                share = losses / (train.global_batch_size * train.seq_len)
+                part = losses / (train.global_batch_size * train.seq_len)
                 trace.note("loss", "output", losses)
                 trace.enter(index, "backward")
-                share.backward()
-                loss += share.item()
+                part.backward()
+                loss += part.item()
         # A parameter on which no loss depends has no gradient, and decays nevertheless.
         gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))

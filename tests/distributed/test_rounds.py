@@ -65,7 +65,7 @@ def state_without(missing: str) -> dict[str, Any]:
     return process.observed()
 
 
-FAULTS = {"share_cores": "threads", "multiply_with_onednn": "fp32 products", "keep_freed_memory": "keeps freed memory"}
+FAULTS = {"divide_cores": "threads", "multiply_with_onednn": "fp32 products", "keep_freed_memory": "keeps freed memory"}
 
 
 def test_one_missing_setting_is_noticed(states: States) -> None:

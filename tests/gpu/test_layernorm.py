@@ -39,7 +39,7 @@ def test_auto_is_fused_and_bitwise_repeatable(features):
         for _ in range(2):
             y = layernorm.layer_norm(x, weight, bias)
             outcomes.append((y, *torch.autograd.grad(y, (x, weight, bias), grad)))
-    assert {"_forward_kernel", "_backward_kernel", "_add_shares_kernel"} <= {name for name, _ in log}
+    assert {"_forward_kernel", "_backward_kernel", "_add_parts_kernel"} <= {name for name, _ in log}
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 

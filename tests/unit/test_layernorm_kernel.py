@@ -122,7 +122,7 @@ def check_many_shares(device: str) -> None:
     """More programs than the last kernel takes at a turn: a GPU has hundreds, the interpreter above eight."""
     shares = seeded((2, 300, 37), device)
     grads = torch.empty(2, 37, device=device)
-    layernorm._add_shares_kernel[(2, 2)](shares, grads, 300, 37, ROWS=128, BLOCK=32)
+    layernorm._add_parts_kernel[(2, 2)](shares, grads, 300, 37, ROWS=128, BLOCK=32)
     torch.testing.assert_close(grads, shares.double().sum(1).float(), rtol=1e-5, atol=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_triton_in_16_bits(interpreted, rms, dtype):
 @pytest.mark.parametrize("rms", [False, True], ids=["layer_norm", "rms_norm"])
 def test_every_path_runs(interpreted, rms):
     """Short, whole and long rows are different code: the cases above must reach each."""
-    forward, backward, last = "_forward_kernel", "_backward_kernel", ("_add_shares_kernel", None, True)
+    forward, backward, last = "_forward_kernel", "_backward_kernel", ("_add_parts_kernel", None, True)
     assert interpreted(kernels_run, "cpu", 17, rms, {}) == [(forward, True, True), (backward, True, True), last]
     one = {"THREADS": 1}
     assert interpreted(kernels_run, "cpu", 17, rms, one) == [(forward, True, False), (backward, True, False), last]
