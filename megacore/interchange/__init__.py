@@ -1,1 +1,1 @@
-"""Models of other projects in and out: what their tensors and settings are called, and how they are laid out."""
+"""Imports and exports models of other projects: their tensors, settings and tokenizers."""

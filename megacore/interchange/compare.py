@@ -1,4 +1,4 @@
-"""What a conversion must pass before it counts as done: the same tensors, and from the peer's own code the same logits."""
+"""Checks a conversion: the tensors must be the same, and the peer's own code must give the same logits."""
 
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ TOLERANCE = {"fp64": 1e-5, "fp32": 5e-5}
 
 
 def transformers_if_installed() -> ModuleType | None:
-    """transformers, told to write no warnings and no progress bars, or None."""
+    """Imports transformers, without its warnings and progress bars. None if it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -50,7 +50,7 @@ def require_same(where: Path, name: str, converted: Tensor, read_back: Tensor) -
 
 
 def compare_logits(transformers: ModuleType, config: Config, reader: Reader, stored: torch.dtype, folder: Path, layers: int | None) -> str:
-    """Hold our model, of `reader`'s weights rounded to `stored`, against what transformers makes of `folder`.
+    """Compares our model, with `reader`'s weights rounded to `stored`, with the model that transformers opens from `folder`.
 
     Both read the same few random tokens on the CPU, one model after the other; with `layers` only that many first blocks of each.
 
@@ -83,7 +83,7 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
 
 @torch.no_grad()
 def own_logits(config: Config, reader: Reader, stored: torch.dtype, rows: Tensor) -> Tensor:
-    """Our model's logits ``[batch, seq, vocab]``."""
+    """Computes our model's logits ``[batch, seq, vocab]``."""
     stage = whole_model(config).eval()
     load_weights(reader, [stage])
     for parameter in stage.parameters():

@@ -1,4 +1,4 @@
-"""From a checkpoint of ours, of any layout, to a model folder of Hugging Face's."""
+"""Exports a checkpoint of any layout to a Hugging Face model folder."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,7 +72,7 @@ def export_hf(
 
 
 def config_of(reader: Reader) -> Config:
-    """The config of the checkpoint's model on one device. Raises `CheckpointError` where none is recorded."""
+    """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded."""
     sections = recorded_sections(reader)
     return resolve({key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1).config
 
@@ -82,7 +82,7 @@ def _read(reader: Reader, tensor: Mapped) -> Tensor:
 
 
 def _split(reader: Reader, mapped: list[Mapped], dtype: torch.dtype) -> Iterator[Tensor]:
-    """The peer's tensors, one after the other; each is let go once it was given out."""
+    """Yields the peer's tensors one after the other, and keeps none."""
     for tensor in mapped:
         theirs = tensor.split(_read(reader, tensor).to(dtype))
         for peer in tensor.peers:

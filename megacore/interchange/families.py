@@ -1,4 +1,4 @@
-"""Families of Hugging Face models that a config of ours expresses exactly: their settings and tensors, both ways.
+"""Families of Hugging Face models that our config expresses exactly, with their settings and tensors in both directions.
 
 Nothing here needs transformers: a peer's model is a `config.json`, read as an object, and named tensors.
 """
@@ -64,7 +64,7 @@ def family_for_hf(hf: dict[str, Any], path: str) -> Family:
 
 
 def family_for_config(config: Config) -> Family:
-    """The architecture that computes exactly what a model of this config does.
+    """The family that computes exactly what a model of this config computes.
 
     Raises:
         ConfigError: none does; names the keys in which the nearest one differs.

@@ -1,6 +1,6 @@
-"""Model folders as Hugging Face lays them out: config.json, and safetensors in one file or in several with an index.
+"""Hugging Face model folders: config.json, and safetensors in one file or in several with an index.
 
-A folder that somebody else has made may hold links to any file of the user's: only what is its own is read, or copied along.
+A folder that somebody else made may have links to any file of the user. Only files of the folder itself are read or copied.
 """
 
 import json
@@ -47,7 +47,7 @@ class Folder:
             self._open(path / name)
 
     def read(self, name: str) -> Tensor:
-        """A tensor, in the dtype and on the pages of its file."""
+        """A tensor in its file's dtype, mapped from the file."""
         return self._files[name].get_tensor(name)
 
     def _file_names(self) -> list[str]:
@@ -107,7 +107,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `CheckpointError` where there is none."""
+    """Reads the JSON object in a file. Raises `CheckpointError` if there is none."""
     try:
         value = json.loads(read_text(file))
     except FileNotFoundError as error:
@@ -120,7 +120,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object as transformers does, sorted and indented."""
+    """Writes a JSON object as transformers does, sorted and indented."""
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -142,7 +142,7 @@ def write_weights(folder: Path, layout: Layout, tensors: Iterator[Tensor], file_
 
 @contextmanager
 def aside(output: Path) -> Iterator[Path]:
-    """A folder `output`.partial to write in. It becomes `output` where the block ends well, and is deleted where it does not.
+    """A context with a folder `output`.partial to write in. It becomes `output` if the block succeeds, and is deleted if it fails.
 
     Raises:
         ConfigError: `output` holds something already, or cannot be made.

@@ -1,4 +1,4 @@
-"""From a model in somebody else's files to a run's folder of ours."""
+"""Imports another project's model as a run's folder."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ GENTLE = {"lr": 3e-5, "min_lr": 3e-6, "warmup_steps": 20, "weight_decay": 0.01} 
 
 @dataclass(frozen=True)
 class Peer:
-    """A model of another project, its files open."""
+    """A model of another project, with its files open."""
 
     path: Path
     architecture: str
@@ -65,7 +65,7 @@ class Peer:
 
 
 def hf_peer(path: Path) -> Peer:
-    """A model folder of Hugging Face's. Raises `CheckpointError` where no family here expresses it."""
+    """Opens a Hugging Face model folder. Raises `CheckpointError` if no family here expresses it."""
     folder = Folder(path)
     family = family_for_hf(folder.config, str(path / CONFIG))
     try:
@@ -76,7 +76,7 @@ def hf_peer(path: Path) -> Peer:
 
 
 def nanogpt_peer(path: Path) -> Peer:
-    """A ``ckpt.pt`` of nanoGPT."""
+    """Opens a ``ckpt.pt`` of nanoGPT."""
     model, tensors = read_nanogpt(path)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Peer(path, "nanoGPT", model, nanogpt_tensors, IGNORED, shapes, tensors.__getitem__)

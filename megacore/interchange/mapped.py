@@ -1,4 +1,4 @@
-"""How peers name and lay out the tensors of a model: one `Mapped` for each of ours.
+"""Maps our tensors to the names and layouts of peers: one `Mapped` for each of ours.
 
 H query heads, k key/value heads, g = H / k, d head size, f feed-forward, h hidden:
 
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mapped:
-    """One logical tensor of ours, and what a peer stores for it. `join` and `split` keep the dtype and are each other's inverse.
+    """One logical tensor of ours, and the tensors that a peer stores for it. `join` and `split` are inverse, and keep the dtype.
 
     `peers` are the names that are written, with their prefix ("transformer.", "model."); files of old miss it: `stored_name`.
     """
@@ -175,6 +175,6 @@ def llama_tensors(config: Config) -> list[Mapped]:
 
 
 def lm_head(config: Config) -> list[Mapped]:
-    """The LM head, unless it is the embedding: then peers store none either."""
+    """The LM head. There is none if it is the embedding, as in peers' files."""
     model = config.model
     return [] if model.tie_embeddings else [renamed("head.weight", (model.vocab_size, model.hidden_size), "lm_head.weight")]

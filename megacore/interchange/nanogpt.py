@@ -1,4 +1,4 @@
-"""nanoGPT's ``ckpt.pt``: a dictionary of tensors and plain values, read without running anything in it."""
+"""Reads nanoGPT's ``ckpt.pt``, a dictionary of tensors and plain values, without running code in it."""
 
 import re
 from functools import partial
@@ -63,7 +63,7 @@ def model_of(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def load_plain(path: Path) -> Any:
-    """What ``torch.save`` wrote, if it is tensors, containers and plain values alone; tensors are mapped from the file.
+    """Loads a file of ``torch.save`` that has only tensors, containers and plain values. Tensors are mapped from the file.
 
     A pickle can name any function to be called on loading; torch's unpickler of `weights_only` calls none but those that build tensors.
     """

@@ -1,4 +1,4 @@
-"""The settings of peers' models, their `config.json`, to and from our `model` section.
+"""Converts peers' `config.json` to and from our `model` section.
 
 Reading refuses every setting that would make theirs another function than ours, by name; settings that only concern training
 (dropout) or numerics are passed over. What a file leaves out is what transformers takes where it is missing; sizes must be there.
@@ -195,7 +195,7 @@ def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_biases(config: Config) -> dict[str, Any]:
-    """The settings that `read_biases` reads."""
+    """Writes the settings that `read_biases` reads."""
     return {"attention_bias": config.model.bias, "mlp_bias": config.model.bias}
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer that goes along with an exported model, so that transformers' AutoTokenizer gives the ids the model was trained on."""
+"""Writes the tokenizer of an exported model, so that transformers' AutoTokenizer gives the ids of the model's training."""
 
 import random
 import re
@@ -21,14 +21,14 @@ PROBES = 2000  # texts that both tokenizers must encode alike
 
 @dataclass(frozen=True)
 class Written:
-    """What was done about the tokenizer, for the user, and the special tokens' ids, for the model's config."""
+    """A line for the user about the tokenizer, and the special tokens' ids for the model's config."""
 
     finding: str
     token_ids: dict[str, int] = field(default_factory=dict)
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy the tokenizer's files from one model folder to another; whether there were any.
+    """Copies the tokenizer's files from one model folder to another. Returns whether there were any.
 
     Raises:
         UserError: one of them is not what its name says, or `source` has links to files elsewhere. Nothing is copied then.
