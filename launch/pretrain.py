@@ -27,7 +27,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def run(argv: list[str], place: Place) -> int:
-    """One rank's run; returns its exit status, or raises `UserError`."""
+    """Runs one rank. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
     loaded = load(args.config, args.overrides, place.world_size)

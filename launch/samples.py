@@ -1,4 +1,4 @@
-"""Names the samples of a step: their documents and offsets, and who reads them. Or proves that an epoch is read exactly once."""
+"""Shows the samples of a step: their documents, their offsets, and the data ranks that read them. Or proves that an epoch is read once."""
 
 import argparse
 import re
@@ -150,7 +150,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config) -> "list[Finding]":
-    """Checks an epoch of every corpus, and says what is found."""
+    """Checks an epoch of every corpus, and prints the findings."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -176,7 +176,7 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
 
 
 def run(argv: list[str]) -> int:
-    """Everything that the script does; returns its exit status, or raises `UserError`."""
+    """Runs the script. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     config = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
     from megacore.data.coverage import Leg

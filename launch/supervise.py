@@ -1,4 +1,4 @@
-"""Keeps a run going: starts its launcher, and again when it fails, until the run is finished or asked to stop."""
+"""Keeps a run going: starts its launcher, and restarts it when it fails, until the run has finished or is asked to stop."""
 
 import argparse
 import math
@@ -26,11 +26,19 @@ Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row that bring no progress, and no more (3)")
-    parser.add_argument("--backoff", type=float, default=5.0, metavar="SECONDS", help="before a restart, doubled while fruitless (5)")
-    parser.add_argument("--stall", type=float, default=1800.0, metavar="SECONDS", help="without a new step logged or saved: restart (1800)")
+    parser.add_argument(
+        "--restarts", type=int, default=3, metavar="N", help="gives up after so many restarts in a row without progress (3)"
+    )
+    parser.add_argument(
+        "--backoff", type=float, default=5.0, metavar="SECONDS", help="wait before a restart, doubled each time without progress (5)"
+    )
+    parser.add_argument(
+        "--stall", type=float, default=1800.0, metavar="SECONDS", help="restart if no new step is logged or saved for so long (1800)"
+    )
     parser.add_argument("--probe", default=PROBE, metavar="COMMAND", help=f"succeeds if {{host}} answers ({PROBE})")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's, with launch/pretrain.py and --config")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's command, with launch/pretrain.py and --config"
+    )
     args = parser.parse_args(argv)
     args.command = args.command[args.command[:1] == ["--"] :]
     for option, bad, right in (
@@ -52,7 +60,7 @@ def config_in(command: list[str]) -> tuple[str, list[str]]:
 
 
 def run(argv: list[str]) -> int:
-    """Supervises; returns the exit status."""
+    """Supervises the run, and returns the exit status."""
     args = parse(argv)
     config, overrides = config_in(args.command)
     loaded = load_any(config, overrides)

@@ -11,7 +11,7 @@ from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
-MORE = """The config is made small, its structure kept (kinds of layers, ties, biases, grouped heads, remainders, uneven stages,
+MORE = """The config is made small and keeps its structure (kinds of layers, ties, biases, grouped heads, remainders, uneven stages,
 fewer microbatches than stages, schedule, recomputation, dropout), and trained for three steps by real gloo ranks on this machine's
 CPU, in every layout, and by plain code on one process in fp64. A table shows the largest relative difference of each parameter (its
 gradients, its value, its moments) in each layout. A layout that differs runs once more. If the two runs differ from each other, that
@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """The proof; returns the exit status."""
+    """Runs the proof, and returns the exit status."""
     from rich.console import Console
 
     from megacore.verify.layouts import DEFAULT
