@@ -36,6 +36,7 @@ def linear_cross_entropy(
     first_row: int = 0,
     gather: Callable[[Tensor], Tensor] | None = None,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    accumulate: Callable[[Tensor], None] | None = None,
     ignored: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -49,6 +50,7 @@ def linear_cross_entropy(
     targets, gather, ignored, label_smoothing, z_loss, vocab_size: as in `cross_entropy`; one small collective a chunk.
     reduce: with a split vocabulary, sums the gradient of hidden ``[tokens, features]`` over the ranks, in place or not; without
         it that gradient is this rank's part, for a caller who sums it on its way further back.
+    accumulate: is given the gradient of weight in backward, in fp32 at least, and autograd is given none.
     chunk: tokens at a time, the same on every rank; by default a quarter, though no fewer than make long products.
     Raises ValueError for what the implementation cannot take, as `cross_entropy`.
     """
@@ -65,7 +67,7 @@ def linear_cross_entropy(
     settings.check(name, targets, len(hidden), len(weight))
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     chunk = chunk or default_chunk(len(hidden), hidden.device.type)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, settings, reduce, chunk, fused, wanted)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, settings, reduce, accumulate, chunk, fused, wanted)
 
 
 def default_chunk(tokens: int, device: str) -> int:
@@ -79,12 +81,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     forward      logits [C, V] = h [C, F] · wᵀ [F, V]     loss = sum of their losses, all chunks'
                  dh [C, F] = dlogits [C, V] · w [V, F]    dw [V, F] += dlogitsᵀ · h, in fp32
     grad of h    [T, F]  = dloss · dh                     with `reduce`, summed over the ranks
-    grad of w    [V, F]  = dloss · dw
+    grad of w    [V, F]  = dloss · dw                     with `accumulate`, given to that
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings, reduce: Any, chunk: int, fused: bool, wanted: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        settings: Settings,
+        reduce: Any,
+        accumulate: Any,
+        chunk: int,
+        fused: bool,
+        wanted: bool,
     ) -> Tensor:
         (tokens, _), (rows, features), dtype = hidden.shape, weight.shape, hidden.dtype
         wide = torch.promote_types(dtype, torch.float32)
@@ -108,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), h)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.reduce, ctx.dtype, ctx.unit = reduce, dtype, unit
+        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit = reduce, accumulate, dtype, unit
         return total
 
     @staticmethod
@@ -120,9 +131,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mul(grad_hidden, scale, out=grad_hidden)
             if ctx.reduce is not None:
                 grad_hidden = ctx.reduce(grad_hidden)
-        if grad_weight is not None:
+        if grad_weight is not None and ctx.accumulate is not None:
+            ctx.accumulate(grad_weight.mul_(scale))
+            grad_weight = None
+        elif grad_weight is not None:
             grad_weight = torch.mul(grad_weight, scale, out=torch.empty_like(grad_weight, dtype=ctx.dtype))
-        return grad_hidden, grad_weight, *([None] * 6)
+        return grad_hidden, grad_weight, *([None] * 7)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -2,14 +2,15 @@
 
 from collections.abc import Collection
 
-import torch
-from torch import Tensor
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from megacore.distributed.comm import all_reduce, all_reduce_start, reduce_scatter_inside
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.wire import Work
 from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
+from megacore.tensor_parallel.gradient import MainGradient
 
 
 class GradientReducer:
@@ -28,6 +29,8 @@ class GradientReducer:
         self.armed: set[int] = set()  # chunks
         self.next = 0
         self.work: list[Work] = []
+        self.sums: list[tuple[MainGradient, nn.Parameter]] = []
+        self.nodes: list[Node] = []
         self.hooks: list[RemovableHandle] = []
         for buffer, bucket in self.buckets:
             for slot in bucket.slots:
@@ -35,21 +38,22 @@ class GradientReducer:
         self._rearm()
 
     def _watch(self, buffer: FlatBuffer, slot: Slot, bucket: Bucket) -> None:
-        target = slot.view(buffer.gradients)
-        direct = slot.parameter.dtype == target.dtype
-        if direct:
-            slot.parameter.grad = target  # autograd adds to it in place
+        parameter = slot.parameter
+        main = MainGradient(slot.view(buffer.gradients))
+        parameter.main_gradient = main  # type: ignore[attr-defined]
+        self.sums.append((main, parameter))
 
-        def accumulated(parameter: Tensor) -> None:
-            if not direct:
-                assert parameter.grad is not None
-                target.add_(parameter.grad)
-                parameter.grad = None
+        def accumulated(*_: object) -> None:
+            main.take(parameter)
             if buffer.chunk in self.armed:
                 self.waiting_for[id(bucket)] -= 1
                 self._start_ready()
 
-        self.hooks.append(slot.parameter.register_post_accumulate_grad_hook(accumulated))
+        # What ends a parameter's part of every graph. It runs once a backward pass, behind all that gives a part of the gradient, also
+        # if all of them added theirs to the main gradient and it is given nothing. Autograd itself holds it weakly.
+        node = get_gradient_edge(parameter).node
+        self.nodes.append(node)
+        self.hooks.append(node.register_hook(accumulated))
 
     def _rearm(self) -> None:
         self.armed.clear()
@@ -76,6 +80,8 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Starts the remaining buckets, and waits until every gradient is the global sum."""
+        for main, parameter in self.sums:
+            main.take(parameter)  # zero for a parameter on which no loss depends
         for buffer, bucket in self.buckets[self.next :]:
             self._start(buffer, bucket)
         for work in self.work:
@@ -87,12 +93,13 @@ class GradientReducer:
         """Removes the hooks from the parameters: Python cannot free a cycle through hooks that PyTorch holds."""
         for hook in self.hooks:
             hook.remove()
+        for _, parameter in self.sums:
+            del parameter.main_gradient  # type: ignore[attr-defined]
 
-    @torch.no_grad()
     def clear(self) -> None:
-        """Zeroes the gradients."""
-        for buffer in self.buffers:
-            buffer.gradients.zero_()
+        """Begins new sums: the next part of each gradient is written over the last sum."""
+        for main, _ in self.sums:
+            main.empty = True
 
 
 def sums_first(buffer: FlatBuffer) -> Collection[str]:

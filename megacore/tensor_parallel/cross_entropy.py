@@ -9,6 +9,7 @@ from megacore.distributed.mesh import Group
 from megacore.kernels.cross_entropy import cross_entropy
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy
+from megacore.tensor_parallel.gradient import main_gradient_of
 
 IGNORED = -100  # a target that is not counted: its loss and its gradient are zero
 
@@ -33,5 +34,14 @@ def vocab_parallel_linear_cross_entropy(
     `x` ``[tokens, hidden]`` (with `sequence`, this rank's tokens), `weight` ``[rows of this rank, hidden]``.
     """
     gather = partial(all_gather, group=group) if group.size > 1 else None
-    x = enter_tensor_parallel(x, group, sequence)
-    return linear_cross_entropy(x, weight, targets, first_row=first_row, gather=gather, ignored=IGNORED, implementation=implementation)
+    x, main = enter_tensor_parallel(x, group, sequence), main_gradient_of(weight)
+    return linear_cross_entropy(
+        x,
+        weight,
+        targets,
+        first_row=first_row,
+        gather=gather,
+        accumulate=None if main is None else main.add,
+        ignored=IGNORED,
+        implementation=implementation,
+    )

@@ -27,6 +27,7 @@ from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
 from megacore.distributed.wire import group_called
+from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -39,7 +40,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: bool) -> tuple[Tensor, Tensor]:
+def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None) -> Tensor | None:
+    """``gradᵀ · x``, `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``; None where it was added to the main gradient."""
+    if main is None:
+        return linear(grad.t(), x.t())
+    main.add_product(grad, x)
+    return None
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: bool, main: MainGradient | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first."""
     gathering: Work = Done()
     if sequence:
@@ -50,7 +61,7 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: 
     else:
         grad_part, summing = grad_x, all_reduce_start(grad_x, group)
     gathering.wait()
-    grad_weight = linear(grad.t(), x.t())
+    grad_weight = weight_gradient(grad, x, main)
     summing.wait()
     return grad_part, grad_weight
 
@@ -58,7 +69,9 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: 
 @torch.library.custom_op("megacore::column_gradients", mutates_args=())
 def _traced_gradients(grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool) -> tuple[Tensor, Tensor]:
     """One operation of a compiled graph (`distributed.comm`), so that product and exchange stay side by side there too."""
-    return _gradients(grad, x, weight, group_called(group), sequence)
+    grad_x, grad_weight = _gradients(grad, x, weight, group_called(group), sequence)
+    assert grad_weight is not None
+    return grad_x, grad_weight
 
 
 _traced_gradients.register_fake(lambda grad, x, weight, group, sequence: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
@@ -69,31 +82,35 @@ class _ColumnLinear(torch.autograd.Function):
 
     forward      y [T, O]  = x [T, I] · wᵀ [I, O] + b [O]     with sequence, x is gathered from [T/t, I]
     grad of x      [T, I]  = sum over ranks of dy [T, O] · w [O, I]   with sequence, reduce-scattered to [T/t, I]
-    grad of w      [O, I]  = dyᵀ [O, T] · x [T, I]      while the sum above is under way
+    grad of w      [O, I]  = dyᵀ [O, T] · x [T, I]      while the sum above is under way; with `main`, added to that
     grad of b      [O]     = sum of dy over tokens
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, main: MainGradient | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)  # with sequence only this rank's tokens, gathered again in backward
-        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
+        ctx.group, ctx.sequence, ctx.has_bias, ctx.main = group, sequence, bias is not None, main
         return linear(all_gather(x, group) if sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
+        grad_weight: Tensor | None
         if torch.compiler.is_compiling() and ctx.group.size > 1:
             grad_x, grad_weight = _traced_gradients(grad, x, weight, ctx.group.key, ctx.sequence)
         else:
-            grad_x, grad_weight = _gradients(grad, x, weight, ctx.group, ctx.sequence)
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
+            grad_x, grad_weight = _gradients(grad, x, weight, ctx.group, ctx.sequence, ctx.main)
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None, None
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
-    """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``."""
-    if group.size == 1 and not is_widened(x):  # if it is widened, autograd would keep fp32 copies
+    """`x` ``[tokens, in]`` (with `sequence`, this rank's tokens) → ``[all tokens, out of this rank]``, by a parameter ``[*out, in]``."""
+    main, weight = main_gradient_of(weight), weight.flatten(0, -2)
+    if main is None and group.size == 1 and not is_widened(x):  # if it is widened, autograd would keep fp32 copies
         return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence, main)
 
 
 class _ActivationLinear(torch.autograd.Function):
@@ -101,23 +118,23 @@ class _ActivationLinear(torch.autograd.Function):
 
     forward      y [T, O] = activation(h) [T, I] · wᵀ
     grad of h             = gradient through activation of dy [T, O] · w [O, I]
-    grad of w    [O, I]   = dyᵀ [O, T] · activation(h) [T, I]
+    grad of w    [O, I]   = dyᵀ [O, T] · activation(h) [T, I]     with `main`, added to that
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, h: Tensor, weight: Tensor, activation: Callable[[Tensor], Tensor], main: MainGradient | None) -> Tensor:
         ctx.save_for_backward(h, weight)
-        ctx.activation = activation
+        ctx.activation, ctx.main = activation, main
         return linear(activation(h), weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         h, weight = ctx.saved_tensors
         with torch.enable_grad():
             h = h.detach().requires_grad_()
             x = ctx.activation(h)
         (grad_h,) = torch.autograd.grad(x, h, linear(grad, weight.t()))
-        return grad_h, linear(grad.t(), x.detach().t()), None
+        return grad_h, weight_gradient(grad, x.detach(), ctx.main), None, None
 
 
 class ColumnLinear(nn.Module):
@@ -149,7 +166,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all tokens, flattened local outputs]``."""
         bias = None if self.bias is None else self.bias.flatten()
-        return column_linear(x, self.weight.flatten(0, -2), bias, self.group, self.sequence)
+        return column_linear(x, self.weight, bias, self.group, self.sequence)
 
 
 class RowLinear(nn.Module):
@@ -184,7 +201,7 @@ class RowLinear(nn.Module):
         if self.activation is not None and self.recompute and torch.compiler.is_compiling():
             part = checkpoint(self._product, x, use_reentrant=False, preserve_rng_state=False)
         elif self.activation is not None and self.recompute:
-            part = _ActivationLinear.apply(x, self.weight, self.activation)
+            part = _ActivationLinear.apply(x, self.weight, self.activation, main_gradient_of(self.weight))
         else:
             part = self._product(x)
         y = leave_tensor_parallel(part, self.group, self.sequence)

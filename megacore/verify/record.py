@@ -24,7 +24,7 @@ from megacore.survive.noting import note_mesh, note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from megacore.verify.flight import Flights
-from megacore.verify.trace import Trace
+from megacore.verify.trace import GradientWatch, Trace
 
 SPREAD = 0.1  # size of the noise that is added to parameters that start constant
 
@@ -131,13 +131,9 @@ class Evidence:
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            # Runs before the gradient is accumulated, once a backward pass however often the parameter was used.
-            parameter.register_hook(partial(self._add, name))
+            GradientWatch(parameter, self.sums[name].add_)
         self.given: dict[int, dict[str, Tensor]] = {}
         self.copies: dict[int, dict[str, Tensor]] = {}
-
-    def _add(self, name: str, gradient: Tensor) -> None:
-        self.sums[name].add_(gradient)
 
     def take(self, step: int) -> None:
         """Takes a step's evidence, after its last backward pass and before its update."""

@@ -1,7 +1,7 @@
 """Records what every module computes for every microbatch, forward and backward, in the order of execution."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,51 @@ from torch import Tensor, nn
 
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import Stage
+from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
+
+
+class SeenGradient(MainGradient):
+    """Stands before a main gradient, for layers to add to; notes what they add, each product computed once more: in fp64 if it is exact."""
+
+    def __init__(self, main: MainGradient) -> None:
+        super().__init__(main.total)
+        self.main = main
+        self.parts: list[Tensor] = []
+
+    def add_product(self, grad: Tensor, x: Tensor) -> None:
+        a, b = (grad.double(), x.double()) if self.is_exact(x) else (grad, x)
+        self.parts.append((a.t() @ b).double())
+        self.main.add_product(grad, x)
+
+    def add(self, part: Tensor) -> None:
+        self.parts.append(part.double())
+        self.main.add(part)
+
+
+class GradientWatch:
+    """Shows `see` a parameter's gradient from each backward pass, fp64, until `remove()`: what autograd gives and what layers add."""
+
+    def __init__(self, parameter: nn.Parameter, see: Callable[[Tensor], Any]) -> None:
+        self.parameter, self.main = parameter, main_gradient_of(parameter)
+        parts: list[Tensor] = []
+        if self.main is not None:
+            seen = SeenGradient(self.main)
+            parts, parameter.main_gradient = seen.parts, seen  # type: ignore[attr-defined]
+
+        def complete(gradient: Tensor | None) -> None:
+            """Autograd calls it once a backward pass, however often the parameter was used; with None if layers added everything."""
+            if gradient is not None:
+                parts.append(gradient.double())
+            see(sum((part.view(parameter.shape) for part in parts), torch.zeros(parameter.shape, dtype=torch.float64)))
+            parts.clear()
+
+        self.handle = parameter.register_hook(complete)
+
+    def remove(self) -> None:
+        """Shows no more."""
+        self.handle.remove()
+        if self.main is not None:
+            self.parameter.main_gradient = self.main  # type: ignore[attr-defined]
 
 
 class Trace:
@@ -65,8 +110,7 @@ class Trace:
         if {"tp", "tied"} & set(shard_of(parameter).partial_over):
             return
         module, _, what = name.rpartition(".")
-        hook = lambda gradient: self._add(self.microbatch, "backward", module, what, gradient)  # noqa: E731
-        self.handles.append(parameter.register_hook(hook))
+        self.handles.append(GradientWatch(parameter, lambda gradient: self._add(self.microbatch, "backward", module, what, gradient)))
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:

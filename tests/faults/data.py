@@ -3,6 +3,7 @@
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from megacore import checkpoint
@@ -10,17 +11,19 @@ from megacore.data import batches, coverage
 from megacore.data.samples import EvalSamples
 from megacore.distributed import comm
 from megacore.engine import native, reduce
+from megacore.tensor_parallel import gradient
 from megacore.train import loader, trainer
 from tests.faults import both, fault
 from tests.faults.collectives import not_started, twice
 
 patch = mock.patch.object
+SUM_APART = "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight"
 
 
 @fault(
     "gradients are not reduced over data ranks",
     "dp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    SUM_APART,
 )
 def data_reduction_dropped() -> Any:
     return patch(reduce, "all_reduce_start", not_started)
@@ -29,7 +32,7 @@ def data_reduction_dropped() -> Any:
 @fault(
     "… are reduced twice",
     "dp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    SUM_APART,
 )
 def data_reduction_doubled() -> Any:
     return patch(reduce, "all_reduce_start", twice(comm.all_reduce_start))
@@ -38,7 +41,7 @@ def data_reduction_doubled() -> Any:
 @fault(
     "… are reduced over the tensor ranks instead",
     "tp2dp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    SUM_APART,
 )
 def data_reduction_over_tensor_ranks() -> Any:
     build = native.GradientReducer
@@ -54,7 +57,7 @@ def data_reduction_over_tensor_ranks() -> Any:
 @fault(
     "a bucket is reduced before its last gradient has arrived",
     "dp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    SUM_APART,
 )
 def bucket_reduced_too_early() -> Any:
     rearm = reduce.GradientReducer._rearm
@@ -118,7 +121,7 @@ def loss_summed_over_microbatches() -> Any:
 @fault(
     "each microbatch's gradient replaces the one before",
     "one",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
+    SUM_APART,
 )
 def gradients_overwritten() -> Any:
     backward = native.NativeEngine.backward
@@ -128,6 +131,45 @@ def gradients_overwritten() -> Any:
         backward(self, *args, **options)
 
     return patch(native.NativeEngine, "backward", alone)
+
+
+@fault(
+    "the first microbatch's gradients of weights, which are written and not added, are lost",
+    "one",
+    SUM_APART,
+)
+def first_product_lost() -> Any:
+    add = gradient.MainGradient.add_product
+
+    def lost(self: Any, grad: Tensor, x: Tensor) -> None:
+        add(self, torch.zeros_like(grad) if self.empty else grad, x)
+
+    return patch(gradient.MainGradient, "add_product", lost)
+
+
+@fault(
+    "… are added once more",
+    "one",
+    SUM_APART,
+)
+def first_product_doubled() -> Any:
+    add = gradient.MainGradient.add_product
+
+    def doubled(self: Any, grad: Tensor, x: Tensor) -> None:
+        if self.empty:
+            add(self, grad, x)
+        add(self, grad, x)
+
+    return patch(gradient.MainGradient, "add_product", doubled)
+
+
+@fault(
+    "a step's gradients are added to those of the step before",
+    "one",
+    SUM_APART,
+)
+def sums_not_begun_anew() -> Any:
+    return patch(reduce.GradientReducer, "clear", lambda self: None)
 
 
 @fault("the last, uneven batch of a validation is left out", "one", "training agrees; the validation loss does not")

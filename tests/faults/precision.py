@@ -3,8 +3,12 @@
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
+
 from megacore.engine import native
 from megacore.kernels import adamw
+from megacore.tensor_parallel import gradient
 from tests.faults import fault
 
 patch = mock.patch.object
@@ -34,6 +38,16 @@ def gradients_accumulated_in_16_bits() -> Any:
                 buffer.gradients.copy_(buffer.gradients.bfloat16())
 
     return patch(native.NativeEngine, "backward", rounded)
+
+
+@fault("… a weight's gradient is added to its sum, but for the first microbatch's", "one", NOT_THE_SUM, precision="bf16")
+def first_product_lost_in_16_bits() -> Any:
+    add = gradient.MainGradient.add_product
+
+    def lost(self: Any, grad: Tensor, x: Tensor) -> None:
+        add(self, torch.zeros_like(grad) if self.empty else grad, x)
+
+    return patch(gradient.MainGradient, "add_product", lost)
 
 
 @fault(
