@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from megacore.config import Config, load
-from megacore.distributed.cpu import set_up_cpu
-from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.mesh import SOLO, Mesh, pick_device, set_up_device
 from megacore.distributed.place import Place
 from megacore.engine.choose import build_engine
 from megacore.model.gpt import DTYPES, Stage
@@ -22,8 +21,7 @@ from megacore.train.step import Figures, TrainStep
 def join(config: Config, place: Place) -> Mesh:
     """The mesh, with this rank's device set up as for training; collective."""
     device = pick_device(config, place)
-    if device.type == "cpu":
-        set_up_cpu(config, place.local_world_size)
+    set_up_device(config, place, device)
     return Mesh(config, place, device)
 
 

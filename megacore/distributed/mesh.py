@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megacore.config import Config
 from megacore.distributed.axes import AXES, Axis, coordinates, describe, ranks_along
+from megacore.distributed.cpu import set_up_cpu
 from megacore.distributed.place import Place
 from megacore.distributed.shard import Along, Shard
 from megacore.distributed.shared_memory import join
@@ -219,3 +220,13 @@ def pick_device(config: Config, place: Place) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def set_up_device(config: Config, place: Place, device: torch.device) -> None:
+    """Sets up this process to compute on `device`; to be called before the first product."""
+    if device.type == "cpu":
+        set_up_cpu(config, place.local_world_size)
+        return
+    # By default cuBLAS may round the parts of a long sum to the inputs' 16 bits before it adds them up.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -8,8 +8,7 @@ import torch
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.cpu import set_up_cpu
-from megacore.distributed.mesh import Mesh
+from megacore.distributed.mesh import Mesh, set_up_device
 from megacore.distributed.place import Place
 from megacore.errors import UserError
 from megacore.survive.doctor import Doctor, prepare_flight_recorder
@@ -32,8 +31,7 @@ def own_mistakes() -> Iterator[None]:
 @contextmanager
 def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple[Mesh, Ledger]]:
     """A context with the mesh and this rank's ledger. An exception in it ends the job with this rank's reason."""
-    if device.type == "cpu":
-        set_up_cpu(config, place.local_world_size)
+    set_up_device(config, place, device)
     if config.train.deterministic:
         with own_mistakes():
             compute_deterministically()

@@ -27,4 +27,6 @@ def compute_deterministically() -> None:
             wrong = f"{value} lets sums come in an order that varies, which train.deterministic excludes"
             raise ConfigError(name, wrong, f"{' or '.join(allowed)}, or not set")
     torch.use_deterministic_algorithms(True)
+    # The switch would also fill all new memory, a pass over each tensor; nothing here reads what it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(torch.get_num_threads())  # sets the same number: else MKL sometimes uses fewer threads

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.model.gpt import whole_model
 from megacore.model.norm import Norm
+from megacore.survive.joining import joined
 from megacore.train.determinism import compute_deterministically
 
 MODELS = {
@@ -27,9 +29,11 @@ MODELS = {
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     compute_deterministically()
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def small(*overrides: str) -> Config:
@@ -53,6 +57,16 @@ def test_models_run_and_repeat(deterministic: None, model: str) -> None:
     """PyTorch raises at an operation without a deterministic implementation; here none is, and the second run gives the same bits."""
     once, again = (gradients(small(*MODELS[model])) for _ in range(2))
     assert once and all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_reads_memory_that_was_not_written(deterministic: None, model: str) -> None:
+    """Why new memory need not be filled: filled with NaN it gives the same bits."""
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    plain = gradients(small(*MODELS[model]))
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(1).isnan()
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(small(*MODELS[model])), strict=True))
 
 
 def test_an_operation_without_deterministic_implementation_is_refused(deterministic: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +94,16 @@ def test_an_environment_that_asks_for_the_contrary_is_refused(monkeypatch: pytes
 
 def test_the_environment_is_set_where_it_is_not(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> None:
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_NVLS_ENABLE"]) == (":4096:8", "0")
+
+
+@pytest.mark.parametrize("setting", ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"])
+def test_a_gpu_adds_up_in_fp32(setting: str) -> None:
+    """cuBLAS may divide a long sum; its parts would then be rounded to 16 bits before they are added."""
+    matmul = torch.backends.cuda.matmul
+    before = getattr(matmul, setting)
+    setattr(matmul, setting, True)
+    try:
+        with joined(small(), Place(), torch.device("cuda", 0)):  # of one rank, where joining touches no device
+            assert getattr(matmul, setting) is False
+    finally:
+        setattr(matmul, setting, before)
