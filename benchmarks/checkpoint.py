@@ -26,6 +26,7 @@ from benchmarks.training import Training, join
 from megacore.checkpoint import Ranks, Saver
 from megacore.checkpoint.digest import FILE_HASH, HASHES, content_digest
 from megacore.checkpoint.disk import file_digest, size_text, write_file
+from megacore.checkpoint.write import bytes_of, places_of
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
@@ -174,7 +175,7 @@ def main(argv: list[str], place: Place) -> None:
     try:
         training = Training(config, mesh)
         ranks = Ranks(mesh)
-        own = sum(tensor.nbytes for tensor, box in training.engine.tensors().values() if box.counted)
+        own = bytes_of(places_of(training.engine.tensors()))
         folder = Path(ranks.first(tempfile.mkdtemp(dir=args.folder) if place.rank == 0 else ""))
         result = {"state": size_text(ranks.total(own))} | measure(Block(training, mesh, folder), args.rounds)
         if place.rank == 0:

@@ -21,6 +21,9 @@ class Alone:
     def total(self, number: int) -> int:
         return number
 
+    def share(self, content: bytes) -> bytes:
+        return content
+
 
 def save(
     directory: Path, step: int, tensors: Mapping[str, LocalTensor], state: dict[str, Any], *, keep: int, ranks: Ranks | None = None
@@ -35,4 +38,5 @@ def save(
 
 def find_latest(path: Path) -> Path | None:
     """The newest checkpoint in `path` in which every file agrees with its digest, or None."""
-    return newest_whole(checkpoints_in(path), deep=True)[0]
+    reader, _ = newest_whole(checkpoints_in(path), deep=True)
+    return None if reader is None else reader.path

@@ -43,6 +43,9 @@ class ThreadRanks:
     def total(self, number: int) -> int:
         return sum(self.meeting.exchange(self.rank, number))
 
+    def share(self, content: bytes) -> bytes:
+        return self.meeting.exchange(self.rank, content)[0]
+
 
 def run_threads(world: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
     """`work` on so many ranks at once; their results, or the first rank's error."""

@@ -2,8 +2,8 @@
 
     checkpoints/
       step_00000100/
-        manifest.json             every logical tensor: shape, dtype, digest, and which file holds which slice; the run's state
-        rank_00000.safetensors    the slices that rank 0 held
+        manifest.json             every logical tensor: shape, dtype, digest; which file holds which slice; the run's state
+        rank_00000.safetensors    the slices that rank 0 wrote
         ...
 
 A tensor has a name and a global shape, never a rank: a reader asks for the slice its own `Shard` describes,

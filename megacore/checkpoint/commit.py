@@ -16,13 +16,12 @@ from typing import Any
 from torch import Tensor
 
 import megacore
-from megacore.checkpoint.digest import add_digests
 from megacore.checkpoint.disk import remove, size_text, sync_folder, write_file
 from megacore.checkpoint.find import checkpoints_in, fault_of
-from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, File, Index, Logical, Manifest, read_manifest, sealed
-from megacore.checkpoint.write import Layout, index_file, pack, write_rank
+from megacore.checkpoint.index import index_file, merged
+from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest, read_manifest
+from megacore.checkpoint.write import Layout, pack, write_rank
 from megacore.distributed.shard import Shard
-from megacore.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +70,8 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
         CheckpointError: the slices do not tile their tensors; nothing is committed.
         OSError: the disk refused.
     """
-    files: dict[str, File] = {}
-    tensors: dict[str, Logical] = {}
-    for rank in range(world):
-        index = Index.model_validate_json(index_file(folder, rank).read_bytes())
-        files |= index.files
-        for name, entry in index.tensors.items():
-            known = tensors.setdefault(name, entry.model_copy(update={"slices": []}))
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                wrong = f"tensor {name} is {entry.dtype} {entry.shape} on rank {rank}"
-                raise CheckpointError(str(folder), wrong, f"{known.dtype} {known.shape} on the ranks before")
-            known.slices.extend(entry.slices)
-    whole = {
-        name: tensor.model_copy(update={"digest": add_digests([piece.digest for piece in tensor.slices])})
-        for name, tensor in tensors.items()
-    }
-    manifest = Manifest(
-        format_version=FORMAT_VERSION, megacore_version=megacore.__version__, step=step, state=state, files=files, tensors=whole
-    )
-    write_file(folder / MANIFEST, [sealed(manifest.model_dump())])
+    manifest = Manifest(FORMAT_VERSION, megacore.__version__, step, state, *merged(folder, world))
+    write_file(folder / MANIFEST, [manifest.sealed()])
     read_manifest(folder)
     for rank in range(world):
         index_file(folder, rank).unlink()

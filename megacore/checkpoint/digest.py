@@ -87,11 +87,6 @@ def digest_text(digest: int) -> str:
     return f"{digest % MODULUS:016x}"
 
 
-def add_digests(digests: Sequence[str]) -> str:
-    """The digest of a tensor, from the digests of its pieces."""
-    return digest_text(sum(int(digest, 16) for digest in digests))
-
-
 # Hashes of files. XXH3 reads 14 GB/s on a core where SHA-256 reads 1.5 GB/s with instructions for it, and 0.4 without. 128 bits
 # find every accident; a digest that lies beside its file stops no forger anyway. Both release the interpreter's lock.
 HASHES: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # the second: format version 2

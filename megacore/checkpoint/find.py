@@ -30,13 +30,25 @@ def checkpoints_in(path: Path) -> list[Path]:
     return [child for _, child in sorted(steps, key=lambda step: (int(step[0][1]), step[0][2] is None), reverse=True)]
 
 
+def opened(path: Path, *, headers: bool = True, deep: bool = False) -> Reader:
+    """The checkpoint in folder `path`, once its manifest and the sizes of its files are checked, with `headers` the files' headers,
+    and if `deep` their tensors.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+    """
+    reader = Reader(path)
+    if headers:
+        reader.verify_headers()
+    if deep:
+        reader.verify()
+    return reader
+
+
 def fault_of(path: Path, *, deep: bool) -> CheckpointError | None:
     """What is wrong with the checkpoint in folder `path`; None if it is whole. Tensors are read only if `deep`."""
     try:
-        reader = Reader(path)
-        reader.verify_headers()
-        if deep:
-            reader.verify()
+        opened(path, deep=deep)
     except CheckpointError as error:
         return error
     return None
@@ -49,18 +61,20 @@ def warn_of_damage(error: CheckpointError, instead: Path) -> None:
     logger.warning("%s\n%s\n%s", frame, "\n".join(f"!! {line}" for line in lines), frame)
 
 
-def newest_whole(candidates: list[Path], *, deep: bool = False) -> tuple[Path | None, list[CheckpointError]]:
-    """The first of the candidates without a fault (see `fault_of`), and the faults of those before it, which are warned of where there
+def newest_whole(candidates: list[Path], *, headers: bool = True, deep: bool = False) -> tuple[Reader | None, list[CheckpointError]]:
+    """The first of the candidates without a fault (see `opened`), and the faults of those before it, which are warned of where there
     is one to take instead. What was looked at is taken off the list."""
     faults: list[CheckpointError] = []
     while candidates:
         candidate = candidates.pop(0)
-        fault = fault_of(candidate, deep=deep)
-        if fault is None:
-            for each in faults:
-                warn_of_damage(each, candidate)
-            return candidate, faults
-        faults.append(fault)
+        try:
+            reader = opened(candidate, headers=headers, deep=deep)
+        except CheckpointError as fault:
+            faults.append(fault)
+            continue
+        for each in faults:
+            warn_of_damage(each, candidate)
+        return reader, faults
     return None, faults
 
 
@@ -73,12 +87,11 @@ def locate(path: Path) -> Path:
     """
     candidates = checkpoints_in(path)
     if candidates == [path]:
-        Reader(path).verify_headers()
-        return path
+        return opened(path).path
     latest, damage = newest_whole(candidates)
     if latest is None:
         wrong = "holds no checkpoint"
         if damage:
             wrong = f"none of its {len(damage)} checkpoints is whole; in the newest, {Path(damage[0].where).name}, {damage[0].wrong}"
         raise CheckpointError(str(path), wrong, "give a run's log.dir, its checkpoints folder or one step_… folder")
-    return latest
+    return latest.path

@@ -8,120 +8,85 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, NoReturn, Self
 
-import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import ValidationError
 
-from megacore.checkpoint.digest import add_digests, identity_word
+from megacore.checkpoint.digest import digest_text, identity_word
 from megacore.checkpoint.disk import plain_size
+from megacore.checkpoint.earlier import EarlierText
+from megacore.checkpoint.entries import DTYPES, File, Logical, Text
+from megacore.checkpoint.slices import Numbers, Slice, Slices
 from megacore.checkpoint.tiling import overlapping, tiles
+from megacore.distributed.shard import Box, piece_name
 from megacore.errors import CheckpointError
 
-FORMAT_VERSION = 4
-READABLE = (2, 3, FORMAT_VERSION)
+FORMAT_VERSION = 5
+READABLE = (2, 3, 4, FORMAT_VERSION)
 NAMELESS = (2, 3)  # versions whose content digests do not contain a tensor's name, dtype and shape
 MANIFEST = "manifest.json"
 # `.old` is a step that was saved anew. It counts only if a crash came before the new folder had its name.
 STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
-
-# torch dtype -> its code in a safetensors header. The manifest itself says `float32`, as torch does.
-DTYPE_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
-
-# Bounds far above any model: no number in a manifest may make a reader allocate or count without end.
-MOST_DIMS, LARGEST, MANIFEST_BYTES = 8, 2**48, 2**31
+MANIFEST_BYTES = 2**31
+LARGEST_CHECKPOINT = 2**62  # bytes
 EARLIER = "use an earlier checkpoint"
 
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}\.safetensors$")]  # in the folder itself: no path leads out of it
-Size = Annotated[int, Field(ge=0, le=LARGEST)]
-Sizes = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
-ContentDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
 
-
-class Entry(BaseModel):
-    # JSON has lists for tuples. Numbers are not coerced, and unknown keys are refused.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Slice(Entry):
-    """A box of a logical tensor, stored under `key` in `file`. Its first element is at `offset` in the whole tensor."""
-
-    file: FileName
-    key: str
-    offset: Sizes
-    shape: Sizes
-    digest: ContentDigest  # its part of the tensor's digest
-
-
-class Logical(Entry):
-    """A logical tensor, whose slices tile `shape` exactly."""
-
-    shape: Sizes
-    dtype: str
-    digest: ContentDigest  # of the whole tensor (see `digest.content_digest`)
-    slices: list[Slice]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    def fault(self) -> str | None:
-        """Why the whole tensor cannot be read, or None if it can."""
-        if self.dtype not in DTYPES:
-            return f"has the unknown dtype {self.dtype}"
-        for piece in self.slices:
-            if not len(piece.offset) == len(piece.shape) == len(self.shape) or any(
-                start + size > whole for start, size, whole in zip(piece.offset, piece.shape, self.shape, strict=True)
-            ):
-                return f"has a slice {piece.shape} at {piece.offset} in {piece.file}, outside its shape {self.shape}"
-        extents = [(piece.offset, piece.shape) for piece in self.slices]
-        if not tiles(self.shape, extents):
-            if pair := overlapping(extents):
-                a, b = (self.slices[i] for i in pair)
-                return f"has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in {b.file}"
-            covered = sum(prod(shape) for _, shape in extents)
-            return f"has slices for {covered} of its {prod(self.shape)} elements only"
-        if add_digests([piece.digest for piece in self.slices]) != self.digest:
-            return "has another digest than its slices together"
-        return None
-
-
-class File(Entry):
-    """A file of the checkpoint, as it was written."""
-
-    bytes: Size
-    hash: Literal["xxh3_128", "sha256"] = "sha256"  # a name in `digest.HASHES`; version 2 did not record it
-    digest: FileDigest = Field(validation_alias=AliasChoices("digest", "sha256"))
-
-
-class Index(Entry):
-    """What one rank wrote: its files, and its slices of tensors."""
-
-    files: dict[FileName, File]
-    tensors: dict[str, Logical]
-
-
-class Manifest(Index):
-    """What all ranks wrote, and the run's state, whose entry `model` is the config's model section."""
+@dataclass
+class Manifest:
+    """What all ranks wrote, and the state of the run. `slices` stand in the order of `tensors`."""
 
     format_version: int
     megacore_version: str
-    step: Size
+    step: int
     state: dict[str, Any]
+    files: dict[str, File]
+    tensors: dict[str, Logical]
+    slices: Slices
+    text: bytes = field(default=b"", repr=False)  # as it was read, for other ranks
+
+    def __post_init__(self) -> None:
+        ends = list(accumulate(tensor.slices for tensor in self.tensors.values()))
+        starts = [0, *ends[:-1]]
+        self.names, self.file_names, self.ends = list(self.tensors), list(self.files), np.array(ends, np.int64)
+        self.spans = {name: slice(start, end) for name, start, end in zip(self.names, starts, ends, strict=True)}
+
+    @classmethod
+    def of_text(cls, text: bytes) -> Self:
+        """What stands in the text of manifest.json, not yet compared with itself.
+
+        Raises:
+            ValueError: something in it has changed, or it is not a manifest's; a `ValidationError` where an entry is not.
+            UnknownVersion: it is of another version.
+        """
+        version, body = unsealed(text)
+        if version < FORMAT_VERSION:
+            earlier = EarlierText.model_validate_json(body)
+            tensors, slices = earlier.columns()
+            return cls(version, earlier.megacore_version, earlier.step, earlier.state, earlier.files, tensors, slices, text)
+        read = Text.model_validate_json(body)
+        dims = max((len(tensor.shape) for tensor in read.tensors.values()), default=0)
+        slices = Slices.of_texts(read.slices, sum(tensor.slices for tensor in read.tensors.values()), dims)
+        return cls(version, read.megacore_version, read.step, read.state, read.files, read.tensors, slices, text)
+
+    def sealed(self) -> bytes:
+        """The text of manifest.json."""
+        content = Text(
+            format_version=self.format_version,
+            megacore_version=self.megacore_version,
+            step=self.step,
+            state=self.state,
+            files=self.files,
+            tensors=self.tensors,
+            slices=self.slices.texts(),
+        )
+        return sealed(content.model_dump())
 
     @property
     def nbytes(self) -> int:
@@ -133,23 +98,68 @@ class Manifest(Index):
         tensor = self.tensors[name]
         return 0 if self.format_version in NAMELESS else identity_word(name, tensor.dtype, tensor.shape)
 
+    def pieces(self, name: str, box: Box | None = None) -> Iterator[Slice]:
+        """The slices of a tensor, or those of them that share an element with `box`."""
+        span = self.spans[name]
+        rows = np.arange(span.start, span.stop) if box is None else span.start + self.slices[span].overlapping(box)
+        return (piece for _, piece in self.named(rows))
+
+    def named(self, rows: Numbers) -> Iterator[tuple[str, Slice]]:
+        """Slices, each with the name of its tensor."""
+        owners = np.searchsorted(self.ends, rows, side="right")  # no empty tensor's: its end is its start
+        for owner, file, number, offset, shape, digest in zip(owners.tolist(), *self.slices[rows].lists(), strict=True):
+            name = self.names[owner]
+            dims = len(self.tensors[name].shape)
+            piece = Slice(self.file_names[file], piece_name(name, number), tuple(offset[:dims]), tuple(shape[:dims]), digest)
+            yield name, piece
+
     def fault(self) -> str | None:
         """The first contradiction in the manifest, or None."""
-        room = {name: file.bytes for name, file in self.files.items()}
-        taken = set()
+        if self.nbytes > LARGEST_CHECKPOINT:
+            return f"has files of {self.nbytes} bytes"
+        if int(self.slices.file.max(initial=0)) >= len(self.files) and len(self.slices):
+            return f"has a slice in file {self.slices.file.max()} of {len(self.files)}"
+        room = np.array([file.bytes for file in self.files.values()], np.int64)
         for name, tensor in self.tensors.items():
-            if fault := tensor.fault():
+            if fault := self._tensor_fault(name, tensor, room):
                 return f"tensor {name} {fault}"
-            for piece in tensor.slices:
-                if (piece.file, piece.key) in taken:
-                    return f"tensor {name} has a slice in {piece.file} that another one has: {piece.key[:200]}"
-                taken.add((piece.file, piece.key))
-                if piece.file not in room:
-                    return f"tensor {name} is in {piece.file}, of no recorded size"
-                room[piece.file] -= prod(piece.shape) * DTYPES[tensor.dtype].itemsize
-                if room[piece.file] < 0:
-                    return f"tensor {name} does not fit in the {self.files[piece.file].bytes} bytes of {piece.file}"
         return None
+
+    def _tensor_fault(self, name: str, tensor: Logical, room: Numbers) -> str | None:
+        """Why a tensor cannot be read in whole; takes its bytes from the `room` in each file."""
+        if tensor.dtype not in DTYPES:
+            return f"has the unknown dtype {tensor.dtype}"
+        if "#" in name:
+            return "has the name of a slice"
+        if tensor.nbytes > LARGEST_CHECKPOINT:
+            return f"has {tensor.nbytes} bytes"
+        rows, dims = self.slices[self.spans[name]], len(tensor.shape)
+        offsets, shapes = rows.offset[:, :dims].astype(np.int64), rows.shape[:, :dims].astype(np.int64)
+        outside = (offsets + shapes > np.array(tensor.shape, np.int64)).any(axis=1)
+        outside |= rows.offset[:, dims:].any(axis=1) | (rows.shape[:, dims:] != 1).any(axis=1)
+        if outside.any():
+            first = self._first(name, outside)
+            return f"has a slice {first.shape} at {first.offset} in {first.file}, outside its shape {tensor.shape}"
+        if not tiles(tensor.shape, offsets, shapes):
+            boxes = [(tuple(offset), tuple(shape)) for offset, shape in zip(offsets.tolist(), shapes.tolist(), strict=True)]
+            if pair := overlapping(boxes):
+                a, b = (piece for _, piece in self.named(self.spans[name].start + np.array(pair)))
+                return f"has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in {b.file}"
+            return f"has slices for {sum(prod(shape) for _, shape in boxes)} of its {prod(tensor.shape)} elements only"
+        if digest_text(int(rows.digest.sum(dtype=np.uint64))) != tensor.digest:
+            return "has another digest than its slices together"
+        keys = rows.file.astype(np.uint64) << np.uint64(48) | rows.number.astype(np.uint64)
+        if len(np.unique(keys)) < len(keys) or not rows.number.all():
+            return "has two slices of one name in one file"
+        np.subtract.at(room, rows.file, shapes.prod(axis=1) * DTYPES[tensor.dtype].itemsize)
+        if (full := room[rows.file] < 0).any():
+            file = self._first(name, full).file
+            return f"does not fit in the {self.files[file].bytes} bytes of {file}"
+        return None
+
+    def _first(self, name: str, rows: Numbers) -> Slice:
+        """The first slice of a tensor for which `rows` are true."""
+        return next(self.named(self.spans[name].start + np.flatnonzero(rows)[:1]))[1]
 
 
 # The text begins with its own digest: of an opening brace and everything behind this head.
@@ -162,8 +172,8 @@ def sealed(content: dict[str, Any]) -> bytes:
     return b'{"manifest_sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", ' + body[1:]
 
 
-def unsealed(text: bytes) -> bytes:
-    """The JSON text that `sealed` was given, once its digest is checked.
+def unsealed(text: bytes) -> tuple[int, bytes]:
+    """The format version, and the JSON text that `sealed` was given, once its digest is checked.
 
     Raises:
         ValueError: it has changed, or is not standard JSON.
@@ -178,7 +188,9 @@ def unsealed(text: bytes) -> bytes:
         raise UnknownVersion(version)
     if head is None:
         raise ValueError("it does not begin with its digest")
-    return body
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise ValueError("its format_version is no number")
+    return version, body
 
 
 class UnknownVersion(ValueError):
@@ -215,21 +227,13 @@ def read_manifest(path: Path) -> Manifest:
         if path.is_dir() and not os.access(path, os.X_OK, effective_ids=True):
             where = "cannot be read: Permission denied"
         raise CheckpointError(str(path), where, "give a step_… folder of a run's checkpoints/")
+    if size > MANIFEST_BYTES:
+        raise CheckpointError(str(path), f"{MANIFEST} is damaged: it has {size} bytes", EARLIER)
     try:
-        if size > MANIFEST_BYTES:
-            raise ValueError(f"it has {size} bytes")
-        manifest = Manifest.model_validate_json(unsealed((path / MANIFEST).read_bytes()))
-    except UnknownVersion as error:
-        right = f"this megacore reads format versions {READABLE[0]} to {READABLE[-1]}; read it with the megacore that wrote it"
-        raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        reason = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
-        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {reason}", EARLIER) from None
+        text = (path / MANIFEST).read_bytes()
     except OSError as error:
         raise CheckpointError(str(path), f"{MANIFEST} cannot be read: {error.strerror}", EARLIER) from error
-    except (ValueError, RecursionError) as error:  # which the parser raises for deep nesting
-        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {' '.join(str(error).split())[:200]}", EARLIER) from error
+    manifest = parsed(path, text)
     if fault := manifest.fault():
         raise CheckpointError(str(path), fault, "every element must be in exactly one slice")
     named = STEP_FOLDER.fullmatch(path.name)
@@ -241,3 +245,22 @@ def read_manifest(path: Path) -> Manifest:
             wrong = f"{name} is missing, or no plain file" if found is None else f"{name} has {found} bytes of {file.bytes}"
             raise CheckpointError(str(path), wrong, f"copy the whole folder again, or {EARLIER}")
     return manifest
+
+
+def parsed(path: Path, text: bytes) -> Manifest:
+    """The manifest whose text this is, of the checkpoint in folder `path`; what it says is not compared with itself, nor with files.
+
+    Raises:
+        CheckpointError: another version, or a change in it.
+    """
+    try:
+        return Manifest.of_text(text)
+    except UnknownVersion as error:
+        right = f"this megacore reads format versions {READABLE[0]} to {READABLE[-1]}; read it with the megacore that wrote it"
+        raise CheckpointError(str(path), f"{MANIFEST} has format version {error}", right) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
+        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {reason}", EARLIER) from None
+    except (ValueError, RecursionError) as error:  # which the parser raises for deep nesting
+        raise CheckpointError(str(path), f"{MANIFEST} is damaged: {' '.join(str(error).split())[:200]}", EARLIER) from error

@@ -4,7 +4,7 @@ threads would mix."""
 import torch
 import torch.distributed as dist
 
-from megacore.distributed.comm import all_reduce, broadcast_text
+from megacore.distributed.comm import all_reduce, broadcast, broadcast_text
 from megacore.distributed.mesh import Mesh
 
 TEXT_BYTES = 1 << 14
@@ -31,3 +31,9 @@ class Ranks:
     def total(self, number: int) -> int:
         """The sum of the ranks' numbers."""
         return int(all_reduce(torch.tensor(number, device=self.mesh.device), self.mesh.world))
+
+    def share(self, content: bytes) -> bytes:
+        """Rank 0's `content` on every rank, of any size. It takes two broadcasts, of the size and of the bytes."""
+        size = int(broadcast(torch.tensor(len(content), device=self.mesh.device), self.mesh.world))
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        return broadcast(buffer.to(self.mesh.device), self.mesh.world).cpu().numpy().tobytes()

@@ -3,16 +3,20 @@
 import json
 import shlex
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megacore.checkpoint.digest import MODULUS, content_digest, digest_text
+from megacore.checkpoint.digest import MODULUS, content_digest
 from megacore.checkpoint.disk import file_digest
-from megacore.checkpoint.manifest import DTYPE_CODES, DTYPES, EARLIER, Manifest, Slice, read_manifest
+from megacore.checkpoint.entries import DTYPE_CODES, DTYPES
+from megacore.checkpoint.manifest import EARLIER, Manifest, parsed, read_manifest
+from megacore.checkpoint.slices import Numbers, Slice
 from megacore.checkpoint.tiling import blocks, overlap, relative
 from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
@@ -27,22 +31,25 @@ BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once whil
 class Reader:
     """An open checkpoint. Any rank of any layout reads the slices it needs, in blocks of bounded size.
 
-    Opening checks the manifest, and that every file is there in its recorded size. Before a slice is first used, all of it is read
-    and compared with its digest. A `trusted` reader does not do so: all ranks have called `verify` together before.
+    Opening checks the manifest, and that every file is there in its recorded size, unless another rank has done so and gives the
+    manifest's `text`. Before a slice is first used, all of it is read and compared with its digest. A `trusted` reader does not do
+    so: all ranks have called `verify` together before.
 
     Raises:
         CheckpointError: no such checkpoint, or it is damaged or of an unknown version.
     """
 
-    def __init__(self, path: Path, trusted: bool = False) -> None:
+    def __init__(self, path: Path, trusted: bool = False, text: bytes | None = None) -> None:
         self.path, self.trusted = path, trusted
-        self.manifest: Manifest = read_manifest(path)
+        self.manifest: Manifest = read_manifest(path) if text is None else parsed(path, text)
         self._files: dict[str, safe_open] = {}  # opened once: parsing a header for each slice would be quadratic
         self._verified: set[tuple[str, str]] = set()
-        self._slices: dict[str, list[tuple[str, Slice]]] = {name: [] for name in self.manifest.files}
-        for name, tensor in self.manifest.tensors.items():
-            for piece in tensor.slices:
-                self._slices[piece.file].append((name, piece))
+
+    def trust(self) -> None:
+        """Ends comparing what is read: all ranks together have. Lets go of what only comparing needs."""
+        self.trusted = True
+        self.manifest.text = b""
+        self._verified.clear()
 
     @property
     def step(self) -> int:
@@ -75,10 +82,10 @@ class Reader:
         """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which may be a parameter."""
         self.check(name, shard.global_shape)
         assert out.shape == shard.local_shape, f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
-        for piece in self.manifest.tensors[name].slices:
-            box = overlap(piece.offset, piece.shape, shard.offset, shard.local_shape)
-            if box is None:
-                continue
+        own = Box(shard.global_shape, shard.offset, shard.local_shape)
+        for piece in self.manifest.pieces(name, own):
+            box = overlap(piece.offset, piece.shape, own.offset, own.local_shape)
+            assert box is not None
             stored = self._stored(name, piece)
             if not self.trusted:
                 self._verify_slice(name, piece, stored)
@@ -131,7 +138,7 @@ class Reader:
             except OSError as error:
                 raise CheckpointError(str(self.path), f"{name} cannot be read: {error.strerror or error}", EARLIER) from error
             self._open(name)
-            for tensor, piece in self._slices[name]:  # which also shows whether the manifest mixes up slices
+            for tensor, piece in self._slices_in(name):  # which also shows whether the manifest mixes up slices
                 note()
                 self._verify_slice(tensor, piece, self._stored(tensor, piece))
             if found != file.digest:
@@ -143,7 +150,7 @@ class Reader:
         Raises:
             CheckpointError: as `verify`.
         """
-        for piece in self.manifest.tensors[name].slices:
+        for piece in self.manifest.pieces(name):
             self._verify_slice(name, piece, self._stored(name, piece))
 
     def verify_headers(self) -> None:
@@ -152,10 +159,22 @@ class Reader:
         Raises:
             CheckpointError: as `verify`.
         """
-        for file, slices in self._slices.items():
-            self._open(file)
-            for name, piece in slices:
-                self._stored(name, piece)
+        for file in self.manifest.files:
+            # For numpy, which maps no memory: PyTorch takes some hundredths of a second to, and there may be thousands of files.
+            opened = self._opened(file, "numpy")
+            for name, piece in self._slices_in(file):
+                self._header(opened, name, piece)
+
+    @cached_property
+    def _by_file(self) -> tuple[Numbers, Numbers]:
+        """The slices' rows in the order of files, and for each file the place of its first one; at the end, of none."""
+        order = np.argsort(self.manifest.slices.file, kind="stable")
+        return order, np.searchsorted(self.manifest.slices.file[order], np.arange(len(self.manifest.files) + 1))
+
+    def _slices_in(self, file: str) -> list[tuple[str, Slice]]:
+        """What the manifest says is in a file, with the names of the tensors."""
+        (order, starts), place = self._by_file, self.manifest.file_names.index(file)
+        return list(self.manifest.named(order[starts[place] : starts[place + 1]]))
 
     def _verify_slice(self, name: str, piece: Slice, stored: Any) -> None:
         """Refuse a slice whose content or name does not match its digest. Each slice is checked once."""
@@ -165,7 +184,7 @@ class Reader:
         whole = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))
         for block in blocks(whole, BLOCK_ELEMENTS):
             total += content_digest(stored[relative(block, piece.offset)], tuple(s.start for s in block), identity)
-        if digest_text(total % MODULUS) != piece.digest:
+        if total % MODULUS != piece.digest:
             wrong = f"tensor {name} has changed in {piece.file} since it was written (its slice at {piece.offset})"
             raise CheckpointError(str(self.path), wrong, EARLIER)
         self._verified.add((piece.file, piece.key))
@@ -173,20 +192,26 @@ class Reader:
     def _open(self, name: str) -> safe_open:
         """Opens a file, and refuses it unless it holds exactly the tensors that the manifest lists."""
         if name not in self._files:
-            try:
-                file = safe_open(self.path / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(str(self.path), f"{name} is damaged: {error}", EARLIER) from error
-            found, expected = set(file.keys()), {piece.key for _, piece in self._slices[name]}
-            if differ := found ^ expected:
-                wrong = f"{name} {'holds' if differ & found else 'lacks'} tensor {min(differ & found or differ)[:200]}"
-                raise CheckpointError(str(self.path), wrong, f"its manifest says otherwise; {EARLIER}")
-            self._files[name] = file
+            self._files[name] = self._opened(name, "pt")
         return self._files[name]
+
+    def _opened(self, name: str, framework: str) -> safe_open:
+        try:
+            file = safe_open(self.path / name, framework=framework)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(str(self.path), f"{name} is damaged: {error}", EARLIER) from error
+        found, expected = set(file.keys()), {piece.key for _, piece in self._slices_in(name)}
+        if differ := found ^ expected:
+            wrong = f"{name} {'holds' if differ & found else 'lacks'} tensor {min(differ & found or differ)[:200]}"
+            raise CheckpointError(str(self.path), wrong, f"its manifest says otherwise; {EARLIER}")
+        return file
 
     def _stored(self, name: str, piece: Slice) -> Any:
         """A slice on disk whose header is checked: a lazy safetensors slice, which reads the part it is indexed with."""
-        stored = self._open(piece.file).get_slice(piece.key)
+        return self._header(self._open(piece.file), name, piece)
+
+    def _header(self, file: safe_open, name: str, piece: Slice) -> Any:
+        stored = file.get_slice(piece.key)
         dtype = DTYPE_CODES[DTYPES[self.manifest.tensors[name].dtype]]
         if tuple(stored.get_shape()) != piece.shape or stored.get_dtype() != dtype:
             wrong = f"tensor {name} is {stored.get_dtype()} {tuple(stored.get_shape())} in {piece.file}"

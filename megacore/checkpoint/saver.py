@@ -110,7 +110,7 @@ class Saver:
         """Begin the checkpoint of `step`. The one before must be finished.
 
         Args:
-            tensors: this rank's pieces by logical name (see `shard.piece_key`). Another rank writes those that are not `counted`.
+            tensors: this rank's pieces by logical name (see `shard.piece_key`). Ranks that hold copies deal them out (see `write.dealt`).
             state: JSON values (step, samples, seed, …; `model`: the config's model section). Rank 0's is written.
         """
         assert self.current is None, "finish the save before"

@@ -1,5 +1,6 @@
 """Writes a rank's part of a checkpoint: one safetensors file, and an index of its tensors with their digests."""
 
+import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.digest import FILE_HASH, content_digest, digest_text, identity_word
+from megacore.checkpoint.digest import FILE_HASH, content_digest, identity_word
 from megacore.checkpoint.disk import replace_file, write_file
-from megacore.checkpoint.manifest import DTYPE_CODES, File, Index, Logical, Slice
-from megacore.distributed.shard import Box, Shard, logical_name
+from megacore.checkpoint.entries import DTYPE_CODES, File
+from megacore.checkpoint.index import Index, index_file
+from megacore.checkpoint.slices import Row, Slices
+from megacore.distributed.shard import Box, Shard, logical_name, piece_number
 
 LocalTensor = tuple[Tensor, Box | Shard]  # this rank's piece, and its position in the logical tensor
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in order
@@ -20,13 +23,34 @@ Places = Mapping[str, tuple[torch.dtype, Box | Shard]]  # what a rank will write
 
 
 def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype, Box | Shard]]:
-    """The pieces that this rank writes, which are those `counted`. The widest dtype comes first, so that every tensor is aligned in
-    the file, as readers that map it expect."""
-    own = {key: (tensor.dtype, box) for key, (tensor, box) in tensors.items() if box.counted}
+    """The pieces that this rank writes. The widest dtype comes first, so that every tensor is aligned in the file, as readers that
+    map it expect."""
+    own = {key: (tensors[key][0].dtype, tensors[key][1]) for key in dealt(tensors)}
     for key, (_, box) in own.items():
         shape = tensors[key][0].shape
         assert shape == box.local_shape, f"{key}: {tuple(shape)} is not the slice {box.local_shape}"
     return dict(sorted(own.items(), key=lambda item: (-item[1][0].itemsize, item[0])))
+
+
+def dealt(tensors: Mapping[str, LocalTensor]) -> Iterator[str]:
+    """Of the pieces that other ranks hold too, those that this one writes, and all others.
+
+    Copies are dealt so that the ranks which hold them write about as many bytes: the largest piece first, each to the rank that
+    has least so far. All of these ranks hold copies of the same pieces, and so come to the same result.
+    """
+    alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for key, (_, box) in tensors.items():
+        alike.setdefault(tuple((along.axis, along.count) for along in box.copied), []).append(key)
+    for keys in alike.values():
+        own, count = 0, 1
+        for along in tensors[keys[0]][1].copied:
+            own, count = own * along.count + along.index, count * along.count
+        loads = [(0, rank) for rank in range(count)]
+        for key in sorted(keys, key=lambda key: (-tensors[key][0].nbytes, key)):
+            load, rank = loads[0]
+            heapq.heapreplace(loads, (load + tensors[key][0].nbytes, rank))
+            if rank == own:
+                yield key
 
 
 def bytes_of(places: Places) -> int:
@@ -42,28 +66,25 @@ def write_rank(folder: Path, rank: int, places: Places, tensors: Iterator[Tensor
         OSError: the disk refused, or what is read back differs.
     """
     file = folder / f"rank_{rank:05d}.safetensors"
-    entries: dict[str, Logical] = {}
+    rows: dict[str, list[Row]] = {}  # by logical tensor
+    known: dict[str, tuple[str, tuple[int, ...]]] = {}  # its dtype and shape
     boxes = iter(places.items())
 
     def note(tensor: Tensor) -> None:
         key, (dtype, box) = next(boxes)
         if tensor.numel() > 0:  # where a size does not divide, the last ranks may hold nothing
             name, dtype_name = logical_name(key), str(dtype).removeprefix("torch.")
-            digest = digest_text(content_digest(tensor, box.offset, identity_word(name, dtype_name, box.global_shape)))
-            piece = Slice(file=file.name, key=key, offset=box.offset, shape=box.local_shape, digest=digest)
-            entry = Logical(shape=box.global_shape, dtype=dtype_name, digest=digest, slices=[])
-            entries.setdefault(name, entry).slices.append(piece)
+            digest = content_digest(tensor, box.offset, identity_word(name, dtype_name, box.global_shape))
+            known[name] = dtype_name, box.global_shape
+            rows.setdefault(name, []).append((0, piece_number(key), box.offset, box.local_shape, digest))
 
     files = {}
     if bytes_of(places) > 0:
         layout = {key: (dtype, box.local_shape) for key, (dtype, box) in places.items()}
         files[file.name] = write_safetensors(file, layout, tensors, note)
-    replace_file(index_file(folder, rank), json.dumps(Index(files=files, tensors=entries).model_dump()).encode())
-
-
-def index_file(folder: Path, rank: int) -> Path:
-    """The index file of a rank."""
-    return folder / f"rank_{rank:05d}.json"
+    held = {name: (*known[name], len(own)) for name, own in rows.items()}
+    index = Index(files, held, Slices.of([row for own in rows.values() for row in own]))
+    replace_file(index_file(folder, rank), index.encoded())
 
 
 def write_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], note: Callable[[Tensor], None] = lambda tensor: None) -> File:

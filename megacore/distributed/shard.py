@@ -15,16 +15,6 @@ from megacore.distributed.wire import Group
 
 
 @dataclass(frozen=True)
-class Box:
-    """The position of a piece in its logical tensor. Checkpoints and comparisons need no more; a `Shard` has it too."""
-
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the piece's first element
-    local_shape: tuple[int, ...]
-    counted: bool = True  # whether this rank's piece is the one that is saved
-
-
-@dataclass(frozen=True)
 class Along:
     """What a parameter is along one axis of the mesh with `count` ranks, of which this is number `index`.
 
@@ -41,11 +31,26 @@ class Along:
 
 
 @dataclass(frozen=True)
+class Box:
+    """The position of a piece in its logical tensor. Checkpoints and comparisons need no more; a `Shard` has it too."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the piece's first element
+    local_shape: tuple[int, ...]
+    copied: tuple[Along, ...] = ()  # the axes along which other ranks hold the same piece
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank's copy is the first."""
+        return not any(along.index for along in self.copied)
+
+
+@dataclass(frozen=True)
 class Shard:
     """The position of a local parameter in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
 
-    `along` alone decides which slice is drawn, over which axes its gradient is summed, how it counts in the norm, and which copy is
-    saved. A layer states the axes that it knows, also those of one rank; `Mesh.placed` adds the others. If two axes split one dim,
+    `along` alone decides which slice is drawn, over which axes its gradient is summed, how it counts in the norm, and which ranks
+    hold copies. A layer states the axes that it knows, also those of one rank; `Mesh.placed` adds the others. If two axes split one dim,
     the second cuts the pieces of the first.
     """
 
@@ -93,14 +98,19 @@ class Shard:
         """How many ranks hold this piece, along all axes but those in `but`. In a norm over all ranks, each copy counts 1 / copies."""
         return prod(along.count for along in self.along if along.dim is None and along.axis not in but)
 
-    def is_first(self, but: Container[str] = ()) -> bool:
-        """Whether this rank's copy is the first of them."""
-        return not any(along.index for along in self.along if along.dim is None and along.axis not in but)
+    def copied_along(self, but: Container[str] = ()) -> tuple[Along, ...]:
+        """The axes, `but` some, along which other ranks hold this piece too."""
+        return tuple(along for along in self.along if along.dim is None and along.count > 1 and along.axis not in but)
+
+    @property
+    def copied(self) -> tuple[Along, ...]:
+        """See `Box`."""
+        return self.copied_along()
 
     @property
     def counted(self) -> bool:
-        """Whether this rank's copy is the one that is saved."""
-        return self.is_first()
+        """Whether this rank's copy is the first."""
+        return not any(along.index for along in self.copied)
 
 
 def split(group: Group, dim: int) -> Along:
@@ -143,13 +153,23 @@ def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tupl
     done = start
     for offset, shape in cut((), start, stop):
         moved = tuple(o + base for o, base in zip(offset, piece.offset, strict=True))
-        yield done, Box(piece.global_shape, moved, shape, piece.counted)
+        yield done, Box(piece.global_shape, moved, shape, piece.copied)
         done += prod(shape)
 
 
 def piece_key(name: str, taken: Container[str]) -> str:
     """A key for another piece of the logical tensor `name`: the name itself, or the name with #2, #3, …"""
-    return next(key for n in count(1) if (key := name if n == 1 else f"{name}#{n}") not in taken)
+    return next(key for n in count(1) if (key := piece_name(name, n)) not in taken)
+
+
+def piece_name(name: str, number: int) -> str:
+    """The key of piece `number` (from 1) of the logical tensor `name`."""
+    return name if number == 1 else f"{name}#{number}"
+
+
+def piece_number(key: str) -> int:
+    """The number of the piece that a key names."""
+    return int(key.partition("#")[2] or 1)
 
 
 def logical_name(key: str) -> str:

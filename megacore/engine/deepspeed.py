@@ -137,7 +137,7 @@ class DeepSpeedEngine(Engine):
         found = {}
         for name, parameter in self.parameters.items():
             shard = shard_of(parameter)
-            box = Box(shard.global_shape, shard.offset, shard.local_shape, shard.counted)
+            box = Box(shard.global_shape, shard.offset, shard.local_shape, shard.copied)
             found[name] = (self.access.safe_get_full_grad(parameter), box)
         return found
 

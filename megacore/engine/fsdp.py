@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from megacore.config import Config
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.shard import Box, Shard, boxes_of_range, piece_key, shard_of
+from megacore.distributed.shard import Box, Shard, boxes_of_range, piece_key, replicated, shard_of
 from megacore.engine.optimizer import accumulation_dtype
 from megacore.engine.stepper import Stepper
 from megacore.kernels.grad_norm import ROW
@@ -171,6 +171,6 @@ class FSDPEngine(Stepper):
         found: dict[str, tuple[Tensor, Box]] = {}
         for rows, tensor in zip(self.rows, tensors, strict=True):
             for view, box in rows.pieces(tensor):
-                first = rows.shard.is_first(but=self.mesh.token_axes) and self.replicate.rank == 0
-                found[piece_key(f"{prefix}{rows.name}", found)] = (view, replace(box, counted=first))
+                copied = (*rows.shard.copied_along(but=self.mesh.token_axes), replicated(self.replicate))
+                found[piece_key(f"{prefix}{rows.name}", found)] = (view, replace(box, copied=copied))
         return found

@@ -94,6 +94,6 @@ class NativeEngine(Stepper):
         held = iter(tensors)
         for buffer in self.buffers:
             for slot, view, box in buffer.pieces([next(held) for _ in buffer.ranges]):
-                box = replace(box, counted=slot.shard.is_first(but=self.divided))
+                box = replace(box, copied=slot.shard.copied_along(but=self.divided))
                 found[piece_key(f"{prefix}{slot.name}", found)] = (view, box)
         return found

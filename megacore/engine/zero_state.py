@@ -85,8 +85,8 @@ class ZeroState:
                 stop = min(start + held.numel(), prod(shard.local_shape))  # stage 3 pads
                 for first, box in boxes_of_range(shard, start, max(start, stop)):
                     view = held[first - start : first - start + prod(box.local_shape)].view(box.local_shape)
-                    counted = shard.is_first(but=self.divided)
-                    pieces[piece_key(f"{prefix}{name}", pieces)] = (view, replace(box, counted=counted))
+                    copied = shard.copied_along(but=self.divided)
+                    pieces[piece_key(f"{prefix}{name}", pieces)] = (view, replace(box, copied=copied))
         return pieces
 
     def _held(self, parameter: nn.Parameter, kind: str | None) -> tuple[int, Tensor]:

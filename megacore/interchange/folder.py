@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megacore.checkpoint import Layout, pack, write_safetensors
-from megacore.checkpoint.manifest import DTYPE_CODES
+from megacore.checkpoint.entries import DTYPE_CODES
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import read_text
 

@@ -31,6 +31,7 @@ class Inputs:
         self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
         self.config = config
         self.candidates: list[Path] = []  # checkpoints before `checkpoint`
+        self.opened: checkpoint.Reader | None = None  # the one that is named; opened once, since a large one takes seconds
         self.checkpoint = self._checkpoint() if rank == 0 else None
         self.weights = self._weights(config) if rank == 0 and self.checkpoint is None else None
         if rank == 0:
@@ -44,8 +45,8 @@ class Inputs:
         self.candidates = checkpoint.checkpoints_in(path)
         if resume == "auto" and not self.candidates:
             return None
-        if resume != "auto" and self.candidates in ([], [path]):  # what was asked for, or an error
-            self.candidates = [checkpoint.locate(path)]
+        if not self.candidates:
+            checkpoint.locate(path)  # raises, saying what was looked for
         return self._newest(None)
 
     def look_again(self) -> None:
@@ -67,12 +68,18 @@ class Inputs:
             self.checkpoint = self._newest(damage)
 
     def _newest(self, damage: CheckpointError | None) -> Path:
-        """The next of the candidates that is whole by its manifest and the sizes and headers of its files."""
-        candidate, faults = checkpoint.newest_whole(self.candidates)
-        if candidate is not None:
-            self._check_run(checkpoint.Reader(candidate))
-            return candidate
+        """The next of the candidates that is whole by its manifest and the sizes of its files. All ranks compare the rest together.
+
+        Raises:
+            CheckpointError: none is, or the one that was asked for by its path is not.
+        """
+        self.opened, faults = checkpoint.newest_whole(self.candidates, headers=False)
+        if self.opened is not None:
+            self._check_run(self.opened)
+            return self.opened.path
         damage = damage or faults[0]
+        if Path(damage.where) == Path(self.config.checkpoint.resume):
+            raise damage
         wrong = f"{damage.wrong}, and no checkpoint before it is whole"
         raise CheckpointError(damage.where, wrong, "bring back a whole one, or start from nothing with checkpoint.resume=never")
 
@@ -103,7 +110,8 @@ class Inputs:
         if config.checkpoint.weights is None:
             return None
         path = checkpoint.locate(Path(config.checkpoint.weights))
-        check_weights(checkpoint.Reader(path), config)
+        self.opened = checkpoint.Reader(path)
+        check_weights(self.opened, config)
         return path
 
     def _check_samples(self, config: Config, reader: checkpoint.Reader) -> None:

@@ -20,12 +20,13 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
     """
     ranks = Ranks(mesh)
     while True:
-        # Only rank 0 has looked: others might see the shared file system in another state.
+        # Only rank 0 has looked: others might see the shared file system in another state, and thousands would keep it busy.
         whole, weights = (broadcast_text(str(path or ""), mesh.world, mesh.device) for path in (inputs.checkpoint, inputs.weights))
         if not whole and not weights:
             return None
         try:
-            return proved(Path(whole or weights), ranks, partial(mesh.progress, "checking a checkpoint")), not whole
+            opened, inputs.opened = inputs.opened, None
+            return proved(Path(whole or weights), ranks, opened, partial(mesh.progress, "checking a checkpoint")), not whole
         except CheckpointError as damage:
             if not whole:
                 raise
@@ -33,16 +34,27 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
                 raise refusal from None
 
 
-def proved(path: Path, ranks: Ranks, note: Callable[[], None]) -> Reader:
+def proved(path: Path, ranks: Ranks, opened: Reader | None, note: Callable[[], None]) -> Reader:
     """Opens the checkpoint in folder `path`; together, the ranks have read all its files and compared them with their digests.
-    Collective. `note` is called now and then, because this may take longer than a hang.
+    Collective. Rank 0 has `opened` it already, and gives the manifest to the others. `note` is called now and then, because this
+    may take longer than a hang.
 
     Raises:
         CheckpointError: on every rank, with the first one's reason.
     """
-    if damage := together(ranks, lambda: Reader(path).verify(ranks.rank, ranks.world, note)):
+
+    text = ranks.share(opened.manifest.text if opened else b"")
+    readers = [opened] if opened else []
+
+    def verify_share() -> None:
+        if not readers:
+            readers.append(Reader(path, text=text))
+        readers[0].verify(ranks.rank, ranks.world, note)
+
+    if damage := together(ranks, verify_share):
         raise damage
-    return Reader(path, trusted=True)
+    readers[0].trust()
+    return readers[0]
 
 
 def together(ranks: Ranks, check: Callable[[], None]) -> CheckpointError | None:

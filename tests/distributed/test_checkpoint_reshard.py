@@ -44,7 +44,7 @@ def cut(whole: Tensor, dim: int | None, rank: int, count: int) -> Tensor:
 
 def on_rank(stage: int, tp_rank: int, pp: int, tp: int) -> dict[str, LocalTensor]:
     """What a rank holds: its tensor-parallel pieces of its stage; the tied embedding again, as a copy, on the last stage."""
-    stages = {"embedding.weight": [0, pp - 1], "head.bias": [pp - 1]}
+    stages = {"embedding.weight": sorted({0, pp - 1}), "head.bias": [pp - 1]}
     stages |= {name: [int(name.split(".")[1]) * pp // LAYERS] for name in SHAPES if name.startswith("blocks")}
     pieces = {}
     for name, whole in logical().items():
@@ -64,9 +64,8 @@ def save_as(
     def rank_saves(ranks: ThreadRanks) -> Path:
         tp_rank, dp_rank, stage = ranks.rank % tp, ranks.rank // tp % dp, ranks.rank // (tp * dp)
         pieces = on_rank(stage, tp_rank, pp, tp)
-        if dp_rank > 0:  # a copy of what the first data rank writes
-            copies = Along("dp", dp_rank, dp)
-            pieces = {name: (held, replace(shard, along=(*shard.along, copies))) for name, (held, shard) in pieces.items()}
+        copies = Along("dp", dp_rank, dp)
+        pieces = {name: (held, replace(shard, along=(*shard.along, copies))) for name, (held, shard) in pieces.items()}
         change(ranks.rank, pieces)
         return save(directory, 7, pieces, {}, ranks=ranks, keep=1)
 
@@ -86,25 +85,43 @@ def test_any_layout_reads_what_any_other_wrote(saved, count, tmp_path):
                 assert read.dtype == whole.dtype and torch.equal(read, cut(whole, dim, index, count)), f"{name} dim {dim} piece {index}"
 
 
-def test_copies_are_not_written(tmp_path):
-    """Data ranks beyond the first, replicated and tied tensors: each element is on disk once."""
-    path = save_as(tmp_path, tp=2, pp=2, dp=2)
+def test_copies_are_written_once_and_dealt_out(tmp_path):
+    """Data ranks', replicated and tied tensors: each element is on disk once, and no rank writes much more than another, or a save
+    of unsharded state would wait for the first data rank alone."""
+    path = save_as(tmp_path, tp=2, pp=2, dp=4)
     manifest = Reader(path).manifest
-    assert sorted(manifest.files) == [f"rank_{rank:05d}.safetensors" for rank in (0, 1, 4, 5)]
-    assert [piece.file for piece in manifest.tensors["model/blocks.0.norm.weight"].slices] == ["rank_00000.safetensors"]
-    assert [piece.file[:10] for piece in manifest.tensors["model/embedding.weight"].slices] == ["rank_00000", "rank_00001"]
+    assert len(list(manifest.pieces("model/blocks.0.norm.weight"))) == 1
+    assert len(list(manifest.pieces("model/embedding.weight"))) == 2
+    assert len(manifest.files) == 16
+    for stage in (0, 1):
+        sizes = [manifest.files[f"rank_{rank:05d}.safetensors"].bytes for rank in range(8 * stage, 8 * stage + 8)]
+        assert max(sizes) - min(sizes) <= 65 * 8 // 2 * 8 + 1024, "the largest tensor's piece, and headers"
+
+
+def test_dealing_is_even(tmp_path):
+    """By bytes, and not by number: of one large and many small tensors the large one is a rank's whole part."""
+    sizes = [4096, *[64] * 64]
+
+    def rank_saves(ranks: ThreadRanks) -> None:
+        copies = (Along("dp", ranks.rank, ranks.world),)
+        save(tmp_path, 1, {f"w{i}": (torch.ones(size), Shard((size,), copies)) for i, size in enumerate(sizes)}, {}, ranks=ranks, keep=1)
+
+    run_threads(2, rank_saves)
+    manifest = Reader(tmp_path / "step_00000001").manifest
+    held = [{piece.file for piece in manifest.pieces(f"w{i}")} for i in range(len(sizes))]
+    assert held[0] == {"rank_00000.safetensors"} and set.union(*held[1:]) == {"rank_00001.safetensors"}
 
 
 def lose_a_piece(rank: int, pieces: dict[str, LocalTensor]) -> None:
     if rank == 1:
-        del pieces["adam_v/embedding.weight"]
+        del pieces["adam_v/blocks.0.qkv.weight"]
 
 
 def write_a_copy(rank: int, pieces: dict[str, LocalTensor]) -> None:
     if rank == 3:  # as if the tied embedding of the last stage were not marked as a copy
-        held, shard = pieces["model/embedding.weight"]
+        held, shard = pieces["adam_v/embedding.weight"]
         along = tuple(along for along in shard.along if along.axis != "tied")
-        pieces["model/embedding.weight"] = (held, Shard(shard.global_shape, along))
+        pieces["adam_v/embedding.weight"] = (held, Shard(shard.global_shape, along))
 
 
 def widen(rank: int, pieces: dict[str, LocalTensor]) -> None:
@@ -116,8 +133,8 @@ def widen(rank: int, pieces: dict[str, LocalTensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lose_a_piece, r"tensor adam_v/embedding\.weight has slices for 264 of its 520 elements"),
-        (write_a_copy, r"tensor model/embedding\.weight has overlapping slices.* in rank_00001.* in rank_00003"),
+        (lose_a_piece, r"tensor adam_v/blocks\.0\.qkv\.weight has slices for 96 of its 192 elements"),
+        (write_a_copy, r"tensor adam_v/embedding\.weight has overlapping slices.* in rank_00001.* in rank_00003"),
         (widen, r"tensor model/blocks\.0\.qkv\.weight is float32 .* on rank 1 \(bfloat16"),
     ],
 )

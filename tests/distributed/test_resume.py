@@ -113,13 +113,13 @@ def test_what_an_earlier_format_saved_goes_on_bitwise(pool: Any, corpus: Path, t
     """A run that was begun before the format changed ends with the same bits, and saves in the format of now."""
     config, overrides = str(corpus / "config.json"), [*COMMON, "optim.decay_steps=6"]
     assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=3"], str(tmp_path / "now")) == [0]
-    for version in (2, 3):
+    for version in (2, 3, 4):
         run = Path(shutil.copytree(tmp_path / "now", tmp_path / str(version)))
         aged(run / "checkpoints/step_00000003", version)
         assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=6"], str(run)) == [0]
     assert pool.run(1, training.run_rank, config, [*overrides, "train.steps=6"], str(tmp_path / "now")) == [0]
     right = Reader(tmp_path / "now/checkpoints/step_00000006")
-    for version in (2, 3):
+    for version in (2, 3, 4):
         before, after = (Reader(tmp_path / str(version) / f"checkpoints/step_0000000{step}") for step in (3, 6))
         assert (before.manifest.format_version, after.manifest.format_version) == (version, FORMAT_VERSION)
         assert not list(compare(after, right)) and figures(tmp_path / str(version)) == figures(tmp_path / "now")

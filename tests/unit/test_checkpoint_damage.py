@@ -1,5 +1,6 @@
 """Whatever happens to a checkpoint's files is noticed before anything in them is used, and the one before it takes their place."""
 
+import base64
 import copy
 import hashlib
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from megacore.checkpoint.compare import compare
 from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
 from tests.checkpoints import find_latest, save
-from tests.manifests import aged, edit_manifest
+from tests.manifests import aged, edit_manifest, edit_text
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
 
@@ -228,19 +230,93 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "tensors that are left out": lambda m: m["tensors"].clear(),
     "a tensor under two names": lambda m: m["tensors"].update({"model/z": m["tensors"]["model/v"]}),
     "a tensor that is left out": lambda m: m["tensors"].pop("model/v"),
-    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=4)),
+    "a list for a manifest": lambda m: (m.clear(), m.update(format_version=5)),
 }
 
 
-@pytest.mark.parametrize("lie", HOSTILE)
-def test_a_hostile_manifest_is_refused(lie: str, tmp_path: Path) -> None:
+# What an object for a slice can say, and columns cannot.
+OBJECTS = {
+    "a thousand dims",
+    "nested lists",
+    "a shape of text",
+    "another tensor's key",
+    "a key that is not there",
+    "a digest of no digits",
+    "no tensors",
+    "a list for a manifest",
+}
+
+
+def set_column(name: str, change: Callable[[np.ndarray], object]) -> Callable[[dict[str, Any]], object]:
+    """Changes the numbers of one column, in 64 bits."""
+
+    def edit(manifest: dict[str, Any]) -> None:
+        text = manifest["slices"][name]
+        numbers = np.frombuffer(base64.b64decode(text[3:]), f"<u{text[1]}").astype("<u8")
+        changed = change(numbers)
+        manifest["slices"][name] = "u8:" + base64.b64encode(numbers if changed is None else changed).decode()
+
+    return edit
+
+
+def set_text(name: str, change: Callable[[str], Any]) -> Callable[[dict[str, Any]], object]:
+    return lambda m: m["slices"].update({name: change(m["slices"][name])})
+
+
+# Two tensors [8, 6] in two slices each, of files 0 and 1.
+COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a column missing": lambda m: m["slices"].pop("number"),
+    "a column too many": lambda m: m["slices"].update(key="u1:AAAA"),
+    "no columns": lambda m: m["slices"].clear(),
+    "a list for a column": set_text("file", lambda text: [0, 1, 0, 1]),
+    "numbers without a width": set_text("file", lambda text: text[3:]),
+    "numbers of three bytes": set_text("file", lambda text: "u3:" + text[3:]),
+    "numbers wider than they were": set_text("file", lambda text: "u2:" + text[3:]),
+    "no base64": set_text("offset", lambda text: text[:-4] + "*" + text[-4:]),
+    "half a number": set_text("digest", lambda text: text[:-4]),
+    "a row too few": set_column("file", lambda n: n[:-1]),
+    "a row too many": set_column("shape", lambda n: np.append(n, n[-1:])),
+    "a file that is not there": set_column("file", lambda n: np.put(n, 0, 2)),
+    "a file beyond 63 bits": set_column("file", lambda n: np.put(n, 0, 2**64 - 1)),
+    "another file": set_column("file", lambda n: np.put(n, 0, 1)),
+    "piece 0": set_column("number", lambda n: np.put(n, 0, 0)),
+    "another piece": set_column("number", lambda n: np.put(n, 0, 2)),
+    "an offset that wraps": set_column("offset", lambda n: np.put(n, 0, 2**64 - 4)),
+    "a shape that wraps": set_column("shape", lambda n: np.put(n, 0, 2**63)),
+    "slices exchanged": set_column("digest", lambda n: np.put(n, [0, 1], n[[1, 0]])),
+    "a digest": set_column("digest", lambda n: np.put(n, 0, n[0] ^ np.uint64(1))),
+    "digests that add up": set_column("digest", lambda n: np.put(n, [0, 1], [n[0] + np.uint64(1), n[1] - np.uint64(1)])),
+    "a slice of the other tensor": lambda m: (m["tensors"]["model/v"].update(slices=3), m["tensors"]["model/w"].update(slices=1)),
+    "fewer slices than none": lambda m: (m["tensors"]["model/v"].update(slices=-1), m["tensors"]["model/w"].update(slices=5)),
+    "more slices than memory": set_tensor(slices=2**48),
+    "half a slice": set_tensor(slices=2.5),
+    "a dim that the slices do not have": set_tensor(shape=[8, 6, 1]),
+    "the name of a slice": lambda m: m["tensors"].update({"model/v#2": m["tensors"].pop("model/v")}),
+}
+LIES = [(4, lie, edit) for lie, edit in HOSTILE.items()] + [(5, lie, edit) for lie, edit in HOSTILE.items() if lie not in OBJECTS]
+
+
+@pytest.mark.parametrize(("version", "edit"), [pytest.param(v, edit, id=f"{lie}-{v}") for v, lie, edit in LIES])
+def test_a_hostile_manifest_is_refused(version: int, edit: Any, tmp_path: Path) -> None:
     older, newest = save_both(tmp_path)
-    edit_manifest(newest, HOSTILE[lie])
+    if version < 5:
+        aged(newest, version)
+    edit_manifest(newest, edit)
     refusal(newest)
     assert find_latest(tmp_path) == older
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("lie", COLUMNS)
+def test_hostile_columns_are_refused(lie: str, tmp_path: Path) -> None:
+    older, newest = save_both(tmp_path)
+    before = json.loads((newest / MANIFEST).read_text())
+    edit_text(newest, COLUMNS[lie])
+    assert {**json.loads((newest / MANIFEST).read_text()), "manifest_sha256": ""} != {**before, "manifest_sha256": ""}, "a lie was told"
+    refusal(newest)
+    assert find_latest(tmp_path) == older
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
 def test_what_an_earlier_format_wrote_is_read_and_proved(version: int, tmp_path: Path) -> None:
     """A run that was begun before the format changed goes on."""
     older, newest = save_both(tmp_path)
@@ -278,6 +354,9 @@ def test_a_diff_believes_no_digest_that_it_has_not_compared(change: str, tmp_pat
         (second / FILES[1]).write_bytes(content)
     else:
         edit_manifest(second, exchange_names)
+        for file in FILES[:2]:  # in whose headers the slices have these names too
+            content = (second / file).read_bytes().replace(b'"model/v"', b'"model/u"').replace(b'"model/w"', b'"model/v"')
+            (second / file).write_bytes(content.replace(b'"model/u"', b'"model/w"'))
         assert "tensor model/" in str(refusal(second)), "verify finds it too"
     for paths in ((first, second), (second, first)):
         with pytest.raises(CheckpointError, match=r"tensor model/[vw] has changed in rank_0000[01]") as caught:
@@ -288,12 +367,12 @@ def test_a_diff_believes_no_digest_that_it_has_not_compared(change: str, tmp_pat
 
 
 TEXTS = {
-    "not a number": (b'{"format_version": 4, "step": NaN}', "holds NaN"),
-    "a key twice": (b'{"format_version": 4, "step": 1, "step": 2}', "a key twice"),
-    "deep nesting": (b'{"format_version": 4, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
-    "a number of 10000 digits": (b'{"format_version": 4, "step": ' + b"1" * 10**4 + b"}", "damaged"),
+    "not a number": (b'{"format_version": 5, "step": NaN}', "holds NaN"),
+    "a key twice": (b'{"format_version": 5, "step": 1, "step": 2}', "a key twice"),
+    "deep nesting": (b'{"format_version": 5, "state": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "damaged"),
+    "a number of 10000 digits": (b'{"format_version": 5, "step": ' + b"1" * 10**4 + b"}", "damaged"),
     "no text": (b"\xff\xfe" * 50, "damaged"),
-    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format versions 2 to 4"),
+    "the format before": (b'{"format_version": 1, "step": 20}', "has format version 1.*reads format versions 2 to 5"),
     "nothing": (b"", "damaged"),
 }
 
@@ -320,9 +399,12 @@ def nodes(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, s
             yield from nodes(value[key], (*path, key))
 
 
-def test_random_lies_never_raise_anything_else(whole: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [4, 5])
+def test_random_lies_never_raise_anything_else(version: int, whole: tuple[Path, Path], tmp_path: Path) -> None:
     """Any value anywhere in a manifest becomes something else: refused in one line, or passed where it is the run's own state."""
     path = Path(shutil.copytree(whole[1], tmp_path / whole[1].name))
+    if version < 5:
+        aged(path, version)
     good = json.loads((path / MANIFEST).read_text())
     del good["manifest_sha256"]
     rng, values = random.Random(1), [None, True, -1, 2**63, 2**70, 1e308, "", "../x", "\ud800", "ä" * 99, [], {}, [[[]]], {"": 0}]

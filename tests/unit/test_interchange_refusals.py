@@ -242,7 +242,7 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     manifest.write_bytes(sealed(content))
 
 
-EMPTY = {"shape": [0], "dtype": "float32", "digest": "0" * 16, "slices": []}
+EMPTY = {"shape": [0], "dtype": "float32", "digest": "0" * 16, "slices": 0}
 EXPORTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "tensor left out": (lambda m: m["tensors"].pop("model/norm.bias"), "none of its 1 checkpoints is whole"),
     "tensor missing": (

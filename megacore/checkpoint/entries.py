@@ -1,0 +1,72 @@
+"""What stands in a manifest's JSON, and within which bounds."""
+
+from math import prod
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from megacore.checkpoint.slices import LARGEST, MOST_DIMS
+
+# torch dtype -> its code in a safetensors header. The manifest itself says `float32`, as torch does.
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
+
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,100}\.safetensors$")]  # in the folder itself: no path leads out of it
+Size = Annotated[int, Field(ge=0, le=LARGEST)]
+Sizes = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
+ContentDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
+
+
+class Entry(BaseModel):
+    # From JSON a tuple is a list; numbers are not coerced, nor unknown keys dropped.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class File(Entry):
+    """A file of the checkpoint, as it was written."""
+
+    bytes: Size
+    hash: Literal["xxh3_128", "sha256"] = "sha256"  # which of `digest.HASHES`; version 2 did not say
+    digest: FileDigest = Field(validation_alias=AliasChoices("digest", "sha256"))
+
+
+class Logical(Entry):
+    """A logical tensor, whole: the slices tile `shape` exactly."""
+
+    shape: Sizes
+    dtype: str
+    digest: ContentDigest  # of the whole, in whatever slices it lies (see `digest.content_digest`)
+    slices: Size  # how many
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Head(Entry):
+    """What every version says."""
+
+    format_version: int
+    megacore_version: str
+    step: Size
+    state: dict[str, Any]  # of the run, whose `model` entry is the config's model section
+    files: dict[FileName, File]
+
+
+class Text(Head):
+    """All of a manifest's text but its digest. The slices stand in the order of their tensors."""
+
+    tensors: dict[str, Logical]
+    slices: dict[str, str]  # see `Slices.texts`
