@@ -73,11 +73,16 @@ class DeepSpeedEngine(Engine):
         with contextlib.redirect_stdout(io.StringIO()):  # no setting turns off its memory figures
             self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
         self.modules: Sequence[nn.Module] = [ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds]
+        self.skipped = self._scalar(0.0)  # steps, in stage 0; in others DeepSpeed counts them
         self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh, place)
 
     def loss_gradient(self, scale: float) -> Tensor:
         """See `Engine`. DeepSpeed takes the mean over the data ranks, so the scale makes it a sum."""
-        return torch.tensor(scale * self.mesh.gradient_group.size * self._loss_scale(), dtype=torch.float64, device=self.mesh.device)
+        return self._scalar(scale * self.mesh.gradient_group.size * self._loss_scale())
+
+    def _scalar(self, value: float) -> Tensor:
+        """A number on the device, in fp64, written there by the device: `torch.tensor` copies it from the host, which waits for that."""
+        return torch.full((), value, dtype=torch.float64, device=self.mesh.device)
 
     def _loss_scale(self) -> float:
         return float(self.zero.loss_scale) if self.scales_loss else 1.0
@@ -153,8 +158,8 @@ class DeepSpeedEngine(Engine):
             known = (
                 self.ds.get_global_grad_norm() if self.ds.was_step_applied() else math.inf
             )  # stage 3 would repeat the norm of the step before
-            norm = torch.as_tensor(known, dtype=torch.float64, device=self.mesh.device)
-        return StepStatistics(norm, torch.tensor(self.ds.skipped_steps, dtype=torch.float64, device=self.mesh.device))
+            norm = known.to(self.mesh.device, torch.float64) if isinstance(known, Tensor) else self._scalar(known)
+        return StepStatistics(norm, self.skipped + self.ds.skipped_steps)
 
     @torch.no_grad()
     def _guard_plain_step(self) -> Tensor:
@@ -165,7 +170,7 @@ class DeepSpeedEngine(Engine):
                 squares += parameter.grad.double().square().sum() / shard_of(parameter).copies(but=self.mesh.token_axes)
         norm = all_reduce(squares, self.mesh.group("pp", "tp")).sqrt()
         skip = ~norm.isfinite()
-        self.ds.skipped_steps += int(skip)
+        self.skipped += skip
         # AdamW's kernel reads these two.
         coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
         self.optimizer.found_inf, self.optimizer.grad_scale = skip.float(), (1.0 / coefficient).float()  # type: ignore[attr-defined]
@@ -179,7 +184,7 @@ class DeepSpeedEngine(Engine):
         return self.held.tensors()
 
     def state(self) -> dict[str, Any]:
-        state = {"updates": self.held.updates, "skipped": float(self.ds.skipped_steps), "loss_scale": 1.0, "good_steps": 0.0}
+        state = {"updates": self.held.updates, "skipped": float(self.skipped) + self.ds.skipped_steps, "loss_scale": 1.0, "good_steps": 0.0}
         if self.scales_loss:
             scaler = self.zero.loss_scaler
             # DeepSpeed's gradients are larger by the number of data ranks.
@@ -189,6 +194,7 @@ class DeepSpeedEngine(Engine):
 
     def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
         self.held.set_updates(state["updates"])
+        self.skipped.zero_()
         self.ds.skipped_steps = int(state["skipped"])
         if self.scales_loss and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
             scaler = self.zero.loss_scaler

@@ -34,6 +34,7 @@ class Rows:
 
     name: str
     shard: Shard
+    parameter: DTensor
     master: Tensor
     gradient: Tensor  # of the same shape
     start: int  # the first element in the tensor-parallel piece
@@ -59,6 +60,7 @@ class FSDPEngine(Stepper):
         self.shard, self.replicate = mesh.group("shard"), mesh.group("replicate")
         reshard = config.engine.reshard
         self.reshard = mesh.pp.size == 1 if reshard is None else reshard
+        self.offloads = config.engine.cpu_offload
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
         self.rows: list[Rows] = []
         for stage in stages:
@@ -107,10 +109,13 @@ class FSDPEngine(Stepper):
             parameter.shard = shards[name]  # type: ignore[attr-defined]
             each = -(-parameter.shape[0] // self.shard.size)
             first = min(each * self.shard.rank, parameter.shape[0])
-            # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.
-            parameter.grad = gradient = torch.zeros_like(parameter)
+            gradient = torch.zeros_like(parameter)
             assert isinstance(gradient, DTensor)
-            self.rows.append(Rows(name, shards[name], parameter.to_local(), gradient.to_local(), first * prod(parameter.shape[1:])))
+            if not self.offloads:
+                # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.
+                parameter.grad = gradient
+            start = first * prod(parameter.shape[1:])
+            self.rows.append(Rows(name, shards[name], parameter, parameter.to_local(), gradient.to_local(), start))
 
     def _device_mesh(self) -> DeviceMesh:
         """The data ranks as PyTorch's mesh: shards of one copy, and copies."""
@@ -133,9 +138,20 @@ class FSDPEngine(Stepper):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """See `Engine`. Sums over ranks that see other tokens are done after each block's backward."""
+        if self.offloads:
+            self._take_gradients()
         further = {axis for rows in self.rows for axis in rows.shard.partial_over} - {*self.mesh.token_axes, "tied"}
         for axis in sorted(further):
             self._sum([rows.gradient for rows in self.rows if axis in rows.shard.partial_over], self.mesh.group(axis))
+
+    def _take_gradients(self) -> None:
+        """Takes over what FSDP2 has brought to host memory. With a gradient there to add to, the host would have waited for every
+        block's on its way, and added them up itself."""
+        for rows in self.rows:
+            found = rows.parameter.grad
+            taken: Tensor = found.to_local() if isinstance(found, DTensor) else torch.zeros_like(rows.master)
+            rows.gradient.set_(taken)  # type: ignore[call-overload]
+            rows.parameter.grad = None
 
     @torch.no_grad()
     def reduce_tied(self) -> None:
@@ -160,7 +176,10 @@ class FSDPEngine(Stepper):
 
     def behind_step(self) -> None:
         for rows in self.rows:
-            rows.gradient.zero_()
+            if self.offloads:  # zeros without memory, of which backward takes as much
+                rows.gradient.set_(rows.gradient.new_zeros(()).expand(rows.gradient.shape))  # type: ignore[call-overload]
+            else:
+                rows.gradient.zero_()
 
     def behind_loading(self) -> None:
         for unit in self.units:

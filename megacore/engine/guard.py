@@ -24,8 +24,8 @@ class SpikeGuard:
 
     def is_spike(self, norm: Tensor) -> Tensor:
         """Whether this norm is a spike, as a bool scalar. Ranks with the same norms get the same answer."""
-        median = self.recent.nanmedian()
-        deviation = torch.maximum(SCALE * (self.recent - median).abs().nanmedian(), LEAST * median)
+        median = median_of_known(self.recent)
+        deviation = torch.maximum(SCALE * median_of_known((self.recent - median).abs()), LEAST * median)
         return (norm > median + self.threshold * deviation) & (self.known >= ENOUGH)
 
     def remember(self, norm: Tensor, skipped: Tensor) -> None:
@@ -45,3 +45,10 @@ class SpikeGuard:
         self.recent.fill_(torch.nan)
         self.recent[: len(norms)] = torch.tensor(norms, dtype=torch.float64)
         self.known.fill_(len(norms))
+
+
+def median_of_known(values: Tensor) -> Tensor:
+    """The lower median of those of `values` ``[n]`` that are not NaN; NaN if none is. `torch.nanmedian` asks a GPU how many there are,
+    and waits for the answer."""
+    middle = ((~values.isnan()).sum() - 1).clamp(min=0) // 2
+    return values.sort().values.gather(0, middle.view(1)).squeeze(0)

@@ -161,3 +161,34 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(pool: Any, co
         assert (seen["finite False"], seen["moved False"]) == (True, True)
         assert seen["state False"] == {"updates": 1, "skipped": 1, "loss_scale": 1, "good_steps": 0}
         assert abs(seen["elements"] / seen["whole"] - 0.5) < 0.02, "all but the last rows of sizes that do not divide"
+
+
+def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
+    """Two steps of two microbatches; whether a gradient was there to be added to before a step, whether its own tensors stayed, norms."""
+    place = place_from_environment()
+    config = load(config_path, [FSDP, "engine.cpu_offload=true", "engine.reshard=false"], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    (stage,) = build_stages(config, mesh)
+    engine = build_engine(config, [stage], mesh)
+    assert isinstance(engine, FSDPEngine)
+    gradients, there, norms = [rows.gradient for rows in engine.rows], False, []
+    tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
+    for _ in range(2):
+        there |= any(parameter.grad is not None for parameter in stage.parameters())
+        for last in (False, True):
+            loss = stage.loss(stage(tokens), tokens)
+            engine.backward(0, engine.root(loss), engine.loss_gradient(1.0), last=last)
+        engine.reduce_gradients()
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).double().norm()
+        norms.append(float(norm))
+        engine.step(1e-3)
+    stayed = all(mine is rows.gradient for mine, rows in zip(gradients, engine.rows, strict=True))
+    mesh.close()
+    return there, stayed, norms
+
+
+def test_offloaded_gradients_are_not_waited_for_one_by_one(pool: Any, config_path: str) -> None:
+    """FSDP2 brings a block's gradient to host memory without waiting only where none is there already to add it to."""
+    for there, stayed, norms in pool.run(2, offloading_rank, config_path):
+        assert not there
+        assert stayed and all(norm > 0 for norm in norms), "the update looks where it always did"

@@ -1,0 +1,133 @@
+"""No step waits for its device: a host that does cannot run ahead, and the device idles until it has caught up.
+
+On meta tensors, which hold nothing: reading one fails. What a GPU also waits for, and they do not refuse, is refused here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megacore.config import load
+from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.place import Place
+from megacore.engine.deepspeed import DeepSpeedEngine
+from megacore.engine.guard import SpikeGuard, median_of_known
+from megacore.pipeline.runtime import Microbatch
+from megacore.train.step import TrainStep
+from tests import training
+
+META = torch.device("meta")
+# Whose results' sizes, or whose ways, depend on values: on a GPU the host asks for these and waits.
+SYNCHRONISING = {
+    "_local_scalar_dense", "nonzero", "masked_select", "median", "nanmedian", "equal", "is_nonzero", "unique_dim", "_unique2",
+    "unique_consecutive", "bincount", "histc", "repeat_interleave", "_linalg_check_errors",
+}  # fmt: skip
+
+
+class Refusing(TorchDispatchMode):
+    """Refuses what a GPU's host waits for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        found = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)]
+        if any(tensor.device == META for tensor in tensors):
+            assert name not in SYNCHRONISING, f"{func} waits for the device"
+            if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+                assert not any(index is not None and index.dtype == torch.bool for index in args[1]), "an index of booleans is counted"
+            if name in ("_to_copy", "copy_") and len({tensor.device for tensor in tensors}) > 1:
+                blocking = not kwargs.get("non_blocking") and not (name == "copy_" and len(args) > 2 and args[2])
+                assert not blocking, f"{func} from or to the host waits for the copy"
+        return found
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Also refuses numbers that are copied to the device: on meta tensors PyTorch leaves that out."""
+
+    def checked(make: Any) -> Any:
+        def made(*args: Any, **options: Any) -> Any:
+            assert torch.device(options.get("device") or "cpu") != META, f"torch.{make.__name__} copies from the host, which waits"
+            return make(*args, **options)
+
+        return made
+
+    with mock.patch("torch.tensor", checked(torch.tensor)), mock.patch("torch.as_tensor", checked(torch.as_tensor)), Refusing():
+        yield
+
+
+CONFIGS = {
+    "plain": [],
+    "fp16": ["train.precision=fp16"],
+    "bf16, spikes": ["train.precision=bf16", "optim.spike_threshold=6"],
+    "dropout, recompute": ["model.dropout=0.1", "train.recompute=selective"],
+    "recompute all": ["train.recompute=full", "model.chunked_loss=true"],
+    "llama": ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.qk_norm=true"],
+    "untied, sgd": ["model.tie_embeddings=false", "optim.kind=sgd", "optim.grad_clip=0"],
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
+    """Forward, backward, reduction, norm, guard and update of two steps."""
+    config = load(training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1).config
+    step = TrainStep(config, Mesh(config, Place(), META))
+    tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
+    with refusing():
+        for number in (1, 2):
+            figures = step(number, [Microbatch(tokens, tokens, key) for key in range(4)], lambda: (1.0, 0.0))
+    assert figures.loss.device == figures.grad_norm.device == figures.skipped.device == META
+
+
+def test_deepspeed_is_handed_its_gradient_without_waiting() -> None:
+    """It is asked for at every microbatch."""
+    engine = object.__new__(DeepSpeedEngine)
+    engine.mesh, engine.scales_loss = cast(Mesh, SimpleNamespace(device=META, gradient_group=SOLO)), False
+    with refusing():
+        assert engine.loss_gradient(0.5).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nanmedian(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.copy_(torch.ones(4)),
+        lambda x: torch.tensor(1.0, device=x.device),
+        lambda x: torch.ones(4).to(x.device),
+        lambda x: bool(x.any()),
+    ],
+)
+def test_what_waits_is_refused(wait: Any) -> None:
+    """A test that sees none of it would pass on anything."""
+    x = torch.empty(4, device=META)
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), refusing():
+        wait(x)
+
+
+def test_the_guards_median_is_numpys() -> None:
+    """Of odd and even counts, with infinities, with gaps, with nothing known."""
+    rng = np.random.default_rng(0)
+    for known in range(12):
+        values = np.full(12, np.nan)
+        values[rng.permutation(12)[:known]] = rng.standard_normal(known)
+        if known > 4:
+            values[np.nanargmax(values)] = np.inf
+        found = float(median_of_known(torch.tensor(values)))
+        right = np.sort(values[~np.isnan(values)])[(known - 1) // 2] if known else np.nan
+        assert found == right or (np.isnan(found) and np.isnan(right)), known
+    guard = SpikeGuard(6.0, torch.device("cpu"))
+    assert not guard.is_spike(torch.tensor(1.0, dtype=torch.float64)), "nothing is known"
