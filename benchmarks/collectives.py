@@ -126,7 +126,7 @@ def sizes(largest: int, group: Group) -> Iterator[int]:
 def groups(mesh: Mesh) -> list[Group]:
     """Those of more than one rank that every rank has one of; of groups with the same ranks, the first."""
     candidates = (mesh.tp, mesh.gradient_group, mesh.pp, mesh.world)
-    found = {group.ranks: group for group in reversed(candidates) if group.size > 1}
+    found = {group.ranks: group for group in reversed(candidates) if group.size > 1 and group.ranks in mesh.communicators}
     return [group for group in candidates if found.get(group.ranks) is group]
 
 

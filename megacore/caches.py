@@ -8,6 +8,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+TRITON = "TRITON_CACHE_DIR"  # where it is not set, Triton keeps its kernels in ~/.triton/cache
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"  # where it is not set, torch.compile keeps its code in /tmp/torchinductor_<user>
 
 
@@ -37,6 +38,17 @@ def is_private(folder: Path) -> bool:
     return True
 
 
+def node_folder(kind: str) -> Path:
+    """A folder of this user's on this machine's own disk: a home may be every machine's, and thousands of ranks that compile the same
+    would write to it at once. Where other users could put something in its place, as `cache_folder`."""
+    with contextlib.suppress(OSError):
+        folder = (Path(tempfile.gettempdir()) / f"megacore_{kind}_{os.geteuid()}").resolve()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if is_private(folder):
+            return folder
+    return cache_folder(kind)
+
+
 @functools.cache
 def new_folder(kind: str) -> Path:
     """Makes a folder for this process, with a name that nobody can guess."""
@@ -46,3 +58,8 @@ def new_folder(kind: str) -> Path:
 def keep_inductor_private() -> None:
     """Gives torch.compile a cache that only this user can write, unless the user has named one. Call it before compiling anything."""
     os.environ.setdefault(INDUCTOR, str(cache_folder("inductor")))
+
+
+def keep_triton_local() -> None:
+    """Gives Triton a cache on this machine's own disk, unless the user has named one; to be called before a kernel is compiled."""
+    os.environ.setdefault(TRITON, str(node_folder("triton")))

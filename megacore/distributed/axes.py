@@ -45,6 +45,11 @@ def ranks_along(axes: Container[str], rank: int, sizes: Mapping[str, int]) -> tu
     return tuple(ranks)
 
 
+def place_text(at: Mapping[str, int]) -> str:
+    """Coordinates in words, such as `pp 0, dp 1, tp 0`."""
+    return ", ".join(f"{axis} {where}" for axis, where in at.items())
+
+
 def describe(axes: Sequence[Axis], sizes: Mapping[str, int]) -> str:
     """The sizes as text, such as `pipeline 2 × data 4 × tensor 2`."""
     return " × ".join(f"{axis.title} {sizes[axis.name]}" for axis in axes)

@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 
 from megacore.config import Config
-from megacore.distributed.axes import AXES, Axis, coordinates, describe, ranks_along
+from megacore.distributed.axes import AXES, Axis, coordinates, describe, place_text, ranks_along
 from megacore.distributed.cpu import set_up_cpu
+from megacore.distributed.meeting import meet, use_device
 from megacore.distributed.place import Place
 from megacore.distributed.shard import Along, Shard
 from megacore.distributed.shared_memory import join
@@ -23,6 +25,27 @@ from megacore.plan.memory import ELEMENT_BYTES
 from megacore.plan.partition import placement_of
 
 SOLO = Group("solo", (0,), 0)
+
+
+class Unconnected(Wire):
+    """Stands for the wire of ranks that never communicate with each other. A communicator would cost memory and start-up time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattribute__(self, operation: str) -> Never:
+        raise AssertionError(f"{operation} over {object.__getattribute__(self, 'name')}, which `Mesh._used` does not list")
+
+
+def prioritised(backend: str) -> Any:
+    """Options that let the device prefer a communicator's work to what it computes meanwhile. Else a large product that was begun first
+    holds up a transfer, and overlap depends on luck. None for backends without such streams."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
+
+
+def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
+    """How many ranks each axis has. `others` has the sizes of axes that `config.parallel` does not have."""
+    return {axis.name: (others or {}).get(axis.name) or getattr(config.parallel, axis.title) for axis in axes}
 
 
 class Mesh:
@@ -40,29 +63,36 @@ class Mesh:
         axes: Sequence[Axis] = AXES,
         sizes: Mapping[str, int] | None = None,
         used: Sequence[tuple[str, ...]] = (),
+        store: dist.Store | None = None,
     ) -> None:
         """Joins the ranks; collective. `config` must be checked against the world size.
 
         If you add to `axes`, give the `sizes` that `config.parallel` does not have, and the further products `used`.
+        `store`: in which the ranks have met, if they have (`meeting.meet`).
         """
         p = config.parallel
         self.place, self.device, self.axes = place, device, axes
-        self.sizes = {axis.name: (sizes or {}).get(axis.name) or getattr(p, axis.title) for axis in axes}
+        self.sizes = sizes_of(config, axes, sizes)
         self.coordinates = coordinates(place.rank, self.sizes)
         self.shard_size = config.shard_size
         self.progress: Callable[[str], None] = lambda what: None  # called now and then during long work; watchers replace it
-        self.store: dist.Store | None = None  # in which the ranks have met
         self.timeout = timedelta(seconds=p.timeout_seconds)
         self.backend = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
-        if place.world_size > 1:
-            os.environ.setdefault("MASTER_ADDR", place.master_address)
-            os.environ.setdefault("MASTER_PORT", str(place.master_port))
-            self.store, *_ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=self.timeout))
+        self.store = meet(place, self.timeout) if store is None else store  # in which the ranks have met
+        if self.store is not None:
             # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
-            dist.init_process_group(self.backend, store=self.store, rank=place.rank, world_size=place.world_size, timeout=self.timeout)
+            dist.init_process_group(
+                self.backend,
+                store=self.store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=self.timeout,
+                pg_options=prioritised(self.backend),
+            )
         everyone = tuple(range(place.world_size))
         self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD if place.world_size > 1 else None}
         self.groups: dict[tuple[str, ...], Group] = {}
+        self.silent: dict[tuple[str, ...], Group] = {}  # groups that are only asked for their ranks
         self.world = self._create("world", everyone)
         for product in (*self._used(config), *used):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
@@ -73,11 +103,12 @@ class Mesh:
             self._connect()
 
     def group(self, *axes: str) -> Group:
-        """The group of this rank along a product of axes that `_used` lists, or a group of one rank."""
+        """The group of this rank along a product of axes. Its ranks can communicate if `_used` lists the product."""
         if axes not in self.groups:
-            ranks = self._ranks_along(axes)
-            assert ranks in self.communicators or len(ranks) == 1, f"no group along {axes}: `Mesh._used` does not list it"
-            self.groups[axes] = self._create("×".join(axes), ranks)
+            name, ranks = "×".join(axes), self._ranks_along(axes)
+            if len(ranks) > 1 and ranks not in self.communicators:
+                return self.silent.setdefault(axes, Group(name, ranks, ranks.index(self.place.rank), Unconnected(name)))
+            self.groups[axes] = self._create(name, ranks)
         return self.groups[axes]
 
     @property
@@ -113,7 +144,7 @@ class Mesh:
     @property
     def coordinates_text(self) -> str:
         """This rank's coordinates as text, such as `pp 0, dp 1, tp 0`."""
-        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates.items())
+        return place_text(self.coordinates)
 
     def placed(self, shard: Shard) -> Shard:
         """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
@@ -126,8 +157,8 @@ class Mesh:
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
         """The products of axes along which a config communicates."""
         yield ("tp",)
-        yield tuple(axis.name for axis in self.axes if axis.samples)
-        yield self.token_axes
+        if config.engine.kind != "fsdp":
+            yield self.token_axes
         yield ("pp",)
         if config.engine.kind == "fsdp":
             yield ("shard",)
@@ -150,7 +181,12 @@ class Mesh:
             # With local synchronisation only a group's members meet to create it: a rank creates its few groups, and not those of the
             # whole cluster. The order is the same on every rank.
             self.communicators[ranks] = dist.new_group(
-                ranks, timeout=self.timeout, backend=self.backend, use_local_synchronization=True, group_desc=name
+                ranks,
+                timeout=self.timeout,
+                backend=self.backend,
+                pg_options=prioritised(self.backend),
+                use_local_synchronization=True,
+                group_desc=name,
             )
         process_group = self.communicators[ranks] if len(ranks) > 1 else None
         wire = None if process_group is None else Wire(process_group, len(ranks))
@@ -214,11 +250,13 @@ def pick_device(config: Config, place: Place) -> torch.device:
         raise ConfigError("parallel.backend", "gloo moves no GPU tensors between stages", "auto or nccl; or train.device=cpu")
     if not torch.cuda.is_available():
         raise ConfigError("train.device", "cuda was asked for and PyTorch sees no GPU", "auto or cpu")
-    if place.local_rank >= torch.cuda.device_count():
-        wrong = f"local rank {place.local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}"
+    visible = torch.cuda.device_count()
+    if place.local_rank >= visible > 1:
+        wrong = f"local rank {place.local_rank} has no GPU of its own: this machine has {visible}"
         raise ConfigError("train.device", wrong, "at most one rank a GPU, or cpu")
-    device = torch.device("cuda", place.local_rank)
-    torch.cuda.set_device(device)
+    # A launcher may show each rank only its own GPU, as Slurm does with --gpus-per-task=1. `claim` tells that from one GPU for all.
+    device = torch.device("cuda", place.local_rank if place.local_rank < visible else 0)
+    use_device(device)
     return device
 
 

@@ -6,27 +6,33 @@ connection of its own, because the main thread's may be waiting. One rank judges
 """
 
 import contextlib
-import json
+import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from megacore.distributed.mesh import Mesh
+from megacore.distributed.meeting import use_device
+from megacore.distributed.place import Place
 from megacore.distributed.processes import ENDED, STOPPED, process_state
 from megacore.distributed.reasons import record
 from megacore.survive.ledger import Ledger, line_of
-from megacore.survive.verdict import Seat, Snapshot, Verdict, judge
+from megacore.survive.notices import Notices
+from megacore.survive.verdict import Seat, Snapshot, Verdict, judge, operation_text
 
 START_UP = 4.0  # the first step may take this many times as long: it compiles, or reads a checkpoint
 ANSWER_SECONDS = 3.0  # for a rank to publish its ledger
 LINGER_SECONDS = 1.0  # after a verdict: the process that holds the store ends last
+LAST_SECONDS = 30.0  # for all that a rank does once it is to end
+TRIES = 3  # looks in a row that may fail during an alarm
 STORE_SECONDS = 10.0  # what a slow store may add to a verdict
 HUNG = 1  # exit status
 
@@ -35,29 +41,30 @@ NOBODY = Seat(0, "unknown", 0, "still joining")
 
 
 class Doctor:
-    """One rank's doctor. Call `close` before the rank leaves the mesh."""
+    """One rank's doctor, from when the rank has reached the store. Call `close` before the rank leaves the mesh."""
 
-    def __init__(self, mesh: Mesh, ledger: Ledger, seconds: float, folder: Path) -> None:
-        """Starts watching. A hang is `seconds` in which nothing happens. NCCL's flight recorder is then written to `folder`."""
-        assert mesh.store is not None
-        self.ledger, self.rank, self.world_size, self.seconds = ledger, mesh.place.rank, mesh.place.world_size, seconds
-        self.folder = folder if mesh.backend == "nccl" else None
-        self.local_rank = mesh.place.local_rank
+    def __init__(
+        self, store: dist.Store, place: Place, where: str, ledger: Ledger, seconds: float, device: torch.device, folder: Path | None = None
+    ) -> None:
+        """Starts watching. A hang is `seconds` in which nothing happens.
+
+        `where`: the rank's coordinates. `folder`: NCCL's flight recorder is written there at a hang; None without NCCL.
+        """
+        self.ledger, self.rank, self.world_size, self.seconds = ledger, place.rank, place.world_size, seconds
+        self.device, self.folder, self.local_rank = device, folder, place.local_rank
         first = self.rank - self.local_rank
-        self.local_ranks = range(first, min(first + mesh.place.local_world_size, self.world_size))
+        self.local_ranks = range(first, min(first + place.local_world_size, self.world_size))
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
         self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # seconds for a verdict: more than twice what its judge waits
-        place = mesh.coordinates_text
-        self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), place)
-        self.store = dist.PrefixStore("doctor", mesh.store.clone())  # type: ignore[attr-defined]
-        self.answers = 0  # that the store has given
-        self.store.set(f"seat/{self.rank}", json.dumps(asdict(self.seat)))
+        self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), where)
+        self.notices = Notices(store)
+        self.notices.write(f"seat/{self.rank}", asdict(self.seat))
         self.first: Seat | None = None  # rank 0's, which may hold the store: asked for while it answers
         self.failed = ""
         self.asked, self.closed = threading.Event(), threading.Event()
         self.round = 0
-        self.events, self.idle, self.first_step = -1, 0.0, 0
+        self.progress, self.idle, self.first_step = -1, 0.0, 0
         self.thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self.thread.start()
         threading.Thread(target=self._watch_store, name="doctor's own", daemon=True).start()
@@ -77,63 +84,65 @@ class Doctor:
     def last_words(self, reason: str) -> None:
         """Called when this rank has failed and said why: lets the others end silently."""
         try:
-            self.store.set("words", reason)
-            self.store.set(f"alarm/{self.round}", "1")
+            self.notices.write("words", reason)
+            self.notices.write(f"alarm/{self.round}", 1)
             if self.rank == 0:
                 time.sleep(LINGER_SECONDS)
         except dist.DistError as error:
             sys.stderr.write(f"the other ranks could not be told: {error}\n")
 
     def _watch(self) -> None:
+        use_device(self.device)
+        failures, alarmed = 0, False
         while not self.closed.is_set():
             try:
-                alarmed = self._is_there(f"alarm/{self.round}")
-                if self.first is None and self._is_there("seat/0"):
-                    self.first = Seat(**json.loads(self.store.get("seat/0")))
+                alarmed = self.notices.is_there(f"alarm/{self.round}")
+                if self.first is None and (first := self._seats(range(1))[0]).pid:
+                    self.first = first
                 if (self.asked.is_set() and not self.closed.is_set()) or self._stands_still():
-                    self.store.set(f"alarm/{self.round}", "1")
+                    self.notices.write(f"alarm/{self.round}", 1)
                     alarmed = True
                 if alarmed and not self.closed.is_set():
                     self._examine()
+                failures = 0
             except dist.DistError:
                 self._lost_store()
+            except Exception as error:  # this rank must not outlive the others for a mistake in here, nor hang unseen
+                failures += 1
+                if failures == 1:
+                    say(f"hang doctor: rank {self.rank} could not look: {type(error).__name__}: {error}")
+                if alarmed and failures == TRIES:
+                    os._exit(HUNG)
             self.asked.wait(self.tick)
 
     def _watch_store(self) -> None:
         """Notices a store whose process was stopped, where every question waits for ever. Counts looks, as `_stands_still` does."""
         answers, late = -1, 0.0
         while not self.closed.wait(self.tick) and self.thread.is_alive():
-            late = late + self.tick if self.answers == answers else 0.0
-            answers = self.answers
+            late = late + self.tick if self.notices.answers == answers else 0.0
+            answers = self.notices.answers
             if late >= self.seconds:
                 self._lost_store()
                 late = 0.0
 
-    def _is_there(self, key: str) -> bool:
-        """Whether the store has this key."""
-        there: bool = self.store.check([key])
-        self.answers += 1
-        return there
-
     def _stands_still(self) -> bool:
         """Whether too many looks in a row found nothing new. It counts looks, not seconds: a suspended job has not been idle."""
-        ledger = self.ledger
+        ledger, progress = self.ledger, self.ledger.progress()
         self.first_step = self.first_step or ledger.step
-        self.idle = self.idle + self.tick if ledger.events == self.events else 0.0
-        self.events = ledger.events
+        self.idle = self.idle + self.tick if progress == self.progress else 0.0
+        self.progress = progress
         return self.idle >= self.seconds * (START_UP if ledger.step == self.first_step else 1.0)
 
     def snapshot(self) -> Snapshot:
         """This rank's ledger now."""
         ledger = self.ledger
         waiting, (phase, microbatch, chunk) = ledger.waiting, ledger.phase
-        keys = {id(channel): key for key, channel in list(ledger.channels.items())}
+        open_channels = list(ledger.channels.items())
+        keys = {id(channel): key for key, channel in open_channels}
         channels = {}
-        for key, channel in list(ledger.channels.items()):
-            notes = [
-                [number, name, operation, list(shape), str(dtype)[6:]] for number, name, operation, shape, dtype in tuple(channel.recent)
-            ]
-            channels[key] = (list(channel.ranks), channel.begun, notes)
+        for key, channel in open_channels:
+            notes = tuple(channel.recent)  # the main thread may add to them
+            channels[key] = (notes[-1][0] if notes else 0, [operation_text(*note[1:]) for note in notes])
         return Snapshot(
             self.rank,
             ledger.step,
@@ -143,6 +152,7 @@ class Doctor:
             None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),
             channels,
             self._processes(),
+            None if ledger.device is None else (ledger.device.look(), ledger.device.standing()),
             self.failed,
         )
 
@@ -151,37 +161,38 @@ class Doctor:
         return {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.local_ranks).values() if seat.host == self.seat.host}
 
     def _publish(self, folder: str) -> None:
-        self.store.set(f"{folder}/{self.rank}", json.dumps(asdict(self.snapshot())))
+        self.notices.write(f"{folder}/{self.rank}", asdict(self.snapshot()))
 
-    def _published(self, folder: str, rank: int) -> Snapshot:
-        return Snapshot(**json.loads(self.store.get(f"{folder}/{rank}")))
+    def _published(self, folder: str, ranks: Iterable[int]) -> dict[int, Snapshot]:
+        """What those of some ranks have published that have done so."""
+        found = self.notices.read([f"{folder}/{rank}" for rank in ranks])
+        return {int(key.rpartition("/")[2]): Snapshot(**value) for key, value in found.items()}
 
     def _seats(self, ranks: range) -> dict[int, Seat]:
         """The seats of the ranks that have come so far; others get a seat without a place."""
-        come = [rank for rank in ranks if self._is_there(f"seat/{rank}")]
-        known = dict(zip(come, self.store.multi_get([f"seat/{rank}" for rank in come]), strict=True))
-        return {rank: Seat(**json.loads(known[rank])) if rank in known else Seat(rank, "unknown", 0, "still joining") for rank in ranks}
+        found = self.notices.read([f"seat/{rank}" for rank in ranks])
+        return {rank: Seat(**found[key]) if (key := f"seat/{rank}") in found else replace(NOBODY, rank=rank) for rank in ranks}
 
     def _examine(self) -> None:
         """Publishes this rank's ledger and waits for the verdict, or makes it if this rank is the judge."""
         folder = f"round/{self.round}"
         self._publish(folder)
-        if self.store.compare_set(f"{folder}/judge", "", str(self.rank)) == str(self.rank).encode():
+        if self.notices.is_first(f"{folder}/judge", str(self.rank)):
             verdict = self._judge(folder)
             if verdict.text:
                 say(f"hang doctor: {verdict.text}")
                 if verdict.fatal:
                     record(f"hang doctor: {verdict.text}")
-            self.store.set(f"{folder}/verdict", json.dumps(asdict(verdict)))
+            self.notices.write(f"{folder}/verdict", asdict(verdict))
         else:
             deadline = time.monotonic() + self.patience
-            while not self._is_there(f"{folder}/verdict"):
+            while not (found := self.notices.read([f"{folder}/verdict"])):
                 if time.monotonic() > deadline:
                     say(f"hang doctor: rank {self.rank} was promised a verdict and got none")
                     os._exit(HUNG)
                 time.sleep(self.tick)
                 self._publish(folder)  # once more: a process that was about to die may be dead by now
-            verdict = Verdict(**json.loads(self.store.get(f"{folder}/verdict")))
+            verdict = Verdict(**found[f"{folder}/verdict"])
         self.idle = 0.0
         self.round += 1
         if verdict.fatal:
@@ -189,39 +200,46 @@ class Doctor:
 
     def _judge(self, folder: str) -> Verdict:
         """Collects the others' ledgers and judges. Does not wait for ranks that cannot answer."""
-        seats = self._seats(range(self.world_size))
         snapshots: dict[int, Snapshot] = {}
         deadline = time.monotonic() + ANSWER_SECONDS + 2 * self.tick
         while time.monotonic() < deadline:
-            for rank in seats:
-                if rank not in snapshots and self._is_there(f"{folder}/{rank}"):
-                    snapshots[rank] = self._published(folder, rank)
-            if self._is_there("words"):
+            missing = [rank for rank in range(self.world_size) if rank not in snapshots]
+            snapshots |= self._published(folder, missing)
+            if self.notices.is_there("words"):
                 return Verdict("failed", [], "")  # that rank has said so itself
-            silent = {str(rank) for rank in seats if rank not in snapshots}
+            silent = {str(rank) for rank in missing if rank not in snapshots}
             states = [snapshot.processes for snapshot in snapshots.values()] + ([self._processes()] if silent else [])
             if silent <= {rank for processes in states for rank, state in processes.items() if state in ENDED + STOPPED}:
                 break
             time.sleep(0.05)
+        seats = self._seats(range(self.world_size))
         hosts = {seat.host for rank, seat in seats.items() if rank not in snapshots}
-        for rank in [rank for rank in snapshots if seats[rank].host in hosts]:
-            processes = self._processes() if rank == self.rank else self._published(folder, rank).processes
-            snapshots[rank] = replace(snapshots[rank], processes=processes)
+        beside = self._published(folder, [rank for rank in snapshots if seats[rank].host in hosts])  # they have looked again
+        for rank, again in beside.items():
+            snapshots[rank] = replace(snapshots[rank], processes=self._processes() if rank == self.rank else again.processes)
         return judge(seats, snapshots, self.seconds)
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends this process, and those on this machine that cannot end themselves. The launcher or supervisor starts the job anew."""
-        if verdict.cause in ("stopped", "silent"):
-            for seat in self._seats(self.local_ranks).values():
-                if seat.rank in verdict.ranks and seat.host == self.seat.host and process_state(seat.pid) not in ENDED:
-                    with contextlib.suppress(ProcessLookupError):  # another rank did it
-                        os.kill(seat.pid, signal.SIGKILL)
-        if self.folder is not None:
-            dump_flight_recorder(self.folder / f"nccl_rank_{self.rank:05d}.json")
-        if self.rank == 0:
-            time.sleep(LINGER_SECONDS)
-        sys.stdout.flush()
-        os._exit(HUNG)
+        """Ends this process, and those on this machine that cannot end themselves. The launcher or supervisor starts the job anew.
+
+        The process ends whatever fails on the way, even if something waits for ever and holds the interpreter.
+        """
+        faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until the end)
+        try:
+            if verdict.cause in ("stopped", "silent"):
+                for seat in self._seats(self.local_ranks).values():
+                    if seat.rank in verdict.ranks and seat.host == self.seat.host and process_state(seat.pid) not in ENDED:
+                        with contextlib.suppress(ProcessLookupError):  # another rank did it
+                            os.kill(seat.pid, signal.SIGKILL)
+            if self.folder is not None:
+                dump_flight_recorder(self.folder / f"nccl_rank_{self.rank:05d}.json")
+            if self.rank == 0:
+                time.sleep(LINGER_SECONDS)
+            sys.stdout.flush()
+        except Exception as error:
+            say(f"hang doctor: at the end of rank {self.rank}: {type(error).__name__}: {error}")
+        finally:
+            os._exit(HUNG)
 
     def _first_state(self) -> str:
         """The state of rank 0's process; ? if it is on another machine."""
@@ -229,8 +247,11 @@ class Doctor:
 
     def _lost_store(self) -> None:
         """Handles a store that is gone or out of reach. At the end of a run that is normal: `close` then comes soon."""
-        answers = self.answers
-        if self.closed.wait(0.5 if self.failed or self._first_state() in STOPPED else 2 * ANSWER_SECONDS) or self.answers != answers:
+        answers = self.notices.answers
+        if (
+            self.closed.wait(0.5 if self.failed or self._first_state() in STOPPED else 2 * ANSWER_SECONDS)
+            or self.notices.answers != answers
+        ):
             return
         first, state = self.first or NOBODY, self._first_state()
         if self.local_rank == 0 or self.rank == 1:

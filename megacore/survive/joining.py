@@ -2,16 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from megacore.caches import keep_triton_local
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.mesh import Mesh, set_up_device
+from megacore.distributed.axes import coordinates, place_text
+from megacore.distributed.meeting import claim, meet
+from megacore.distributed.mesh import Mesh, set_up_device, sizes_of
 from megacore.distributed.place import Place
 from megacore.errors import UserError
-from megacore.survive.doctor import Doctor, prepare_flight_recorder
+from megacore.survive.device import DeviceWork
+from megacore.survive.doctor import START_UP, Doctor, prepare_flight_recorder
 from megacore.survive.failure import fail
 from megacore.survive.ledger import Ledger
 from megacore.survive.noting import note_mesh
@@ -36,13 +42,22 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple
         with own_mistakes():
             compute_deterministically()
     mesh = doctor = None
+    timeout, hang_seconds = timedelta(seconds=config.parallel.timeout_seconds), config.parallel.hang_seconds
+    ledger = Ledger(DeviceWork(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else None)
+    ledger.mark("joining the mesh")
     try:
         if device.type == "cuda":
             prepare_flight_recorder()
-        mesh = Mesh(config, place, device)
-        ledger = note_mesh(mesh)
-        if mesh.store is not None and config.parallel.hang_seconds is not None:
-            doctor = Doctor(mesh, ledger, config.parallel.hang_seconds, Path(resolved(config.log.dir)))
+            keep_triton_local()
+        store = meet(place, timeout, None if hang_seconds is None else timedelta(seconds=START_UP * hang_seconds))
+        if store is not None:
+            if hang_seconds is not None:
+                where = place_text(coordinates(place.rank, sizes_of(config)))
+                folder = Path(resolved(config.log.dir)) if device.type == "cuda" else None
+                doctor = Doctor(store, place, where, ledger, hang_seconds, device, folder)
+            claim(device, place, store)
+        mesh = Mesh(config, place, device, store=store)
+        note_mesh(mesh, ledger)
         yield mesh, ledger
     except BaseException as error:
         fail(error, place, mesh, doctor)

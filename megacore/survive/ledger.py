@@ -1,18 +1,23 @@
 """Records what a rank has begun and where it waits, so that a hang can be explained.
 
 A note costs about a microsecond and touches no device. The line of code where a thread is, is not recorded but looked up when
-needed (`line_of`). With NCCL an operation has begun when it is enqueued, and only the host's waits are seen.
+needed (`line_of`). With NCCL an operation has begun when it is enqueued, and only the host's waits are noted. Events say
+how far the device is (`device.DeviceWork`).
 """
 
+import re
 import sys
 import sysconfig
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
+
+from megacore.survive.device import DeviceWork
 
 KEPT = 8  # the last operations that a channel remembers: ranks disagree on one of them
 Note = tuple[int, str, str, torch.Size, torch.dtype]  # number, name of the group, operation, shape, dtype
@@ -27,10 +32,10 @@ class Channel:
     disagree. `during` and `waiting_for` return it as a context that notes that the rank waits.
     """
 
-    __slots__ = ("begun", "ledger", "ranks", "recent", "since", "wanted")
+    __slots__ = ("begun", "ledger", "recent", "since", "wanted")
 
-    def __init__(self, ledger: "Ledger", ranks: tuple[int, ...]) -> None:
-        self.ledger, self.ranks = ledger, ranks
+    def __init__(self, ledger: "Ledger") -> None:
+        self.ledger = ledger
         self.begun = self.wanted = 0
         self.since = 0.0
         self.recent: deque[Note] = deque(maxlen=KEPT)
@@ -66,7 +71,9 @@ class Channel:
 class Ledger:
     """One rank's channels, and its work between their operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: DeviceWork | None = None) -> None:
+        """`device`: the work of a GPU; None where the CPU computes."""
+        self.device = device
         self.events = 0  # number of notes: while it does not grow, the rank stands still
         self.step = 0
         self.phase: tuple[str, int, int] = ("starting", -1, -1)  # with microbatch and chunk, where it has them
@@ -80,23 +87,49 @@ class Ledger:
         self.phase = (phase, microbatch, chunk)
         self.events += 1
 
+    def progress(self) -> int:
+        """A number that grows whenever the host notes something or its device has done something. Any thread may ask."""
+        return self.events + (0 if self.device is None else self.device.look())
+
     def take_waited(self) -> float:
         """Seconds spent waiting for other ranks since this was asked last."""
         waited, self.waited = self.waited, 0.0
         return waited
 
-    def channel(self, ranks: tuple[int, ...]) -> Channel:
+    def channel(self, ranks: Sequence[int]) -> Channel:
         """The channel of a communicator over `ranks`."""
-        return self._open(f"{ranks[0]}-{ranks[-1]}:{len(ranks)}:{hash(ranks) & 0xFFFFFFFF:x}", ranks)
+        return self._open(channel_of(ranks))
 
     def link(self, source: int, target: int) -> Channel:
         """The channel for transfers from rank `source` to rank `target`."""
-        return self._open(f"{source}>{target}", (source, target))
+        return self._open(f"{source}>{target}")
 
-    def _open(self, key: str, ranks: tuple[int, ...]) -> Channel:
+    def _open(self, key: str) -> Channel:
         if key not in self.channels:
-            self.channels[key] = Channel(self, ranks)
+            self.channels[key] = Channel(self)
         return self.channels[key]
+
+
+def channel_of(ranks: Sequence[int]) -> str:
+    """The key of a communicator's channel, from which `ranks_of` reads its ascending ranks: all 4,096 are ``0-4095``, every fourth
+    of sixteen ``0-12/4``, and two pairs ``0-1,8-9``."""
+    runs, first = [], 0
+    while first < len(ranks):
+        stride = ranks[first + 1] - ranks[first] if first + 1 < len(ranks) else 1
+        last = first
+        while last + 1 < len(ranks) and ranks[last + 1] - ranks[last] == stride:
+            last += 1
+        runs.append(f"{ranks[first]}-{ranks[last]}" + (f"/{stride}" if stride > 1 else ""))
+        first = last + 1
+    return ",".join(runs)
+
+
+def ranks_of(channel: str) -> list[int]:
+    """The ranks of a channel, by its key."""
+    if ">" in channel:
+        return [int(rank) for rank in channel.split(">")]
+    runs = (re.split("[-/]", run) for run in channel.split(","))
+    return [rank for first, last, *stride in runs for rank in range(int(first), int(last) + 1, *map(int, stride))]
 
 
 STANDARD = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent), __file__)

@@ -14,12 +14,14 @@ from torch import Tensor
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.wire import Work
 from megacore.pipeline.runtime import Runtime
+from megacore.plan.schedule import Op
 from megacore.survive.ledger import FOR_DEVICE, Channel, Ledger
 from megacore.survive.stragglers import Stragglers
 from megacore.train.loader import Loader
 from megacore.train.mailbox import Mailbox
 from megacore.train.trainer import Trainer
 
+REDUCTIONS = (Op.REDUCE_GRADIENTS, Op.REDUCE_TIED)  # in which a rank waits for others
 STARTS = {"start_all_reduce": "all_reduce", "start_all_gather": "all_gather", "start_reduce_scatter": "reduce_scatter"}
 
 
@@ -37,9 +39,9 @@ class Begun:
             self.work.wait()
 
 
-def note_mesh(mesh: Mesh) -> Ledger:
-    """Makes a ledger that records every operation of the mesh's groups."""
-    ledger = Ledger()
+def note_mesh(mesh: Mesh, ledger: Ledger | None = None) -> Ledger:
+    """Records every operation of the mesh's groups in a ledger, a new one unless it is given."""
+    ledger = ledger or Ledger()
     for group in {id(group): group for group in (mesh.world, mesh.tied, *mesh.groups.values()) if group is not None}.values():
         note_group(group, ledger)
     mesh.progress = ledger.mark
@@ -84,12 +86,16 @@ def note_group(group: Group, ledger: Ledger) -> None:
 
 
 def note_runtime(runtime: Runtime, ledger: Ledger) -> None:
-    """Notes each action of the plan that a rank runs."""
+    """Notes each action of the plan that a rank runs. On a GPU, what is computed for a microbatch is a piece of the device's work."""
 
     def marked(method: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(action: Any) -> None:
             ledger.mark(action.op.value, action.microbatch, action.chunk)
+            device = None if action.op in REDUCTIONS else ledger.device
+            began = None if device is None else device.begin()
             method(action)
+            if device is not None and began is not None:
+                device.end(f"{action.op.value} of microbatch {action.microbatch} (step {ledger.step})", began)
 
         return noted
 
@@ -102,7 +108,9 @@ def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
     note_loader(trainer.loader, ledger)
     note_mailbox(trainer.mailbox, ledger)
     noted: Any = trainer
-    noted.watch.waited, noted.watch.stragglers = ledger.take_waited, Stragglers().named
+    noted.watch.waited, noted.watch.stragglers = ledger.take_waited, Stragglers(trainer.mesh.pp.size).named
+    if ledger.device is not None:
+        noted.watch.worked = ledger.device.take_seconds
     next_batch, step = trainer.next_batch, trainer.engine.step
 
     def data() -> Any:
@@ -120,8 +128,12 @@ def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
         def marked() -> Any:
             waited = ledger.waited
             ledger.mark(phase)
+            if ledger.device is not None:
+                ledger.device.timed = False
             result = method()
             ledger.waited = waited  # only waiting within steps counts
+            if ledger.device is not None:
+                ledger.device.timed = True
             return result
 
         return marked

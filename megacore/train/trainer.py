@@ -18,6 +18,7 @@ from megacore.errors import LogError
 from megacore.pipeline.runtime import Microbatch
 from megacore.plan.partition import placement_of, stage_layers
 from megacore.train.evaluation import evaluate
+from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from megacore.train.logs import Logs
@@ -37,8 +38,12 @@ class Watch:
         """Seconds that this rank waited for others since this was asked last."""
         return 0.0
 
-    def stragglers(self, own: list[float], seconds: float) -> dict[int, float]:
-        """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step."""
+    def worked(self) -> float:
+        """Seconds that this rank's GPU took for forwards and backwards since this was asked last; 0 without a GPU."""
+        return 0.0
+
+    def stragglers(self, own: list[float], devices: list[float], seconds: float) -> dict[int, float]:
+        """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step and those of their `devices`."""
         return {}
 
 
@@ -91,7 +96,8 @@ class Trainer:
         status = FINISHED
         try:
             self.obey()  # a request during start-up
-            self.loop()
+            with Garbage() as garbage:
+                self.loop(garbage)
             self.saving.finish(last=True)
             self.conclude()
         except StopAgreed:
@@ -117,7 +123,7 @@ class Trainer:
             right = f"make room, or see to its folder; the same command goes on from step {self.step}"
             raise LogError(f"{self.config.log.dir}/metrics.jsonl", f"cannot be written: {reason}", right)
 
-    def loop(self) -> None:
+    def loop(self, garbage: Garbage) -> None:
         """Runs step after step. Reports, validations and saves wait for the device, so they come only after some steps."""
         config, train = self.config, self.config.train
         self.timer = StepTimer()
@@ -126,6 +132,7 @@ class Trainer:
             done = self.train_step(self.step, self.next_batch(), self.votes, self.saving.saver.hold_update)
             self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped]))
             self.timer.steps += 1
+            garbage.step()
 
             last = self.step == train.steps
             logging = self.step % config.log.every == 0 or last
@@ -223,10 +230,10 @@ class Trainer:
         """Logs a step that the device has done."""
         steps = self.timer.steps
         seconds = self.timer.read()
-        own = seconds - self.watch.waited() / steps
-        mine = [[seconds, own, self.saving.read_seconds(), peak_memory(self.mesh.device)]]
+        own, worked = seconds - self.watch.waited() / steps, self.watch.worked() / steps
+        mine = [[seconds, own, worked, self.saving.read_seconds(), peak_memory(self.mesh.device)]]
         of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
-        seconds, _, save_seconds, memory = of_all.amax(1).tolist()
+        seconds, *_, save_seconds, memory = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed = tokens_a_step / seconds
         self.logs.step(
@@ -244,7 +251,7 @@ class Trainer:
                 "memory_bytes": int(memory),
                 "skipped": int(figures.skipped),
             },
-            self.watch.stragglers(of_all[1].tolist(), seconds),
+            self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds),
         )
 
     def validate(self) -> float | None:

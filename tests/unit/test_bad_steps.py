@@ -104,4 +104,13 @@ def test_stragglers_stand_out_from_the_median() -> None:
     assert outliers([0.001, 0.001, 0.02, 0.001], 1.0) == {}, "twenty times the median, and nothing beside the step"
     stragglers = Stragglers()
     slow, even = [0.2, 0.9, 0.2, 0.2], [0.2] * 4
-    assert [list(stragglers.named(own, 1.0)) for own in (slow, slow, even, slow, slow, slow, slow)] == [[], [], [], [], [], [1], [1]]
+    assert [list(stragglers.named(own, even, 1.0)) for own in (slow, slow, even, slow, slow, slow, slow)] == [[], [], [], [], [], [1], [1]]
+
+
+def test_a_slow_device_stands_out_among_those_of_its_stage() -> None:
+    """Hosts only enqueue, so all look alike; another stage has other layers, and its devices other times."""
+    hosts, fast, slow = [0.1] * 8, [0.5] * 4, [0.9, 0.9, 1.1, 0.9]
+    stragglers = Stragglers(stages=2)
+    assert [stragglers.named(hosts, fast + slow, 1.2) for _ in range(3)] == [{}, {}, {6: 1.1}]
+    assert not Stragglers(stages=2).named(hosts, [*fast, 0.9, 0.9, 1.0, 0.9], 1.2), "as much as devices vary"
+    assert not any(Stragglers(stages=1).named(hosts, [0.0] * 8, 1.2) for _ in range(3)), "CPUs report none"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from megacore.caches import INDUCTOR, cache_folder, new_folder
+from megacore.caches import INDUCTOR, TRITON, cache_folder, keep_triton_local, new_folder
 from megacore.config.load import resolve
 from megacore.model.gpt import whole_model
 
@@ -80,3 +80,22 @@ def test_torch_compile_keeps_its_code_there(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(INDUCTOR, str(home / "mine"))  # what the user says stays
     whole_model(config)
     assert Path(cache_dir()) == home / "mine"
+
+
+def test_triton_keeps_its_kernels_on_this_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own default is in the home, which thousands of ranks may share."""
+    scratch = home / "scratch"
+    open_to_all(scratch, 0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv(TRITON, "")  # for its value to be put back
+    monkeypatch.delenv(TRITON)
+    keep_triton_local()
+    folder = Path(os.environ[TRITON])
+    assert folder == scratch / f"megacore_triton_{os.geteuid()}" and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)  # somebody else's, or open to all
+    monkeypatch.delenv(TRITON)
+    keep_triton_local()
+    assert os.environ[TRITON] == str(home / ".cache" / "megacore" / "triton")
+    monkeypatch.setenv(TRITON, "/mine")
+    keep_triton_local()
+    assert os.environ[TRITON] == "/mine"

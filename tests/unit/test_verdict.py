@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megacore.survive.ledger import FOR_DEVICE, KEPT, Ledger, line_of
-from megacore.survive.verdict import Seat, Snapshot, Verdict, judge
+from megacore.survive.verdict import Seat, Snapshot, Verdict, judge, operation_text
 
 PATIENCE = 60.0
 TP = {0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3"}  # channels of the tensor groups of tp 2 × pp 2, ranks 0–3
-RANKS = {"0-1": [0, 1], "2-3": [2, 3], "world": [0, 1, 2, 3], "0>2": [0, 2], "1>3": [1, 3]}
+WORLD = "0-3"
 
 
 def seats(*hosts: str) -> dict[int, Seat]:
@@ -23,11 +23,10 @@ HERE = seats("a", "a", "a", "a")
 APART = seats("a", "a", "b", "b")
 
 
-def state(channel: str, begun: int, operation: str = "all_reduce", shape: tuple[int, ...] = (16, 32)) -> tuple[list[int], int, list[Any]]:
+def state(channel: str, begun: int, operation: str = "all_reduce", shape: tuple[int, ...] = (16, 32)) -> tuple[int, list[str]]:
     """A channel in which `begun` operations were begun, the last two remembered."""
-    name = {"world": "world", "0>2": "pp", "1>3": "pp"}.get(channel, "tp")
-    notes = [[number, name, operation, list(shape), "float32"] for number in range(max(1, begun - 1), begun + 1)]
-    return RANKS[channel], begun, notes
+    name = {WORLD: "world", "0>2": "pp", "1>3": "pp"}.get(channel, "tp")
+    return begun, [operation_text(name, operation, shape, torch.float32)] * min(begun, 2)
 
 
 def rank(
@@ -123,10 +122,10 @@ CASES: dict[str, tuple[dict[int, Seat], dict[int, Snapshot], Verdict]] = {
     "circle": (
         HERE,
         world(
-            rank(0, waiting=("0>2", 5), begun={"0>2": 5, "world": 1}),
-            rank(1, waiting=("world", 2), begun={"world": 2}),
-            rank(2, waiting=("world", 2), begun={"0>2": 4, "world": 2}),
-            rank(3, waiting=("world", 2), begun={"world": 2}),
+            rank(0, waiting=("0>2", 5), begun={"0>2": 5, WORLD: 1}),
+            rank(1, waiting=(WORLD, 2), begun={WORLD: 2}),
+            rank(2, waiting=(WORLD, 2), begun={"0>2": 4, WORLD: 2}),
+            rank(3, waiting=(WORLD, 2), begun={WORLD: 2}),
         ),
         Verdict("deadlock", [0, 2], "ranks wait for each other in a circle: rank 0 (host a, pp 0, dp 0, tp 0) waits in pp all_reduce #5"),
     ),
@@ -139,6 +138,17 @@ CASES: dict[str, tuple[dict[int, Seat], dict[int, Snapshot], Verdict]] = {
         APART,
         world(*(rank(each, phase=FOR_DEVICE, line="train/mailbox.py:60 (take)") for each in range(4))),
         Verdict("transport", [0, 1, 2, 3], "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in"),
+    ),
+    "one device holds up the others": (
+        HERE,
+        world(*(rank(each, phase=FOR_DEVICE, device=(6 - (each == 2), f"backward of microbatch {each} (step 7)")) for each in range(4))),
+        Verdict("transport", [0, 1, 2, 3], "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in the"
+                " network, or a hung device; furthest behind is the device of rank 2, in backward of microbatch 2 (step 7)"),
+    ),
+    "never joined": (
+        {**HERE, 3: Seat(3, "unknown", 0, "still joining")},
+        world(WAITS, rank(1), rank(2)),
+        Verdict("absent", [3], "rank 3 (host unknown, still joining) has not come to where the ranks meet"),
     ),
     "devices wait for a host": (
         HERE,

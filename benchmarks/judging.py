@@ -1,0 +1,93 @@
+"""How long the hang doctor needs for its verdict on many ranks, which are made up here: a real store, a real doctor, no training.
+
+python -m benchmarks.judging --ranks 4096
+"""
+
+import multiprocessing
+import time
+from dataclasses import asdict, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megacore.cli import Parser, exit_with
+from megacore.distributed.axes import ranks_along
+from megacore.distributed.place import Place, free_port
+from megacore.survive.doctor import Doctor
+from megacore.survive.ledger import KEPT, Ledger
+from megacore.survive.verdict import Seat, Verdict
+
+TENSOR, PIPELINE, ON_HOST = 8, 8, 8
+WAIT = timedelta(seconds=60)
+
+
+def store_of(port: int, opens: bool) -> dist.Store:
+    """The store in which the ranks meet, or a connection to it."""
+    return dist.TCPStore("127.0.0.1", port, None, opens, WAIT, wait_for_workers=False)
+
+
+def hold(port: int) -> None:
+    """A process that has the store, as the launcher's has."""
+    store = store_of(port, opens=True)
+    store.wait(["end"], timedelta(days=1))
+
+
+def ledger_of(rank: int, sizes: dict[str, int], behind: int) -> Ledger:
+    """What a rank has noted in the middle of a run; `behind`: the operations that it has not begun over its tensor group."""
+    ledger = Ledger()
+    ledger.step, ledger.phase = 12, ("backward", 3, 0)
+    x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
+    for axes in (tuple(sizes), ("tp",), ("dp",), ("pp",)):
+        name, count = "×".join(axes), 100 - (behind if axes == ("tp",) else 0)
+        channel = ledger.channel(ranks_along(axes, rank, sizes))
+        for _ in range(count):
+            channel.begin(name, "all_reduce", x)
+    stage = rank // (sizes["dp"] * sizes["tp"])
+    for other in (stage - 1, stage + 1):
+        if 0 <= other < sizes["pp"]:
+            peer = rank + (other - stage) * sizes["dp"] * sizes["tp"]
+            for link in (ledger.link(rank, peer), ledger.link(peer, rank)):
+                for _ in range(KEPT):
+                    link.begin("pp", "transfer", x)
+    return ledger
+
+
+def judged(ranks: int, port: int) -> tuple[Verdict, float, int]:
+    """The verdict on so many ranks of which one is held up, the seconds that it took, and the questions to the store."""
+    sizes = {"pp": PIPELINE, "dp": ranks // (TENSOR * PIPELINE), "tp": TENSOR}
+    held_up = ranks // 3
+    device = torch.device("cpu")
+    doctor = Doctor(store_of(port, opens=False), Place(0, ranks, 0, ON_HOST), "pp 0, dp 0, tp 0", Ledger(), 3600.0, device)
+    for rank in range(ranks):
+        seat = Seat(rank, f"host{rank // ON_HOST}", 1000 + rank, f"rank {rank}")
+        doctor.notices.write(f"seat/{rank}", asdict(seat))
+        doctor.ledger = ledger_of(rank, sizes, behind=int(rank == held_up))
+        snapshot = replace(doctor.snapshot(), rank=rank, idle=4000.0, line="data/samples.py:88 (samples)")
+        doctor.notices.write(f"round/0/{rank}", asdict(snapshot))
+    asked, started = doctor.notices.answers, time.perf_counter()
+    verdict = doctor._judge("round/0")
+    seconds = time.perf_counter() - started
+    doctor.close()
+    return verdict, seconds, doctor.notices.answers - asked
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit status."""
+    parser = Parser("python -m benchmarks.judging --ranks 4096", __doc__)
+    parser.add_argument("--ranks", type=int, default=4096, help=f"a multiple of {TENSOR * PIPELINE}")
+    args = parser.parse_args(argv)
+    port = free_port()
+    holder = multiprocessing.get_context("spawn").Process(target=hold, args=(port,), daemon=True)
+    holder.start()
+    try:
+        verdict, seconds, questions = judged(args.ranks, port)
+    finally:
+        holder.kill()
+    print(f"{args.ranks} ranks: {seconds:.2f} s, {questions} questions to the store")
+    print(verdict.text)
+    return int(verdict.ranks != [args.ranks // 3])
+
+
+if __name__ == "__main__":
+    exit_with(main)
