@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megacore.distributed.meeting import use_device
+
 
 class Staging:
     """Copies tensors into one buffer. The first save makes it, and later saves use it again.
@@ -68,6 +70,7 @@ class Staging:
             if self.copied is None:
                 self._copy()
             else:
+                use_device(self.device)  # a thread that has not said so opens the first that it sees
                 self.copied.synchronize()
         finally:
             self.sources = ()

@@ -2,7 +2,6 @@
 
 Tensors are ``[tokens, …]``. The token dim comes first, so a rank's tokens are contiguous, and gathering or scattering them is one
 collective without a copy.
-them is one collective and no copy.
 
 A compiled block calls a collective as one operation of its graph, `megacore::…`: torch.compile cannot follow one, and would end a
 graph there. Such an operation gets its group's key and runs the same code.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Never
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,13 @@ class Unconnected(Wire):
     """Stands for the wire of ranks that never communicate with each other. A communicator would cost memory and start-up time."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.key = name
 
-    def __getattribute__(self, operation: str) -> Never:
-        raise AssertionError(f"{operation} over {object.__getattribute__(self, 'name')}, which `Mesh._used` does not list")
+    def __getattribute__(self, operation: str) -> Any:
+        key = object.__getattribute__(self, "key")
+        if operation == "key":
+            return key
+        raise AssertionError(f"{operation} over {key}, which `Mesh._used` does not list")
 
 
 def prioritised(backend: str) -> Any:

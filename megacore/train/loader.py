@@ -11,6 +11,7 @@ import torch
 from megacore.config import Config
 from megacore.data.batches import dealt
 from megacore.data.samples import EvalSamples
+from megacore.distributed.meeting import use_device
 from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Microbatch
 from megacore.rng import key_of
@@ -32,7 +33,7 @@ class Loader:
 
     def __init__(self, config: Config, mesh: Mesh, stream: Stream) -> None:
         self.config, self.mesh, self.stream = config, mesh, stream
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,))
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
         self.thread: int | None = None  # the one that reads ahead
 

@@ -1,0 +1,163 @@
+"""Which GPU a rank's threads compute on, and how its groups use it: told here by what PyTorch is asked for, without a GPU."""
+
+import gc
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacore.checkpoint.staging import Staging
+from megacore.config import Config, load
+from megacore.distributed import mesh as mesh_module
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.meeting import claim
+from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.place import Place
+from megacore.errors import ConfigError
+from megacore.train import loader as loader_module
+from megacore.train.garbage import EVERY, Garbage
+from megacore.train.loader import Loader
+from tests import training
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
+    """The device that each thread has been given, by the thread's name."""
+    found: dict[str, torch.device] = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.update({threading.current_thread().name: device}))
+    return found
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, threads: dict[str, torch.device]) -> Any:
+    """Sets how many GPUs this process sees, and which the first of them is."""
+
+    def see(count: int, uuid: str = "GPU-1") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+
+    return see
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(training.write_config(tmp_path, "nothing"), ["train.device=auto"], 1).config
+
+
+@pytest.mark.parametrize("local_rank, visible, index", [(0, 8, 0), (5, 8, 5), (0, 1, 0), (5, 1, 0)])
+def test_a_rank_takes_its_gpu(
+    gpus: Any, threads: dict[str, torch.device], config: Config, local_rank: int, visible: int, index: int
+) -> None:
+    """Slurm with --gpus-per-task=1 shows each rank its own GPU alone: it is the first, whatever the local rank."""
+    gpus(visible)
+    device = pick_device(config, Place(local_rank, 8, local_rank, 8))
+    assert device == torch.device("cuda", index) and threads["MainThread"] == device
+
+
+def test_a_rank_without_a_gpu_is_refused(gpus: Any, config: Config) -> None:
+    gpus(4)
+    with pytest.raises(ConfigError, match="local rank 5 has no GPU of its own: this machine has 4"):
+        pick_device(config, Place(5, 8, 5, 8))
+
+
+def test_two_ranks_on_one_gpu_are_refused(gpus: Any) -> None:
+    """Where each sees one alone, it may be the same: NCCL would fail with a code that nobody understands, or the two share its memory."""
+    store, device = dist.HashStore(), torch.device("cuda", 0)
+    for rank in range(2):
+        gpus(1, f"GPU-{rank}")
+        claim(device, Place(rank, 3, rank, 3), store)
+    gpus(1, "GPU-1")
+    with pytest.raises(ConfigError, match="rank 2 has no GPU of its own: rank 1 computes on the one that it sees"):
+        claim(device, Place(2, 3, 2, 3), store)
+    gpus(3)
+    claim(device, Place(2, 3, 2, 3), store)  # the machine's GPUs are counted by the local ranks
+
+
+def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
+    monkeypatch: pytest.MonkeyPatch, threads: dict[str, torch.device], config: Config
+) -> None:
+    """A thread begins with the first GPU that it sees: pinning a batch there would take 500 MiB of another rank's memory."""
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(loader_module, "microbatch_on", lambda *batch: batch)
+    stream = SimpleNamespace(samples=lambda indices: np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64))
+    loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device), stream)  # type: ignore[arg-type]
+    loader.step(1)
+    loader.step(2)
+    loader.close()
+    assert threads == {"loader_0": device}
+
+
+def test_the_thread_that_waits_for_copies_uses_the_ranks_gpu(threads: dict[str, torch.device]) -> None:
+    staging = Staging(torch.device("cpu"))
+    staging.device, staging.copied = torch.device("cuda", 3), SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+    saver = threading.Thread(target=staging.wait, name="checkpoint")
+    saver.start()
+    saver.join()
+    assert threads == {"checkpoint": torch.device("cuda", 3)}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any]]:
+    """The communicators that a mesh makes, by their ranks, with the options that it asks for; the world's is ()."""
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def new_group(ranks: tuple[int, ...], **options: Any) -> Any:
+        found[ranks] = options
+        return SimpleNamespace()
+
+    nccl = SimpleNamespace(Options=lambda is_high_priority_stream: SimpleNamespace(high=is_high_priority_stream))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update({(): options}))
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(Mesh, "_connect", lambda self: None)
+    monkeypatch.setattr(mesh_module, "join", lambda *rest, **options: None)
+    return found
+
+
+def mesh_of(tmp_path: Path, device: str, *overrides: str) -> Mesh:
+    config = load(training.write_config(tmp_path, "nothing"), list(overrides), 8).config
+    return Mesh(config, Place(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
+
+
+def test_what_nccl_sends_goes_before_what_is_computed(tmp_path: Path, made: dict[tuple[int, ...], dict[str, Any]]) -> None:
+    """Else a sum that is to be hidden behind a large product begins when the product ends, or not, as it happens."""
+    mesh_of(tmp_path, "cuda:0", "parallel.tensor=2", "parallel.pipeline=2")
+    assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}
+    assert all(options["pg_options"].high for options in made.values())
+    assert all(options["timeout"] == timedelta(seconds=60) for options in made.values())
+    made.clear()
+    mesh_of(tmp_path, "cpu", "parallel.tensor=2", "parallel.pipeline=2")
+    assert all(options["pg_options"] is None for options in made.values()), "gloo has no streams"
+
+
+def test_no_communicator_is_made_for_those_who_only_need_to_know_each_other(
+    tmp_path: Path, made: dict[tuple[int, ...], dict[str, Any]]
+) -> None:
+    """Under fsdp with copies, gradients are summed over parts and then over copies, never over all data ranks at once."""
+    mesh = mesh_of(tmp_path, "cpu", "parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2")
+    assert made.keys() == {(), (0, 1), (0, 2), (0, 4)}, "the world, tp, shard and replicate"
+    group = mesh.gradient_group
+    assert (group.ranks, group.rank) == ((0, 2, 4, 6), 0) and mesh.group("dp") is group
+    with pytest.raises(AssertionError, match="over dp, which `Mesh._used` does not list"):
+        all_reduce(torch.zeros(1), group)
+    with pytest.raises(AssertionError, match="over dp"):
+        print(group.process_group)
+
+
+def test_garbage_is_collected_behind_the_same_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector would start on each rank at another moment, and all others wait."""
+    collected, was_on, garbage = list[int](), gc.isenabled(), Garbage()
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(garbage.steps))
+    with garbage:
+        for _ in range(2 * EVERY + 10):
+            assert not gc.isenabled() and gc.get_freeze_count() > 1000
+            garbage.step()
+    assert collected == [0, 1, EVERY, 2 * EVERY]
+    assert gc.isenabled() == was_on and gc.get_freeze_count() == 0
