@@ -116,25 +116,27 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, 
 class _ActivationLinear(torch.autograd.Function):
     """``linear(activation(h), w)`` that keeps only h, and computes the activation again in backward.
 
-    forward      y [T, O] = activation(h) [T, I] · wᵀ
+    forward      y [T, O] = activation(h) [T, I] · wᵀ + b [O]
     grad of h             = gradient through activation of dy [T, O] · w [O, I]
     grad of w    [O, I]   = dyᵀ [O, T] · activation(h) [T, I]     with `main`, added to that
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, weight: Tensor, activation: Callable[[Tensor], Tensor], main: MainGradient | None) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor], main: MainGradient | None
+    ) -> Tensor:
         ctx.save_for_backward(h, weight)
-        ctx.activation, ctx.main = activation, main
-        return linear(activation(h), weight)
+        ctx.has_bias, ctx.activation, ctx.main = bias is not None, activation, main
+        return linear(activation(h), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         h, weight = ctx.saved_tensors
         with torch.enable_grad():
             h = h.detach().requires_grad_()
             x = ctx.activation(h)
         (grad_h,) = torch.autograd.grad(x, h, linear(grad, weight.t()))
-        return grad_h, weight_gradient(grad, x.detach(), ctx.main), None, None
+        return grad_h, weight_gradient(grad, x.detach(), ctx.main), grad.sum(0) if ctx.has_bias else None, None, None
 
 
 class ColumnLinear(nn.Module):
@@ -172,8 +174,9 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """``y = activation(x) · Wᵀ + b`` with the inputs split over the tensor ranks, which sum their results.
 
-    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added once, after the sum. With
-    sequence parallelism each rank adds it to its own tokens, so its gradient is partial.
+    With `recompute`, backward computes `activation` again instead of keeping its output. The bias is added once: after the sum, or
+    within the product where there is nothing to sum. With sequence parallelism each rank adds it to its own tokens, so its gradient
+    is partial.
     """
 
     def __init__(
@@ -201,11 +204,15 @@ class RowLinear(nn.Module):
         if self.activation is not None and self.recompute and torch.compiler.is_compiling():
             part = checkpoint(self._product, x, use_reentrant=False, preserve_rng_state=False)
         elif self.activation is not None and self.recompute:
-            part = _ActivationLinear.apply(x, self.weight, self.activation, main_gradient_of(self.weight))
+            part = _ActivationLinear.apply(x, self.weight, self._bias_of_product, self.activation, main_gradient_of(self.weight))
         else:
             part = self._product(x)
         y = leave_tensor_parallel(part, self.group, self.sequence)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None or self.group.size == 1 else y + self.bias
+
+    @property
+    def _bias_of_product(self) -> Tensor | None:
+        return self.bias if self.group.size == 1 else None
 
     def _product(self, x: Tensor) -> Tensor:
-        return column_linear(x if self.activation is None else self.activation(x), self.weight, None, SOLO, False)
+        return column_linear(x if self.activation is None else self.activation(x), self.weight, self._bias_of_product, SOLO, False)
