@@ -30,6 +30,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.model.gpt import DTYPES
+from megacore.plan.flops import flops_per_token, recomputed_flops
 from megacore.plan.traffic import sent_by_group
 from megacore.survive.failure import fail
 from megacore.train.meters import Utilisation, peak_memory
@@ -83,8 +84,8 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
         "peak_flops": {"all_ranks": utilisation.available, "source": "measured" if args.peak else "device table"},
         "mfu": utilisation.full(speed),
         "mfu_causal": utilisation.causal(speed),
-        "hfu": utilisation.hardware(speed),
-        "hfu_causal": utilisation.hardware(speed, causal=True),
+        "hfu": utilisation.of(hardware_flops_per_token(config, causal=False) * speed),
+        "hfu_causal": utilisation.of(hardware_flops_per_token(config, causal=True) * speed),
         "memory_bytes": int(memory),
         "breakdown_percent": shares(parts, mesh),
         "sent_bytes_a_rank_and_step": sent(parts[-1], mesh),
@@ -92,6 +93,11 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     if args.profile:
         write_trace(training, args.profile)
     return result
+
+
+def hardware_flops_per_token(config: Config, causal: bool) -> float:
+    """`flops_per_token` with recomputation: the numerator of HFU, hardware FLOPs utilisation (Chowdhery et al. 2022, PaLM)."""
+    return flops_per_token(config, causal) + config.model.num_layers * recomputed_flops(config, causal)
 
 
 def spread(seconds: list[float]) -> float:

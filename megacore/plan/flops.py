@@ -97,11 +97,6 @@ def recomputed_flops(config: Config, causal: bool) -> float:
     return 0.0
 
 
-def hardware_flops_per_token(config: Config, causal: bool) -> float:
-    """`flops_per_token` with recomputation: the numerator of HFU, hardware FLOPs utilisation (Chowdhery et al. 2022, PaLM)."""
-    return flops_per_token(config, causal) + config.model.num_layers * recomputed_flops(config, causal)
-
-
 def embedding_cost(config: Config) -> Cost:
     """The cost of the embedding on the first stage: little elementwise work."""
     work = float(EMBEDDING_OPS_PER_FEATURE * config.model.hidden_size)

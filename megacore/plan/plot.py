@@ -1,13 +1,9 @@
 """Draws a simulated schedule as a chart: one row a stage, one box a forward or backward.
 
-A long schedule repeats itself. The chart leaves repetitions out, and says so, so that both ends stay large enough to read.
+Of a long schedule the chart shows the beginning and the end, large enough to read, and says what it leaves out between them.
 """
 
-from bisect import bisect_right
-from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
-from math import ceil, floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,50 +21,34 @@ MARGIN = 2.3  # inches beside the rows, for names and peaks
 MOST_ARROWS = 60  # more of them hide what they should show
 BOX = 0.2  # inches of the shortest box: room for a number of three digits
 MOST_BOXES = 75  # shortest boxes beside each other, beyond which a schedule is cut: what a screen shows
+BOXES_A_STAGE = 7  # or as many, if that is more: filling and draining take three each where a backward takes twice a forward
 BREAK = 3.0  # shortest boxes: width of the mark where it is
-EDGE = 2  # periods that stay on each side of a cut
-ALIKE = 1e-3  # of a period: those that differ by less are equal
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A stretch of time that is not drawn, in which every stage repeats its rhythm, for `fewest` to `most` microbatches."""
+    """The middle of a schedule, from `start` to `end`, which is not drawn. A `gap` in the picture stands for it."""
 
     start: float
     end: float
-    fewest: int
-    most: int
+    gap: float
 
-
-class Scale:
-    """Maps the time of a schedule to the time of its picture, where a `gap` stands for each cut."""
-
-    def __init__(self, cuts: list[Cut], gap: float) -> None:
-        self.cuts, self.gap = cuts, gap
-
-    def __call__(self, time: float) -> float:
-        """The position of a moment. One that is cut out is at the middle of the gap."""
-        shift = 0.0
-        for cut in self.cuts:
-            if time >= cut.end:
-                shift += self.gap - (cut.end - cut.start)
-            elif time > cut.start:
-                return cut.start + shift + self.gap / 2
-        return time + shift
+    def place(self, time: float) -> float:
+        """The position of a moment in the picture's time. One that is left out is at the end of the gap."""
+        return time if time <= self.start else self.start + self.gap + max(0.0, time - self.end)
 
     def shows(self, span: Span) -> bool:
         """Whether an action is drawn whole."""
-        return not any(span.start < cut.end and cut.start < span.end for cut in self.cuts)
+        return span.end <= self.start or span.start >= self.end
 
-    def visible(self, start: float, end: float) -> tuple[float, float] | None:
-        """The drawn part of a span of time, in the picture's time; None if there is none. It never reaches across a cut, because the
-        time between two cuts is longer than any box."""
-        for cut in self.cuts:
-            if cut.start <= start < cut.end:
-                start = cut.end
-            if cut.start < end <= cut.end:
-                end = cut.start
-        return (self(start), self(end)) if start < end else None
+
+def find_cut(end: float, shortest: float, stages: int) -> Cut:
+    """Leaves the middle of a schedule of `end` seconds out, if it is long: as much remains on both sides. `shortest`: box, in seconds."""
+    longest, gap = max(MOST_BOXES, BOXES_A_STAGE * stages) * shortest, BREAK * shortest
+    if end <= longest:
+        return Cut(end, end, 0.0)
+    side = (longest - gap) / 2
+    return Cut(side, end - side, gap)
 
 
 def check_plot(option: str, path: str) -> None:
@@ -94,8 +74,9 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     boxes = [[s for s in row if s.action.op in COMPUTE] for row in timeline.spans]
     microbatches = len({s.action.microbatch for row in boxes for s in row})
     shortest = min(s.end - s.start for row in boxes for s in row)
-    scale = Scale(find_cuts(timeline, MOST_BOXES * shortest, BREAK * shortest), BREAK * shortest)
-    end = scale(max(row[-1].end for row in boxes))
+    last = max(row[-1].end for row in boxes)
+    cut = find_cut(last, shortest, stages)
+    end = cut.place(last)
     # Wide enough for a number in the shortest box, within what a page can show.
     width = min(max(BOX * end / shortest, 8.0), 22.0)
     inches = shortest / end * width  # of the shortest box
@@ -106,22 +87,22 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     for stage, row in enumerate(boxes):
         axes.barh(stage, end, height=0.8, color=IDLE, zorder=0)
         for op, colour in FACE.items():
-            shown = [part for s in row if s.action.op is op and (part := scale.visible(s.start, s.end))]
-            extents = [(start, stop - start) for start, stop in shown]
+            places = [(cut.place(s.start), cut.place(s.end)) for s in row if s.action.op is op]
+            extents = [(start, stop - start) for start, stop in places if start < stop]
             axes.broken_barh(extents, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=min(0.6, 9 * inches))
+    whole = [(stage, s) for stage, row in enumerate(boxes) for s in row if cut.shows(s)]
     for op in FACE:
-        write_numbers(
-            axes, [(stage, s) for stage, row in enumerate(boxes) for s in row if s.action.op is op], scale, width / end, row_height
-        )
-    if not scale.cuts:
+        write_numbers(axes, [(stage, s) for stage, s in whole if s.action.op is op], cut, width / end, row_height)
+    if cut.gap:
+        mark_cut(axes, cut, stages, microbatches - len({s.action.microbatch for _, s in whole}))
+    else:
         draw_arrows(axes, timeline)
-    mark_cuts(axes, scale, stages)
 
     axes.set_xlim(0, end)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.set_yticks(range(stages), [f"stage {i}" for i in range(stages)], fontsize=text_size)
     axes.tick_params(axis="y", length=0)
-    mark_time(axes, scale, end, unit)
+    mark_time(axes, cut, end, unit)
     axes.spines[:].set_visible(False)
     peaks = axes.twinx()
     peaks.set_ylim(axes.get_ylim())
@@ -144,80 +125,36 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
-def find_cuts(timeline: Timeline, longest: float, gap: float) -> list[Cut]:
-    """Chooses cuts so that the schedule takes `longest`, with `gap` for each cut, or as near to it as possible: some periods stay
-    before and after each cut."""
-    end = max(span.end for row in timeline.spans for span in row if span.action.op in COMPUTE)
-    if end <= longest:
-        return []
-    stretches = [(start, stop, periods) for start, stop, periods in steady(timeline) if stop - start > 2 * EDGE * max(periods) + 2 * gap]
-    spare = [floor((stop - start) / max(periods) - 2 * EDGE) * max(periods) for start, stop, periods in stretches]
-    wanted = min(1.0, (end + gap * len(spare) - longest) / sum(spare)) if spare else 0.0
-    cuts = []
-    for (start, stop, periods), most in zip(stretches, spare, strict=True):
-        length = min(ceil(wanted * most / max(periods)) * max(periods), most)
-        first = start + (stop - start - length) / 2
-        cuts.append(Cut(first, first + length, round(length / max(periods)), round(length / min(periods))))
-    return cuts
+def mark_cut(axes: "Axes", cut: Cut, stages: int, more: int) -> None:
+    """Draws a white band with dots where time is left out, and writes how many microbatches have no whole box in the picture."""
+    middle = cut.start + cut.gap / 2
+    axes.barh((stages - 1) / 2, cut.gap, left=cut.start, height=stages, color="white", zorder=3)
+    for stage in range(stages):
+        axes.text(middle, stage, "\u22ef", ha="center", va="center", fontsize=12, zorder=4)
+    below = axes.get_xaxis_transform()
+    axes.annotate(f"{more} more", (middle, 0), (0, -7), below, "offset points", ha="center", va="top", fontsize=9)
 
 
-def steady(timeline: Timeline) -> list[tuple[float, float, list[float]]]:
-    """Finds the stretches of time (start, end) in which every active stage repeats itself, one microbatch later, in a steady rhythm.
-    Returns them with the rhythms' periods, of which most schedules have one."""
-    series: dict[tuple[int, Op, int], list[Span]] = defaultdict(list)
-    for stage, row in enumerate(timeline.spans):
-        for span in row:
-            if span.action.op in COMPUTE:
-                series[stage, span.action.op, span.action.chunk].append(span)
-    starts = [[span.start for span in spans] for spans in series.values()]
-    changes = {moment for spans in series.values() for moment in (spans[0].start, spans[-1].start, spans[-1].end)}
-    for times in starts:
-        changes |= {b for a, b, c in zip(times, times[1:], times[2:], strict=False) if abs((c - b) - (b - a)) > ALIKE * (b - a)}
-    found = []
-    for start, stop in pairwise(sorted(changes)):
-        # In a steady rhythm two neighbours give the period.
-        around = [(times, bisect_right(times, start)) for times in starts]
-        periods = [times[i] - times[i - 1] for times, i in around if 0 < i < len(times)]
-        if periods:
-            found.append((start, stop, periods))
-    return found
-
-
-def mark_cuts(axes: "Axes", scale: Scale, stages: int) -> None:
-    """Draws a white band with dots where time is left out, and writes how many microbatches are missing."""
-    for cut in scale.cuts:
-        middle = scale((cut.start + cut.end) / 2)
-        axes.barh((stages - 1) / 2, scale.gap, left=middle - scale.gap / 2, height=stages, color="white", zorder=3)
-        for stage in range(stages):
-            axes.text(middle, stage, "\u22ef", ha="center", va="center", fontsize=12, zorder=4)
-        more = f"{cut.most} more" if cut.fewest == cut.most else f"{cut.fewest} to {cut.most} more"
-        below = axes.get_xaxis_transform()
-        axes.annotate(more, (middle, 0), (0, -7), below, "offset points", ha="center", va="top", fontsize=9)
-
-
-def mark_time(axes: "Axes", scale: Scale, end: float, unit: str) -> None:
-    """Names times below the rows, left and right of cuts too."""
+def mark_time(axes: "Axes", cut: Cut, end: float, unit: str) -> None:
+    """Names times below the rows, on both sides of a cut. `end`: of the picture."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_xlabel("time" if unit == "s" else "time, counted in a rank's operations")
-    axes.xaxis.set_major_formatter(EngFormatter(unit))
-    if scale.cuts:
-        step = float(MaxNLocator(8).tick_values(0, end)[1])
-        last = end + sum(cut.end - cut.start - scale.gap for cut in scale.cuts)
-        times = [i * step for i in range(int(last / step) + 1)]
-        shown = [time for time in times if not any(cut.start - step / 2 < time < cut.end + step / 2 for cut in scale.cuts)]
-        axes.set_xticks([scale(time) for time in shown], [EngFormatter(unit)(time) for time in shown])
+    step = float(MaxNLocator(8).tick_values(0, end)[1])
+    times = [i * step for i in range(int((end + cut.end - cut.start - cut.gap) / step) + 1)]
+    shown = [time for time in times if not cut.start - step / 2 < time < cut.end + step / 2] if cut.gap else times
+    axes.set_xticks([cut.place(time) for time in shown], [EngFormatter(unit)(time) for time in shown])
 
 
-def write_numbers(axes: "Axes", boxes: list[tuple[int, Span]], scale: Scale, inches_per_time: float, row_height: float) -> None:
-    """Writes microbatches' numbers in boxes of one kind, in one size, if the narrowest box has room. Boxes that are cut get none."""
+def write_numbers(axes: "Axes", boxes: list[tuple[int, Span]], cut: Cut, inches_per_time: float, row_height: float) -> None:
+    """Writes microbatches' numbers in boxes of one kind, in one size, if the narrowest box has room."""
     digits = max((len(str(span.action.microbatch)) for _, span in boxes), default=1)
     narrowest = min((span.end - span.start for _, span in boxes), default=0.0) * inches_per_time
     points = min(10.0, 72 * 0.7 * row_height, 72 * narrowest / (0.75 * digits))  # a digit is about 0.6 of its size wide
     if points >= 5:
         for stage, span in boxes:
-            if scale.shows(span):
-                axes.text(scale((span.start + span.end) / 2), stage, str(span.action.microbatch), ha="center", va="center", fontsize=points)
+            middle = (cut.place(span.start) + cut.place(span.end)) / 2
+            axes.text(middle, stage, str(span.action.microbatch), ha="center", va="center", fontsize=points)
 
 
 def draw_arrows(axes: "Axes", timeline: Timeline) -> None:

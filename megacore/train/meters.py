@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from megacore.config import Config
-from megacore.plan.flops import flops_per_token, hardware_flops_per_token, peak_flops
+from megacore.plan.flops import flops_per_token, peak_flops
 
 
 class StepTimer:
@@ -43,8 +43,7 @@ class Utilisation:
     """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
 
     None if the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
-    attention over all pairs of positions, as is usual. `causal` counts the half that a causal model needs. `hardware` is HFU, which
-    also counts recomputation, in either way.
+    attention over all pairs of positions, as is usual. `causal` counts the half that a causal model needs.
     """
 
     def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
@@ -54,17 +53,14 @@ class Utilisation:
 
     def full(self, tokens_per_second: float) -> float | None:
         """The usual MFU, as a fraction."""
-        return self._share(flops_per_token(self.config, causal=False) * tokens_per_second)
+        return self.of(flops_per_token(self.config, causal=False) * tokens_per_second)
 
     def causal(self, tokens_per_second: float) -> float | None:
         """MFU with causal attention counted as half."""
-        return self._share(flops_per_token(self.config, causal=True) * tokens_per_second)
+        return self.of(flops_per_token(self.config, causal=True) * tokens_per_second)
 
-    def hardware(self, tokens_per_second: float, causal: bool = False) -> float | None:
-        """HFU, as a fraction."""
-        return self._share(hardware_flops_per_token(self.config, causal) * tokens_per_second)
-
-    def _share(self, flops_per_second: float) -> float | None:
+    def of(self, flops_per_second: float) -> float | None:
+        """Some operations a second, as a fraction of the peak."""
         return None if self.available is None else flops_per_second / self.available
 
 

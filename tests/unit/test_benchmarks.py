@@ -21,6 +21,7 @@ from benchmarks.peers.report import ratios_by_layout, summary, table
 from benchmarks.peers.transformers_loop import gpt2
 from benchmarks.rounds import ROOT, Contender, Race, Record
 from benchmarks.rounds import race as start_race
+from benchmarks.throughput import hardware_flops_per_token
 from benchmarks.training import Training, random_batch
 from megacore.config import Config
 from megacore.config.load import resolve
@@ -76,9 +77,10 @@ def test_utilisation_needs_a_peak() -> None:
     """A utilisation of an unknown device would be invented; of a measured peak it is the formula's share."""
     config = resolve({"model": {"num_layers": 1, "hidden_size": 64, "num_heads": 4}, "train": {"recompute": "full"}}, [], "small", 1).config
     unknown = Utilisation(config, torch.device("cpu"), 1)
-    assert unknown.full(100.0) is unknown.causal(100.0) is unknown.hardware(100.0) is None
+    assert unknown.full(100.0) is unknown.causal(100.0) is None
     measured = Utilisation(config, torch.device("cpu"), 1, peak=1e12)
-    full, causal, hardware = measured.full(100.0), measured.causal(100.0), measured.hardware(100.0)
+    full, causal = measured.full(100.0), measured.causal(100.0)
+    hardware = measured.of(hardware_flops_per_token(config, causal=False) * 100.0)
     assert full is not None and causal is not None and hardware is not None
     assert causal < full < hardware
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.throughput import hardware_flops_per_token
 from megacore.config import Config, load
 from megacore.config.load import resolve
 from megacore.distributed import cpu
@@ -23,7 +24,6 @@ from megacore.plan.flops import (
     DEVICE_PEAKS,
     block_flops,
     flops_per_token,
-    hardware_flops_per_token,
     head_flops,
     layer_cost,
     peak_flops,

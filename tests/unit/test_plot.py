@@ -1,13 +1,12 @@
-"""A schedule's picture can be read: what repeats is left out where there is much of it, and nothing else."""
+"""A schedule's picture can be read: the middle of a long one is left out, and nothing else."""
 
 import re
-from bisect import bisect_right
 from pathlib import Path
 
 import matplotlib
 import pytest
 
-from megacore.plan.plot import BREAK, EDGE, MOST_BOXES, Scale, draw, find_cuts
+from megacore.plan.plot import BOXES_A_STAGE, BREAK, MOST_BOXES, Cut, draw, find_cut
 from megacore.plan.schedule import build
 from megacore.plan.simulate import COMPUTE, Timeline, simulate
 
@@ -20,45 +19,33 @@ def timeline(name: str, stages: int, microbatches: int, costs: str = "equal") ->
     return simulate(build(name, stages, microbatches, tied=stages > 1), forward, [2 * cost for cost in forward])
 
 
-def doing(drawn: Timeline, stage: int, time: float) -> str | None:
-    """What a stage computes at a time."""
-    row = [span for span in drawn.spans[stage] if span.action.op in COMPUTE]
-    at = bisect_right([span.start for span in row], time) - 1
-    return row[at].action.op.value if at >= 0 and time < row[at].end else None
+def found_cut(drawn: Timeline) -> Cut:
+    """The cut of a schedule whose shortest box takes a second."""
+    return find_cut(max(row[-1].end for row in drawn.spans), 1.0, len(drawn.spans))
 
 
 @pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("stages", [1, 4, 12])
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_only_what_repeats_is_left_out(name: str, stages: int, costs: str) -> None:
-    """Every stage does throughout a cut, and for some periods on both sides of it, what it did a period before."""
-    assert not find_cuts(timeline(name, stages, 4, costs), MOST_BOXES, BREAK)
-    drawn = timeline(name, stages, 128, costs)
-    cuts = find_cuts(drawn, MOST_BOXES, BREAK)
-    drifting = name == "gpipe" and costs != "equal" and stages > 1  # stages keep to rhythms of their own for a while
-    assert len(cuts) == {"1f1b": 1, "gpipe": 2}[name] + drifting
+@pytest.mark.parametrize("stages", [1, 4, 12, 64])
+def test_filling_and_draining_are_drawn(stages: int, costs: str) -> None:
+    """Every stage works on both sides of a cut, so that its beginning and its end can be seen; what is short is not cut."""
+    assert not found_cut(timeline("1f1b", stages, 4, costs)).gap
+    drawn = timeline("1f1b", stages, 512, costs)
+    cut = found_cut(drawn)
+    assert cut.gap == BREAK
+    for row in drawn.spans:
+        work = [span for span in row if span.action.op in COMPUTE]
+        first = {op: next(span for span in work if span.action.op is op) for op in COMPUTE}
+        assert all(span.end <= cut.start for span in first.values()), "the first microbatch's forward and backward"
+        assert work[-1].start >= cut.end, "the last backward"
     end = max(row[-1].end for row in drawn.spans)
-    ends = 6 * stages + 2 * EDGE * 2 * 3 * 1.37  # filling and draining the pipeline, and what stays beside cuts
-    assert Scale(cuts, BREAK)(end) <= max(MOST_BOXES, ends) + 3 * 1.37
-    for cut in cuts:
-        assert cut.fewest == cut.most > 80 or drifting
-        for stage in range(stages):
-            starts = [span.start for span in drawn.spans[stage] if span.action.op in COMPUTE and cut.start <= span.start < cut.end]
-            assert starts or drifting
-            period = starts[2 if name == "1f1b" else 1] - starts[0] if starts else 0.0  # else it is idle
-            for i in range(200):
-                time = cut.start - EDGE * period + (cut.end - cut.start + (2 * EDGE - 1) * period) * (i + 0.37) / 200
-                assert doing(drawn, stage, time) == doing(drawn, stage, time + period), (stage, time)
+    assert cut.place(end) == pytest.approx(max(MOST_BOXES, BOXES_A_STAGE * stages))
 
 
 def test_times_beside_a_cut() -> None:
-    """The picture goes on behind a cut where it stopped before it."""
-    cuts = find_cuts(timeline("1f1b", 4, 128), MOST_BOXES, BREAK)
-    scale, (cut,) = Scale(cuts, BREAK), cuts
-    assert scale(cut.start - 1) == cut.start - 1 and scale(cut.end + 1) == cut.start + BREAK + 1
-    assert scale.visible(cut.start - 1, cut.start + 1) == (cut.start - 1, cut.start)
-    assert scale.visible(cut.end - 1, cut.end + 1) == (cut.start + BREAK, cut.start + BREAK + 1)
-    assert scale.visible(cut.start, cut.end) is None
+    """The picture goes on behind a cut where it stopped before it; what is left out has no place of its own."""
+    cut = Cut(10.0, 50.0, 3.0)
+    assert [cut.place(time) for time in (0, 9, 10, 11, 49, 50, 51)] == [0, 9, 10, 13, 13, 13, 14]
+    assert Cut(10.0, 10.0, 0.0).place(10.0) == 10.0
 
 
 def numbers(picture: Path) -> list[tuple[str, float]]:
