@@ -123,7 +123,9 @@ class StdoutLost(OSError):
 
 class Stream(io.FileIO):
     """Standard output or error. After a write fails it drops all output. Standard output first raises `StdoutLost`, which differs from
-    the error of any other file or pipe."""
+    the error of any other file or pipe; or says it on standard error, where the process is to go on without."""
+
+    go_on = ""  # what goes on without standard output, if it does
 
     def write(self, data: Any) -> int | None:  # type: ignore[override]
         """Writes bytes."""
@@ -133,7 +135,9 @@ class Stream(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            if self.fileno() == 1:
+            if self.fileno() == 1 and self.go_on:
+                print(f"standard output cannot be written any more ({error.strerror}): {self.go_on} goes on without it", file=sys.stderr)
+            elif self.fileno() == 1:
                 raise StdoutLost(error.errno, error.strerror) from None
             return len(data)
 

@@ -7,21 +7,20 @@ the trainer saves and ends.
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megacore.cli import Stream
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.train.board import Board
 from megacore.train.mailbox import Figures
-from megacore.train.output import Output
 
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
@@ -36,7 +35,8 @@ class Logs:
             return
         self.config, self.directory = config, Path(resolved(config.log.dir))
         self.file = self.directory / "metrics.jsonl"
-        self.console = Console(file=cast(IO[str], Output(sys.stdout)), highlight=False)
+        Stream.go_on = "training"
+        self.console = Console(highlight=False)
         self.board: Board | None = None
         self.metrics: IO[str]
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
