@@ -5,11 +5,13 @@ a dropout mask is (seed, step, microbatch, site). So every layout, resume and re
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-BLOCKS = 64  # pieces of a logical tensor, each with its own stream, so that a rank draws little more than its part
+RUN = 1 << 20  # numbers drawn at once: 4 MiB
+TOGETHER = 16  # numbers that torch's generator makes of 16 others; a tensor's last 16 it makes anew if its size is no multiple
 
 
 def key_of(*parts: object) -> int:
@@ -17,20 +19,14 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def normal_slice(key: tuple[object, ...], shape: tuple[int, ...], std: float, dim: int, start: int, stop: int) -> Tensor:
-    """Draws ``[start:stop]`` along `dim` of the logical tensor `key`: fp32, normal with deviation `std`, the same on every device.
+def normal_runs(key: tuple[object, ...], size: int, std: float, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """The stream `key` of `size` normal numbers of deviation `std`, from the first to at least number `stop` (excluded).
 
-    The tensor is drawn in at most `BLOCKS` pieces along `dim`, each from its own stream. The pieces depend only on the logical shape,
-    so any cut along `dim` gives the same values.
+    Yields runs of about `RUN` numbers, ``(number of the first, fp32 tensor)``: bit for bit what one tensor of `size` would be
+    filled with.
     """
-    if start == stop:
-        return torch.empty([0 if d == dim else n for d, n in enumerate(shape)])
-    size = shape[dim]
-    step = -(-size // BLOCKS)
-    pieces = []
-    for first in range(start - start % step, stop, step):
-        last = min(first + step, size)
-        generator = torch.Generator().manual_seed(key_of(*key, first))
-        piece = torch.empty([last - first if d == dim else n for d, n in enumerate(shape)]).normal_(0.0, std, generator=generator)
-        pieces.append(piece.narrow(dim, max(start - first, 0), min(stop, last) - max(start, first)))
-    return torch.cat(pieces, dim)
+    generator, first = torch.Generator().manual_seed(key_of(*key)), 0
+    while first < stop:
+        count = RUN if size - first >= RUN + TOGETHER else size - first
+        yield first, torch.empty(count).normal_(0.0, std, generator=generator)
+        first += count

@@ -17,8 +17,8 @@ from megacore.checkpoint.disk import file_digest
 from megacore.checkpoint.entries import DTYPE_CODES, DTYPES
 from megacore.checkpoint.manifest import EARLIER, Manifest, parsed, read_manifest
 from megacore.checkpoint.slices import Numbers, Slice
-from megacore.checkpoint.tiling import blocks, overlap, relative
-from megacore.distributed.shard import Box, Shard
+from megacore.checkpoint.tiling import blocks
+from megacore.distributed.shard import Box, Shard, overlap, relative
 from megacore.errors import CheckpointError
 
 # Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If

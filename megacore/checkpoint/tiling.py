@@ -1,4 +1,4 @@
-"""Boxes in a tensor: the overlap of two, one cut into blocks of bounded size, and whether some tile the whole."""
+"""Boxes in a tensor: one cut into blocks of bounded size, and whether some tile the whole."""
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations, islice
@@ -7,30 +7,11 @@ from math import prod
 import numpy as np
 
 from megacore.checkpoint.slices import Numbers
-from megacore.distributed.shard import Box, boxes_of_range
+from megacore.distributed.shard import Box, boxes_of_range, overlap
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
 NAMED = 1000  # boxes among which overlapping ones are searched by name
-
-
-def overlap(
-    a_offset: tuple[int, ...], a_shape: tuple[int, ...], b_offset: tuple[int, ...], b_shape: tuple[int, ...]
-) -> tuple[slice, ...] | None:
-    """The overlap of two boxes of one tensor, in the tensor's coordinates; None if they share no element.
-
-    Boxes of a 0-dim tensor share its only element: the result is then `()`.
-    """
-    starts = [max(a, b) for a, b in zip(a_offset, b_offset, strict=True)]
-    stops = [min(a + m, b + n) for a, m, b, n in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return None
-    return tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
-
-
-def relative(box: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """`box` in coordinates that begin at `offset`."""
-    return tuple(slice(s.start - start, s.stop - start) for s, start in zip(box, offset, strict=True))
 
 
 def blocks(box: tuple[slice, ...], elements: int) -> Iterator[tuple[slice, ...]]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from megacore.checkpoint.read import Reader
 from megacore.config import Config
-from megacore.distributed.shard import shard_of
+from megacore.distributed.shard import materialise, shard_of
 from megacore.errors import CheckpointError
 from megacore.model.gpt import Stage, whole_model
 
@@ -47,9 +47,12 @@ def check_weights(reader: Reader, config: Config) -> None:
 def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
     """Fills the parameters of a rank's stages with their slices of the checkpoint's weights.
 
+    Parameters on `meta` first get memory on the device that computes.
+
     Raises:
         CheckpointError: a weight is missing, has another shape, or cannot be read.
     """
     for stage in stages:
+        materialise(stage.parameters(), stage.device)
         for name, parameter in stage.named_parameters():
             reader.read_into(f"{WEIGHTS}{name}", shard_of(parameter), parameter.data)

@@ -43,8 +43,13 @@ def is_widened(x: Tensor) -> bool:
 def divide_cores(local_world_size: int) -> None:
     """Divides the machine's cores among its ranks, unless OMP_NUM_THREADS is set. PyTorch would give every rank all of them."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
-        torch.set_num_threads(max(1, cores // local_world_size))
+        torch.set_num_threads(own_cores(local_world_size))
+
+
+def own_cores(local_world_size: int) -> int:
+    """A rank's share of the machine's cores, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
+    return max(1, cores // local_world_size)
 
 
 def keep_freed_memory() -> None:

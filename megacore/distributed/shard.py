@@ -3,7 +3,7 @@
 Initialisation, checkpoints, gradient norms and verification use only this record, so none of them knows how a layer was split.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -157,6 +157,25 @@ def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tupl
         done += prod(shape)
 
 
+def overlap(
+    a_offset: tuple[int, ...], a_shape: tuple[int, ...], b_offset: tuple[int, ...], b_shape: tuple[int, ...]
+) -> tuple[slice, ...] | None:
+    """The overlap of two boxes of one tensor, in the tensor's coordinates; None if they share no element.
+
+    Boxes of a 0-dim tensor share its only element: the result is then `()`.
+    """
+    starts = [max(a, b) for a, b in zip(a_offset, b_offset, strict=True)]
+    stops = [min(a + m, b + n) for a, m, b, n in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+    return tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
+
+
+def relative(box: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """`box` in coordinates that begin at `offset`."""
+    return tuple(slice(s.start - start, s.stop - start) for s, start in zip(box, offset, strict=True))
+
+
 def piece_key(name: str, taken: Container[str]) -> str:
     """A key for another piece of the logical tensor `name`: the name itself, or the name with #2, #3, …"""
     return next(key for n in count(1) if (key := piece_name(name, n)) not in taken)
@@ -178,10 +197,27 @@ def logical_name(key: str) -> str:
 
 
 def new_parameter(shard: Shard, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """An uninitialised local parameter for `shard`; `model.initialise` fills it (see there why not here)."""
+    """An uninitialised local parameter for `shard`; `model.initial` fills it once the model is complete and it has its full name."""
     parameter = nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device=device))
     parameter.shard = shard  # type: ignore[attr-defined]
     return parameter
+
+
+def hold(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Lets a parameter, which may be on `meta`, be `tensor` from now on; it stays the same object wherever it is known."""
+    if not parameter.is_meta:
+        parameter.data = tensor
+        return
+    real = nn.Parameter(tensor)
+    real.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, real)
+
+
+def materialise(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Gives those on `meta` memory on `device`: zeros, for somebody to fill."""
+    for parameter in parameters:
+        if parameter.is_meta:
+            hold(parameter, torch.zeros_like(parameter, device=device))
 
 
 def shard_of(parameter: Tensor) -> Shard:

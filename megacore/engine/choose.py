@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from megacore.config import Config
-from megacore.config.deepspeed import ds_settings
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
 from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
@@ -15,22 +14,15 @@ from megacore.model.gpt import Stage
 from megacore.plan.partition import placement_of, stage_layers
 
 
-def divides_parameters(config: Config) -> bool:
-    """Whether a rank holds only a part of its stage's parameters."""
-    if config.engine.kind == "deepspeed":
-        return ds_settings(config)["zero_optimization"]["stage"] == 3
-    return config.engine.kind == "fsdp" and config.parallel.data != 1  # one data rank has nothing to divide
-
-
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
-    """Builds this rank's stages on the device, or in host memory if the engine will divide them: the device may not have room."""
-    device = torch.device("cpu") if divides_parameters(config) else mesh.device
+    """Builds this rank's stages with parameters on `meta`: the engine, or whoever loads weights, makes what the rank keeps of them."""
     layers = stage_layers(config)
-    stages = [Stage(config, layers[stage], mesh.tp, device, mesh.tied) for stage in placement_of(config)[mesh.pp.rank]]
+    stages = [Stage(config, layers[stage], mesh.tp, "meta", mesh.tied) for stage in placement_of(config)[mesh.pp.rank]]
     first, last = stages[0], stages[-1]
     if config.model.tie_embeddings and first is not last and first.first and last.last:
         last.embedding = first.embedding  # one rank, one copy
     for stage in stages:
+        stage.compute_on(mesh.device)
         for parameter in stage.parameters():
             parameter.shard = mesh.placed(shard_of(parameter))  # type: ignore[attr-defined]
     return stages
@@ -43,10 +35,13 @@ def check_engine(config: Config, device: torch.device) -> None:
 
 
 def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
-    """Builds the engine over the parameters of a rank's stages, which it may move or replace; collective."""
+    """Builds the engine over the parameters of a rank's stages, which it may move or replace; collective.
+
+    Parameters on `meta` are then zeros, for somebody to draw or read (`Engine.tensors`).
+    """
     if config.engine.kind == "deepspeed":
         return DeepSpeedEngine(config, stages, mesh)
-    if divides_parameters(config):
+    if config.engine.kind == "fsdp" and config.parallel.data != 1:  # one data rank has nothing to divide
         from megacore.engine.fsdp import FSDPEngine  # it imports DTensor, for seconds that no other run should wait
 
         return FSDPEngine(config, stages, mesh)

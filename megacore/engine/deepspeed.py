@@ -25,9 +25,18 @@ from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.shard import Box, shard_of
+from megacore.distributed.shard import Box, materialise, shard_of
 from megacore.engine.protocol import Engine, StepStatistics
-from megacore.engine.zero import MeshUnit, ReleaseViews, StartBackward, group_parameters, mark_parameters, remove_swap_files, swap_folders
+from megacore.engine.zero import (
+    MeshUnit,
+    OneByOne,
+    ReleaseViews,
+    StartBackward,
+    group_parameters,
+    mark_parameters,
+    remove_swap_files,
+    swap_folders,
+)
 from megacore.engine.zero_state import ZeroState
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import clip_coefficient
@@ -65,11 +74,12 @@ class DeepSpeedEngine(Engine):
         else:
             self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
         unit = MeshUnit(mesh)
-        if self.zero_stage == 3:  # parameter by parameter: each is moved to the device whole, and then only this rank's part stays
-            stage.compute_on(mesh.device)
+        if self.zero_stage == 3:
             # Without the global batch, which `Init` would check against a world of one rank.
             alone = {key: value for key, value in settings.items() if key != "train_batch_size"}
-            deepspeed.zero.Init(stage, unit.data, config_dict_or_path=alone, mpu=unit)
+            deepspeed.zero.Init(OneByOne(stage, mesh.device), unit.data, config_dict_or_path=alone, mpu=unit)
+        else:
+            materialise(stage.parameters(), mesh.device)
         with contextlib.redirect_stdout(io.StringIO()):  # no setting turns off its memory figures
             self.ds, self.zero, *_ = deepspeed.initialize(model=stage, optimizer=self.optimizer, config=settings, mpu=unit)
         self.modules: Sequence[nn.Module] = [ReleaseViews(self.ds) if self.zero_stage == 3 else self.ds]

@@ -64,7 +64,6 @@ class FSDPEngine(Stepper):
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
         self.rows: list[Rows] = []
         for stage in stages:
-            stage.compute_on(mesh.device)
             self._divide(stage, config)
         super().__init__(
             config,
@@ -78,7 +77,7 @@ class FSDPEngine(Stepper):
 
     @torch.no_grad()
     def _divide(self, stage: Stage, config: Config) -> None:
-        """Gives a stage to FSDP2, block by block: a block is moved to the device whole, and then only this rank's part stays."""
+        """Gives a stage on `meta` to FSDP2, block by block. Then only this rank's part of each parameter gets memory."""
         shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
         for module in stage.modules():
             # FSDP2 divides rows, so logical dims (heads; gate and up) become rows, as in the layer's product.
@@ -104,12 +103,13 @@ class FSDPEngine(Stepper):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             self.units.append(unit)
+        stage.to_empty(device=torch.device("cpu") if offload else self.mesh.device)
         for name, parameter in stage.named_parameters():
             assert isinstance(parameter, DTensor)
             parameter.shard = shards[name]  # type: ignore[attr-defined]
             each = -(-parameter.shape[0] // self.shard.size)
             first = min(each * self.shard.rank, parameter.shape[0])
-            gradient = torch.zeros_like(parameter)
+            gradient = torch.zeros_like(parameter.zero_())
             assert isinstance(gradient, DTensor)
             if not self.offloads:
                 # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.

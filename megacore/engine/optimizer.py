@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megacore.config.schema import Optim, resolved
 from megacore.distributed.mesh import SOLO, Group
-from megacore.distributed.shard import Box, Shard, boxes_of_range, shard_of
+from megacore.distributed.shard import Box, Shard, boxes_of_range, hold, shard_of
+from megacore.model.gpt import Stage
 
 ALIGNMENT = 64  # elements: every parameter starts on a boundary that vector loads and matrix units like
 
@@ -63,6 +64,7 @@ class FlatBuffer:
     ]  # axes over which gradients are summed, besides those that divide tokens; one buffer each, so that ranks lay them out alike
     owners: Group  # the ranks that divide every bucket; a group of one does not divide it
     bucket_bytes: float
+    device: torch.device
     slots: list[Slot] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     size: int = 0
@@ -91,16 +93,17 @@ class FlatBuffer:
         return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
 
     def allocate(self) -> None:
-        """Moves the parameters into the buffer. The gaps between them stay zero."""
+        """Moves the parameters into the buffer, where those on `meta` are zeros. The gaps between them stay zero."""
         if not self.buckets[-1].stop:
             self._close()
         first = self.slots[0].parameter
         dtype = accumulation_dtype(first)
-        self.values = torch.zeros(self.size, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(self.size, dtype=dtype, device=first.device)
+        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device)
+        self.gradients = torch.zeros(self.size, dtype=dtype, device=self.device)
         for slot in self.slots:
-            slot.view(self.values).copy_(slot.parameter.detach())
-            slot.parameter.data = slot.view(self.values)
+            if not slot.parameter.is_meta:
+                slot.view(self.values).copy_(slot.parameter.detach())
+            hold(slot.parameter, slot.view(self.values))
         self.ranges = [slice(0, self.size)] if self.owners.size == 1 else [self.part(bucket) for bucket in self.buckets]
         self.rounds = first.dtype != dtype  # whether the parameters are a rounded copy of the masters
         # Masters are made from the rounded weights, so they are exact, and a resumed run would see the same.
@@ -149,7 +152,7 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def fill_buffers(stages: Sequence[nn.Module], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()) -> list[FlatBuffer]:
+def fill_buffers(stages: Sequence[Stage], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
     `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. A parameter that
@@ -163,7 +166,7 @@ def fill_buffers(stages: Sequence[nn.Module], bucket_mib: float, owners: Group =
     for position, (parameter, (chunk, name)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
         kind = (chunk, shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
-        buffers.setdefault(kind, FlatBuffer(*kind, owners, bucket_mib * 2**20)).add(name, parameter, position)
+        buffers.setdefault(kind, FlatBuffer(*kind, owners, bucket_mib * 2**20, stages[0].device)).add(name, parameter, position)
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())

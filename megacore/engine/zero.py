@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.shard import shard_of
+from megacore.distributed.shard import materialise, shard_of
 
 
 class MeshUnit:
@@ -87,6 +88,20 @@ def _unpack(packed: Any) -> Tensor:
         return packed
     base, shape, stride, offset = packed
     return base.detach().as_strided(shape, stride, base.storage_offset() + offset)
+
+
+class OneByOne(nn.Module):
+    """A stage on `meta` as ZeRO 3 divides it: a parameter gets memory when it is its turn, whole, and then this rank's part is left."""
+
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.inner, self.device = [stage], device  # not registered: as in `ReleaseViews`
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The stage's, in order."""
+        for parameter in self.inner[0].parameters(recurse):
+            materialise([parameter], self.device)
+            yield parameter
 
 
 def mark_parameters(module: nn.Module) -> None:

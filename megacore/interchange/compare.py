@@ -84,7 +84,8 @@ def compare_logits(transformers: ModuleType, config: Config, reader: Reader, sto
 @torch.no_grad()
 def own_logits(config: Config, reader: Reader, stored: torch.dtype, rows: Tensor) -> Tensor:
     """Computes our model's logits ``[batch, seq, vocab]``."""
-    stage = whole_model(config).eval()
+    stage = whole_model(config, "meta").eval()
+    stage.compute_on(torch.device("cpu"))
     load_weights(reader, [stage])
     for parameter in stage.parameters():
         parameter.copy_(parameter.to(stored))

@@ -16,9 +16,9 @@ from megacore.model.attention import rope_tables
 from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
+from megacore.model.initial import initialise
 from megacore.model.norm import Norm
 from megacore.model.offload import ActivationOffload
-from megacore.rng import normal_slice
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear
@@ -35,39 +35,44 @@ class Stage(nn.Module):
     """
 
     def __init__(self, config: Config, layers: range, group: Group, device: torch.device | str, tied: Group | None = None) -> None:
-        """`tied`: the two ranks that share the embedding at the ends of a pipeline, if this is one of them."""
+        """`tied`: the two ranks that share the embedding at the ends of a pipeline, if this is one of them.
+
+        On the device `meta` the stage has only names and shapes: somebody gives its parameters memory, and calls `compute_on`.
+        """
         super().__init__()
         model, train = config.model, config.train
         device, dtype = torch.device(device), DTYPES[train.precision]
-        self.config, self.group, self.device = config, group, device
+        self.config, self.group = config, group
         self.first, self.last = layers.start == 0, layers.stop == model.num_layers
         self.sequence = config.parallel.sequence and group.size > 1
-        self.rope: tuple[Tensor, Tensor] | None = None
         if self.first or (self.last and model.tie_embeddings):
             self.embedding = self._vocabulary(dtype, device, tied)
         if self.first and model.position == "learned":
             shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=self.sequence),)
             table = Shard(shape, along, decay=True, init_std=model.init_std)
             self.position = new_parameter(table, dtype, device)
-        if model.position == "rope":
-            at_least_fp32 = torch.float64 if dtype == torch.float64 else torch.float32
-            self.rope = rope_tables(train.seq_len, config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
         self.blocks = nn.ModuleDict({str(i): BLOCKS[model.block](i, config, group, dtype, device) for i in layers})
         if self.last:
             self.norm = Norm(model, group, self.sequence, dtype, device)
             if not model.tie_embeddings:
                 self.head = self._vocabulary(dtype, device)
-        initialise(self, train.seed)
+        self.compute_on(device)
+        if device.type != "meta":
+            held = {name: (parameter, shard_of(parameter)) for name, parameter in self.named_parameters()}
+            initialise(held, {name: shard for name, (_, shard) in held.items()}, train.seed, dtype)
         if train.compile:
             keep_inductor_private()
             for block in self.blocks.values():
                 block.compile()
 
     def compute_on(self, device: torch.device) -> None:
-        """Moves all but the parameters to the device. The engine brings these when they are used."""
+        """Makes all but the parameters on the device. The engine brings these when they are used."""
+        model, train = self.config.model, self.config.train
         self.device = device
-        if self.rope is not None:
-            self.rope = (self.rope[0].to(device), self.rope[1].to(device))
+        self.rope: tuple[Tensor, Tensor] | None = None
+        if model.position == "rope":
+            at_least_fp32 = torch.float64 if train.precision == "fp64" else torch.float32
+            self.rope = rope_tables(train.seq_len, self.config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
 
     @cached_property
     def offload(self) -> ActivationOffload:
@@ -155,25 +160,3 @@ class Stage(nn.Module):
 def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:
     """The GPT on one device: the one stage of the layout 1 × 1 × 1."""
     return Stage(config, range(config.model.num_layers), SOLO, device)
-
-
-@torch.no_grad()
-def initialise(module: nn.Module, seed: int) -> None:
-    """Fills every parameter by its name and `Shard`: the same logical tensors in every layout and on every device.
-
-    It runs when the module is complete, because only then are full names known. On the device `meta`, where a model has only names and
-    shapes, there is nothing to fill.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            continue
-        shard = shard_of(parameter)
-        if shard.init_std is None:
-            parameter.fill_(shard.fill)
-            continue
-        cut, *others = shard.cuts or (0,)
-        values = normal_slice((seed, name), shard.global_shape, shard.init_std, cut, *shard.interval(cut))
-        for dim in others:
-            start, stop = shard.interval(dim)
-            values = values.narrow(dim, start, stop - start)
-        parameter.copy_(values)

@@ -2,15 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.distributed.comm import all_reduce
+from megacore.distributed.cpu import own_cores
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.shard import shard_of
 from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.optimizer import learning_rate
+from megacore.model.gpt import DTYPES
+from megacore.model.initial import initialise
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan.partition import plan_of
 
@@ -29,7 +35,8 @@ class Figures:
 class TrainStep:
     """This rank's stages, engine and plan, and a step through them. Construction and every method are collective over all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh, *, draw: bool = True) -> None:
+        """Without `draw` somebody reads the weights, or calls `draw` later."""
         self.config, self.mesh = config, mesh
         self.stages = build_stages(config, mesh)
         self.engine = build_engine(config, self.stages, mesh)
@@ -37,6 +44,17 @@ class TrainStep:
         self.plan = plan_of(config)
         self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)  # of a target's loss in the mean
         self.number = 0  # of the step that is being done
+        if draw:
+            self.draw()
+
+    def draw(self) -> None:
+        """Sets the weights that training starts with: each rank draws what its engine holds of them."""
+        held, config, mesh = self.engine.tensors(), self.config, self.mesh
+        weights = {key.removeprefix(WEIGHTS): piece for key, piece in held.items() if key.startswith(WEIGHTS)}
+        shards = {name: shard_of(parameter) for stage in self.stages for name, parameter in stage.named_parameters()}
+        threads, note = own_cores(mesh.place.local_world_size), partial(mesh.progress, "drawing weights")
+        initialise(weights, shards, config.train.seed, DTYPES[config.train.precision], threads, note)
+        self.engine.load_state(self.engine.state(), held)
 
     def __call__(
         self,

@@ -57,7 +57,7 @@ class Trainer:
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.is_writer = mesh.place.rank == 0
 
-        self.train_step = TrainStep(config, mesh)
+        self.train_step = TrainStep(config, mesh, draw=False)
         self.engine = self.train_step.engine
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
@@ -285,9 +285,13 @@ class Trainer:
         self.saving.save(self.step, (self.step + self.ahead) * self.config.train.global_batch_size)
 
     def resume(self) -> int:
-        """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`; returns the step to go on from."""
+        """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws some; returns the step to go
+        on from."""
         found = choose(self.inputs, self.mesh)
-        return 0 if found is None else self.restore(*found)
+        if found is None:
+            self.train_step.draw()
+            return 0
+        return self.restore(*found)
 
     def restore(self, reader: Reader, weights_alone: bool = False) -> int:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""

@@ -19,7 +19,7 @@ from megacore.distributed.place import place_from_environment
 from megacore.distributed.shard import Box, Shard, logical_name, shard_of
 from megacore.model.gpt import DTYPES, Stage
 from megacore.plan.schedule import Action, Op
-from megacore.rng import normal_slice
+from megacore.rng import normal_runs
 from megacore.survive.noting import note_mesh, note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
@@ -166,5 +166,5 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     It is rounded so that the sum is exact in `dtype`.
     """
     size = math.prod(shape)  # 1 for a scalar
-    whole = normal_slice(("verify", name), (size,), SPREAD, 0, 0, size).view(shape)
+    whole = torch.cat([run for _, run in normal_runs(("verify", name, 0), size, SPREAD, size)]).view(shape)
     return ((1.0 + whole).to(dtype) - 1.0).double()

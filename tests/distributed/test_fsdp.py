@@ -13,8 +13,8 @@ import torch
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.place import place_from_environment
-from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.fsdp import FSDPEngine
+from megacore.train.step import TrainStep
 from tests import training
 from tests.training import Figures, difference, figures
 
@@ -134,8 +134,8 @@ def skipping_rank(config_path: str) -> dict[str, Any]:
     place = place_from_environment()
     config = load(config_path, [FSDP, "engine.shard_size=2"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    (stage,) = build_stages(config, mesh)
-    engine = build_engine(config, [stage], mesh)
+    train_step = TrainStep(config, mesh)
+    (stage,), engine = train_step.stages, train_step.engine
     assert isinstance(engine, FSDPEngine)
     held = {key: tensor.clone() for key, (tensor, _) in engine.tensors().items()}
     tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
@@ -168,8 +168,8 @@ def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
     place = place_from_environment()
     config = load(config_path, [FSDP, "engine.cpu_offload=true", "engine.reshard=false"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    (stage,) = build_stages(config, mesh)
-    engine = build_engine(config, [stage], mesh)
+    train_step = TrainStep(config, mesh)
+    (stage,), engine = train_step.stages, train_step.engine
     assert isinstance(engine, FSDPEngine)
     gradients, there, norms = [rows.gradient for rows in engine.rows], False, []
     tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)

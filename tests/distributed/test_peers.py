@@ -17,6 +17,7 @@ from torch import Tensor
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import place_from_environment
+from megacore.distributed.shard import materialise
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.interchange import mapped
@@ -54,6 +55,7 @@ def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) 
     config = load(config_path, overrides, place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
     (stage,) = build_stages(config, mesh)
+    materialise(stage.parameters(), mesh.device)
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             parameter.copy_(slice_of(weights[name], parameter.shard.offset, parameter.shape))  # type: ignore[attr-defined]

@@ -17,10 +17,11 @@ from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.comm import leave_tensor_parallel
 from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.distributed.place import Place, place_from_environment
-from megacore.distributed.shard import Shard, new_parameter, split
+from megacore.distributed.shard import Shard, new_parameter, shard_of, split
 from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
+from megacore.model.initial import initialise
 from megacore.pipeline.runtime import Microbatch
 from megacore.plan import schedule
 from megacore.plan.schedule import Action, Op, Placement, Plan, looped
@@ -158,19 +159,24 @@ def test_an_axis_left_out_of_the_record_is_noticed(pool: Any, config_path: str) 
         put_together(found)
 
 
+def drawn_into(module: torch.nn.Module) -> None:
+    held = {"w": (module.w, shard_of(module.w))}
+    initialise(held, {"w": shard_of(module.w)}, 0, torch.float32)
+
+
 def test_a_tensor_can_be_cut_twice() -> None:
     """Over two axes, along two dims or the same: the pieces must tile the tensor, and be drawn as its slices."""
     for dims in ((0, 1), (1, 0), (0, 0)):
         cover, drawn = torch.zeros(7, 6), torch.zeros(7, 6)
         whole = torch.nn.Module()
         whole.w = new_parameter(Shard((7, 6), (split(SOLO, dims[0]),), init_std=1.0), torch.float32, CPU)
-        gpt.initialise(whole, 0)
+        drawn_into(whole)
         for a in range(2):
             for b in range(3):
                 along = (split(Group("tp", (0, 1), a), dims[0]), split(Group("xp", (0, 1, 2), b), dims[1]))
                 module = torch.nn.Module()
                 module.w = new_parameter(shard := Shard((7, 6), along, init_std=1.0), torch.float32, CPU)
-                gpt.initialise(module, 0)
+                drawn_into(module)
                 at = tuple(slice(*shard.interval(dim)) for dim in (0, 1))
                 cover[at] += 1
                 drawn[at] = module.w.detach()

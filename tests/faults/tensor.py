@@ -8,10 +8,11 @@ from torch import Tensor
 
 from megacore.distributed import comm
 from megacore.distributed.mesh import SOLO
+from megacore.distributed.shard import Box
 from megacore.engine import choose, reduce
 from megacore.model import context, gpt, norm
 from megacore.tensor_parallel import cross_entropy, embedding, linear
-from megacore.train import trainer
+from megacore.train import step, trainer
 from tests.faults import both, fault
 from tests.faults.collectives import not_started, twice
 
@@ -186,25 +187,26 @@ def grouped_heads_by_wrong_stride() -> Any:
     "model.position=rope",
 )
 def rope_offset_by_rank() -> Any:
-    init = gpt.Stage.__init__
+    compute_on = gpt.Stage.compute_on
 
-    def remember(self: Any, config: Any, layers: Any, group: Any, *rest: Any) -> None:
-        init(self, config, layers, group, *rest)
+    def rolled(self: Any, device: torch.device) -> None:
+        compute_on(self, device)
         if self.rope is not None:
-            self.rope = tuple(table.roll(-group.rank * len(table) // group.size, 0) for table in self.rope)
+            self.rope = tuple(table.roll(-self.group.rank * len(table) // self.group.size, 0) for table in self.rope)
 
-    return patch(gpt.Stage, "__init__", remember)
+    return patch(gpt.Stage, "compute_on", rolled)
 
 
 @fault("weights are drawn from the rank's own generator", "tp2", "initialisation depends on the layout: first embedding.weight")
 def weights_drawn_by_rank() -> Any:
-    draw = gpt.normal_slice
+    initialise = step.initialise
 
-    def wrong(key: Any, shape: Any, std: float, dim: int, start: int, stop: int) -> Tensor:
-        shape = tuple(stop - start if d == dim else n for d, n in enumerate(shape))
-        return draw(key, shape, std, dim, 0, stop - start)
+    def wrong(held: Any, *rest: Any) -> None:
+        initialise(
+            {key: (tensor, Box(box.local_shape, (0,) * tensor.dim(), box.local_shape)) for key, (tensor, box) in held.items()}, *rest
+        )
 
-    return patch(gpt, "normal_slice", wrong)
+    return patch(step, "initialise", wrong)
 
 
 @fault(
