@@ -137,7 +137,7 @@ def run(argv: list[str], place: Place) -> int:
         config = evaluation_config(recorded_sections(reader), args, place.world_size)
         check_weights(reader, config)
         assert config.data.valid is not None
-        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size)
+        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan=place.local_rank == 0)
         sizes = text_sizes(config, samples)
         device = pick_device(config, place)
     with joined(config, place, device) as (mesh, _):

@@ -56,7 +56,7 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
         lock = FolderLock(Path(resolved(config.log.dir))) if place.rank == 0 else None
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
-        inputs = Inputs(config, place.rank)
+        inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device) as (mesh, ledger):

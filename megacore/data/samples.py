@@ -14,21 +14,27 @@ _ONE = 1 << 30  # 1 in the fixed-point arithmetic of `blend`
 Spec = str | list[tuple[float, str]]  # a prefix, or weighted prefixes
 
 
-def open_corpora(spec: Spec, vocab_size: int) -> list[tuple[float, IndexedTokens]]:
-    """Opens and checks the corpora of a `data.train` or `data.valid`; returns each with its share of the samples (the sum is 1)."""
+def open_corpora(spec: Spec, vocab_size: int, scan: bool) -> list[tuple[float, IndexedTokens]]:
+    """Opens the corpora of a `data.train` or `data.valid`; returns each with its share of the samples (the sum is 1).
+
+    With `scan` it also reads them for tokens beyond the vocabulary.
+    """
     weighted = [(1.0, spec)] if isinstance(spec, str) else spec
     total = sum(weight for weight, _ in weighted)
     corpora = [(weight / total, IndexedTokens(prefix)) for weight, prefix in weighted]
-    for _, tokens in corpora:
+    for _, tokens in corpora if scan else ():
         check_vocabulary(tokens, vocab_size)
     return corpora
 
 
-def training_stream(config: Config) -> "SampleStream":
-    """The stream that `config` trains on. Raises `ConfigError` if it names no corpus, and the errors of `SampleStream`."""
+def training_stream(config: Config, scan: bool = True) -> "SampleStream":
+    """The stream that `config` trains on; `scan` as in `open_corpora`.
+
+    Raises `ConfigError` if it names no corpus, and the errors of `SampleStream`.
+    """
     if config.data.train is None:
         raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
-    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size)
+    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size, scan)
 
 
 class SampleStream:
@@ -42,9 +48,9 @@ class SampleStream:
         DataError: a corpus is missing, damaged, of another vocabulary, or shorter than one sample.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int) -> None:
+    def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int, scan: bool = True) -> None:
         self.seq_len, self.seed, self.vocab_size = seq_len, seed, vocab_size
-        opened = open_corpora(spec, vocab_size)
+        opened = open_corpora(spec, vocab_size, scan)
         self.shares = [share for share, _ in opened]
         self.corpora = [tokens for _, tokens in opened]
         self.counts = [(tokens.num_tokens - 1) // seq_len for tokens in self.corpora]  # samples in an epoch of each
@@ -129,9 +135,9 @@ class EvalSamples:
         DataError: a corpus is missing, damaged, of another vocabulary, or has no token to predict.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, vocab_size: int) -> None:
+    def __init__(self, spec: Spec, seq_len: int, vocab_size: int, scan: bool = True) -> None:
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        self.corpora = [tokens for _, tokens in open_corpora(spec, vocab_size)]
+        self.corpora = [tokens for _, tokens in open_corpora(spec, vocab_size, scan)]
         for tokens in self.corpora:
             if tokens.num_tokens < 2:
                 raise DataError(f"{tokens.prefix}.bin", "has no token to predict", "at least two tokens")

@@ -20,15 +20,16 @@ class Inputs:
     Raises `UserError` if anything is wrong with them.
     """
 
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, rank: int, scan: bool = True) -> None:
+        """`scan`: reads the corpora for tokens beyond the vocabulary. One rank of a machine is enough."""
         train, vocab_size = config.train, config.model.vocab_size
         if rank == 0:
             tokenizer = config.data.tokenizer  # training does not need it, but generating text later does
             if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
                 right = "bytes, a sentencepiece .model, a tokenizer.json, or null"
                 raise ConfigError("data.tokenizer", f"there is no file {tokenizer}", right)
-        self.stream = training_stream(config)
-        self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size)
+        self.stream = training_stream(config, scan)
+        self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size, scan)
         self.config = config
         self.candidates: list[Path] = []  # checkpoints before `checkpoint`
         self.opened: checkpoint.Reader | None = None  # the one that is named; opened once, since a large one takes seconds
