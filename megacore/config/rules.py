@@ -17,6 +17,8 @@ MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
 MOST_STAGES = 1024
 MOST_MICROBATCHES = 2**18  # of a step, times stages: a schedule with so many is simulated in seconds
 
+BUCKET_MIB, PART_MIB = 25.0, 4.0  # of a gradient bucket, and at least of each data rank's part of it
+
 
 def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     """Derives values from others, by dotted key. `name` is the config file's name without its ending."""
@@ -37,6 +39,10 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
         derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
     if parallel.data == "auto":
         derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline))
+    if config.engine.bucket_mib is None:
+        # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more ranks until latency rules.
+        data = derived.get("parallel.data", parallel.data)
+        derived["engine.bucket_mib"] = max(BUCKET_MIB, PART_MIB * data)
     if config.optim.decay_steps is None:
         # A run cut short (train.steps=20) may end within its warmup.
         steps, warmup = config.train.steps, config.optim.warmup_steps

@@ -200,7 +200,10 @@ class Engine(Section):
         "not once a step (least traffic); null: where there is no pipeline",
     )
     cpu_offload: bool = Field(False, description="fsdp: parameters, gradients and optimizer state rest, and are updated, in host memory")
-    bucket_mib: Positive = Field(25.0, description="size of a gradient bucket, reduced as a whole, in MiB of fp32")
+    bucket_mib: Positive | None = Field(
+        None,
+        description="native: size of a gradient bucket, reduced as a whole, in MiB of fp32; null: 25, or 4 a data rank if that is more",
+    )
 
 
 class Cpu(Section):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import SOLO, Mesh
 from megacore.distributed.shard import Box, piece_key
@@ -29,7 +30,7 @@ class NativeEngine(Stepper):
         self.modules, self.mesh, group = stages, mesh, mesh.gradient_group
         self.sharded = config.engine.shard_optimizer and group.size > 1
         self.divided = mesh.token_axes if self.sharded else ()  # axes over which a rank's part of the state is its own
-        self.buffers = fill_buffers(stages, config.engine.bucket_mib, group if self.sharded else SOLO, mesh.token_axes)
+        self.buffers = fill_buffers(stages, resolved(config.engine.bucket_mib), group if self.sharded else SOLO, mesh.token_axes)
         self.reducer = GradientReducer(self.buffers, mesh)
         self.gatherer = ParameterGatherer(stages, self.buffers, group) if self.sharded else None
         super().__init__(

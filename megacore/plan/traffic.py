@@ -18,7 +18,7 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megacore.config.schema import Config
+from megacore.config.schema import Config, resolved
 from megacore.plan.memory import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.plan.parameters import Held, held_by
 from megacore.plan.partition import plan_of
@@ -110,9 +110,8 @@ def _data(config: Config, held: Held, ties: bool) -> list[Transfer]:
     parallel, model = config.parallel, config.model
     d, t, p = int(parallel.data), parallel.tensor, parallel.pipeline
     parameters, gradient = held.elements(t), GRADIENT_BYTES[config.train.precision]
-    calls = max(
-        1, round(parameters * gradient / (config.engine.bucket_mib * 2**20))
-    )  # approximately: matrices and other parameters have separate buckets
+    bucket = resolved(config.engine.bucket_mib) * 2**20
+    calls = max(1, round(parameters * gradient / bucket))  # approximately: matrices and other parameters have separate buckets
     sharded = config.engine.shard_optimizer and d > 1
     if sharded:
         found = [

@@ -216,6 +216,8 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
         ("optim.schedule=wsd", 1, "optim.decay_steps", 100),
         ("optim.schedule=wsd optim.warmup_steps=950", 1, "optim.decay_steps", 50),  # no room for a tenth
         ("train.steps=20 optim.warmup_steps=30", 1, "optim.decay_steps", 30),
+        ("", 1, "engine.bucket_mib", 25),
+        ("train.global_batch_size=512 train.micro_batch_size=1 parallel.tensor=2", 1024, "engine.bucket_mib", 4 * 512),
     ],
 )
 def test_derived_values(load_raw: Load, overrides: str, world: int, key: str, value: float) -> None:

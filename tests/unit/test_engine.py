@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megacore.config import Config, load
-from megacore.config.schema import Optim
+from megacore.config.schema import Optim, resolved
 from megacore.distributed.comm import Done
 from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.distributed.place import Place
@@ -256,7 +256,7 @@ def test_learning_rate_without_room() -> None:
 
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
-    return GradientReducer(fill_buffers([stage], config.engine.bucket_mib), Mesh(config, Place(), CPU))
+    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib)), Mesh(config, Place(), CPU))
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
