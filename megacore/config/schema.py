@@ -85,7 +85,9 @@ class Model(Section):
     dropout: Fraction = Field(
         0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
     )
-    attention: Literal["sdpa", "fused", "eager"] = "sdpa"
+    attention: Literal["auto", "sdpa", "fused", "eager"] = Field(
+        "auto", description="auto: eager for short sequences on CPUs, where it is faster; else sdpa, which keeps no scores"
+    )
     kernels: Literal["auto", "triton", "eager"] = Field(
         "auto", description="fused Triton kernels; auto: on GPUs. triton: also in Triton's interpreter (TRITON_INTERPRET=1)"
     )

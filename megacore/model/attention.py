@@ -17,6 +17,7 @@ from megacore.kernels.softmax import causal_softmax
 from megacore.model.cache import latest_mask
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
+from megacore.plan.choices import attention_of
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
@@ -33,9 +34,8 @@ class Attention(nn.Module):
         model = config.model
         self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
-        self.implementation, self.kernels = model.attention, model.kernels
-        # sdpa keeps no scores, so there is nothing for selective recomputation to drop.
-        self.recompute = config.train.recompute == "selective" and model.attention != "sdpa"
+        self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
+        self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         heads = (config.kv_heads, self.queries + 2, config.head_size)
         self.qkv = ColumnLinear(model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, **where)
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         q, k, v = self.heads(qkv, context.rope)
         if context.cache is not None:
             y = self.attend_all(q, *context.cache.extend(self, k, v))
-        elif self.recompute:
+        elif self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
             y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self.attend(q, k, v)
@@ -73,12 +73,22 @@ class Attention(nn.Module):
         """``softmax(scale · q kᵀ + causal mask) v``; q ``[batch, heads, seq, head]``, k and v with the key/value heads."""
         if is_widened(q):
             return self.attend(q.float(), k.float(), v.float()).to(q.dtype)
-        if self.implementation == "sdpa":
+        kind = self.kind(q)
+        if kind == "sdpa":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.queries > 1)
         if self.queries > 1:
             k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
-        scores = q @ k.transpose(-2, -1)
-        return causal_softmax(scores, self.scale, self.kernels if self.implementation == "fused" else "eager") @ v
+        if kind == "fused":
+            return causal_softmax(q @ k.transpose(-2, -1), self.scale, self.kernels) @ v
+        seq_len = q.shape[2]
+        mask = q.new_full((seq_len, seq_len), float("-inf")).triu_(1)
+        # Scaled and masked inside the product: no pass over the scores but the softmax's, which computes in fp32 at least.
+        scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=self.scale)
+        return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+    def kind(self, x: Tensor) -> str:
+        """How attention is computed where `x` is."""
+        return self.kinds["cpu" if x.device.type == "cpu" else "cuda"]
 
     def attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend` of the latest queries to all keys so far. It always uses sdpa, whatever `model.attention` is."""

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from megacore.config.schema import Config, resolved
+from megacore.plan.choices import attention_of
 
 # Elementwise operations of embedding and loss. They matter only for splitting layers over stages.
 EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
@@ -77,7 +78,7 @@ class Cost:
 
 def layer_cost(config: Config) -> Cost:
     """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention."""
-    sdpa = config.model.attention == "sdpa"
+    sdpa = attention_of(config) == "sdpa"
     forward = block_flops(config, causal=sdpa)
     return Cost(forward, 2 * forward + recomputed_flops(config, causal=sdpa))
 
@@ -92,7 +93,7 @@ def recomputed_flops(config: Config, causal: bool) -> float:
     model = config.model
     if config.train.recompute == "full":
         return block_flops(config, causal) - 2 * model.hidden_size * resolved(model.ffn_size)
-    if config.train.recompute == "selective" and model.attention != "sdpa":
+    if config.train.recompute == "selective" and attention_of(config) != "sdpa":
         return attention_flops(config, causal) / 2
     return 0.0
 

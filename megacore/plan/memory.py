@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
+from megacore.plan.choices import attention_of
 from megacore.plan.flops import attention_sizes
 from megacore.plan.optimizers import STATES
 from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
@@ -72,8 +73,8 @@ def block_activations(config: Config, recompute: str) -> int:
     4·e·h for the inputs of both norms, of query-key-value and of up; 2·h for the masks of two dropouts. In tensors that they always
     divide: e·(a + 2k) for query, key and value; e·(a + k) more if these are rotated or normed (and an fp32 number a head for the
     norm); e·a for attention's output; for gelu e·2f (its input and output), for swiglu e·4f (gate and up, the gate's silu, the
-    product). SDPA adds an fp32 logarithm a head; other attention adds s scores a head (in low precision unfused, also their softmax
-    in fp32).
+    product). SDPA adds an fp32 logarithm a head. Other attention adds s scores a head, and keeps query, key and value in its
+    products' order alone, e·3a: each key and value once for every query head that shares it.
 
     For a gelu model with learned positions, f = 4h, bf16 and dropout, this is the published 34·s·b·h/t. `selective` leaves
     out the scores and what follows up; `full` keeps only the block's input, e·h.
@@ -84,15 +85,15 @@ def block_activations(config: Config, recompute: str) -> int:
     if recompute == "full":
         return _unsplit(config, e * h * tokens)
     unsplit = 4 * e * h + (2 * h if model.dropout else 0)
-    split = e * (2 * a + 2 * k) + (e * (a + k) if model.position == "rope" or model.qk_norm else 0)
+    if (sdpa := attention_of(config) == "sdpa") or recompute != "none":
+        split = e * (2 * a + 2 * k) + (e * (a + k) if model.position == "rope" or model.qk_norm else 0)
+        split += 4 * model.num_heads if sdpa else 0
+    else:
+        split = e * (4 * a + model.num_heads * train.seq_len) + (e * (a + 2 * k) if model.qk_norm else 0)
     split += 4 * (model.num_heads + config.kv_heads) if model.qk_norm else 0
     split += e * f * (2 if model.activation == "swiglu" else 1)
     if recompute == "none":
         split += e * f * (2 if model.activation == "swiglu" else 1)
-    if model.attention == "sdpa":
-        split += 4 * model.num_heads
-    elif recompute == "none":
-        split += model.num_heads * train.seq_len * (e + 4 if model.attention == "eager" and e < 4 else e)
     return _unsplit(config, unsplit * tokens) + split * tokens // config.parallel.tensor
 
 

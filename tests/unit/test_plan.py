@@ -125,8 +125,9 @@ def test_recomputed_flops_are_what_the_model_multiplies_again(variant: dict[str,
 
 def test_sdpa_recomputes_no_attention() -> None:
     """`selective` keeps no scores to drop with SDPA: its HFU is its MFU."""
-    config = make(recompute="selective")
-    assert counted_flops(config) == counted_flops(make())
+    sdpa = {"attention": "sdpa"}
+    config = make(sdpa, recompute="selective")
+    assert counted_flops(config) == counted_flops(make(sdpa))
     assert hardware_flops_per_token(config, causal=True) == flops_per_token(config, causal=True)
 
 
@@ -170,7 +171,10 @@ def saved_bytes(config: Config) -> int:
         ({"position": "rope", "num_kv_heads": 2}, {}),
         ({"qk_norm": True, "head_size": 24}, {}),
         ({"qk_norm": True, "position": "rope", "residual_scale": 0.5}, {"precision": "bf16"}),
-        ({"attention": "eager"}, {"precision": "bf16"}),
+        ({"attention": "sdpa"}, {}),
+        ({"attention": "eager", "num_kv_heads": 2}, {"precision": "bf16"}),
+        ({"attention": "sdpa", "position": "rope", "num_kv_heads": 2}, {}),
+        ({"position": "rope", "num_kv_heads": 1}, {"recompute": "selective"}),
         ({"attention": "eager"}, {"recompute": "selective"}),
         ({}, {"recompute": "full"}),
     ],
@@ -181,6 +185,7 @@ def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, mo
     monkeypatch.setattr(cpu, "WIDENED", set())
     # And with a fused RMS norm, which keeps its input alone; PyTorch has one for CPUs in layernorm's form only.
     monkeypatch.setattr(layernorm.F, "rms_norm", lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps))
+    train |= {"device": "cpu"}  # where it is measured, and so what attention's auto is to be predicted for
     three, one = make(model, **train), make(model | {"num_layers": 1}, **train)
     measured = (saved_bytes(three) - saved_bytes(one)) / 2
     assert block_activations(three, three.train.recompute) == pytest.approx(measured, rel=0.01)

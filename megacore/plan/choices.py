@@ -1,0 +1,25 @@
+"""What a setting's `auto` stands for, by device, precision and sizes alone: every layout of a model chooses alike.
+
+The rules are measured; docs/performance.md has the figures and the commands.
+"""
+
+from typing import Literal
+
+from megacore.config.schema import Config
+
+# Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
+# Not in fp64: the proof's reference is the formula, and would be compared with itself.
+LONGEST_EAGER = {"fp32": 512, "fp16": 512, "bf16": 1024}
+MOST_SCORES = 16  # tokens a feature of a head: then the softmax takes as much memory as all else that a block keeps
+
+
+def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "fused", "eager"]:
+    """How attention is computed on this type of device: `model.attention`, or what its `auto` chooses.
+
+    Without a device: on the one that a prediction is for, which is a GPU unless the config names the CPU.
+    """
+    model, train = config.model, config.train
+    if model.attention != "auto":
+        return model.attention
+    longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.head_size)
+    return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"

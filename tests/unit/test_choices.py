@@ -1,0 +1,77 @@
+"""What a setting's `auto` stands for."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.model.attention import Attention
+from megacore.model.gpt import whole_model
+from megacore.plan.choices import attention_of
+from megacore.plan.memory import block_activations
+
+
+def config_of(model: dict[str, Any], **train: Any) -> Config:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 32}
+    return resolve({"model": sizes | model, "train": {"precision": "fp32", "seq_len": 64} | train}, [], "auto", 1).config
+
+
+@pytest.mark.parametrize(
+    ("precision", "head", "seq_len", "device", "chosen"),
+    [
+        ("fp32", 64, 512, "cpu", "eager"),
+        ("fp32", 64, 513, "cpu", "sdpa"),
+        ("bf16", 64, 1024, "cpu", "eager"),
+        ("bf16", 64, 1025, "cpu", "sdpa"),
+        ("bf16", 32, 512, "cpu", "eager"),
+        ("bf16", 32, 513, "cpu", "sdpa"),  # the scores would be most of what a block keeps
+        ("fp64", 64, 64, "cpu", "sdpa"),  # or the proof would compare the formula with itself
+        ("bf16", 64, 64, "cuda", "sdpa"),
+    ],
+)
+def test_attention_goes_by_device_precision_and_sizes(precision: str, head: int, seq_len: int, device: str, chosen: str) -> None:
+    """The rule is that of docs/performance.md; another one is slower, or needs memory that nobody counts."""
+    config = config_of({"head_size": head}, precision=precision, seq_len=seq_len)
+    assert attention_of(config, device) == chosen
+    for explicit in ("sdpa", "eager"):
+        assert attention_of(config_of({"head_size": head, "attention": explicit}, precision=precision, seq_len=seq_len), device) == explicit
+
+
+@pytest.mark.parametrize(("seq_len", "chosen"), [(64, "eager"), (272, "sdpa")])  # heads of 16 features: up to 256
+def test_the_model_does_what_is_chosen(monkeypatch: pytest.MonkeyPatch, seq_len: int, chosen: str) -> None:
+    """A model that chose by itself would need other memory than is predicted."""
+    called, sdpa = [], F.scaled_dot_product_attention
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        called.append(True)
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    whole_model(config_of({}, seq_len=seq_len))(torch.zeros(1, seq_len, dtype=torch.long))
+    assert ("sdpa" if called else "eager") == chosen
+
+
+def test_memory_is_predicted_for_the_device_that_is_named() -> None:
+    """Scores are kept on a CPU alone: a plan for GPUs would ask for memory that nobody needs, and one for CPUs for too little."""
+    both = [config_of({}, device=device) for device in ("cpu", "cuda")]
+    for config, explicit in zip(both, ("eager", "sdpa"), strict=True):
+        same = config_of({"attention": explicit}, device=config.train.device)
+        assert block_activations(config, "none") == block_activations(same, "none")
+    assert block_activations(both[0], "none") > block_activations(both[1], "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_attention_is_rounded_a_few_times_only(dtype: torch.dtype) -> None:
+    """Of rows that sum to one, weighted with values up to 1: each of scores, softmax and result is rounded once, so that an error is
+    at most the scores' largest times a rounding, and two more; sums in 16 bits would be off by ten times as much."""
+    q, k, v = torch.randn(3, 2, 2, 64, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    v = v.clamp(-1, 1)
+    attention = whole_model(config_of({}, precision="bf16" if dtype == torch.bfloat16 else "fp32")).blocks["0"].attention
+    assert isinstance(attention, Attention) and attention.kind(q) == "eager"
+    right = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    scores = float((q.double() @ k.double().transpose(-2, -1)).abs().max()) * attention.scale
+    rounding = torch.finfo(dtype).eps / 2
+    assert float((attention.attend(q, k, v).double() - right).abs().max()) < (2 * scores + 4) * rounding
