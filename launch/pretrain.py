@@ -46,6 +46,7 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
     from megacore.engine.choose import check_engine
     from megacore.survive.joining import joined, own_mistakes
     from megacore.survive.noting import note_trainer
+    from megacore.train.exporter import Exporter
     from megacore.train.inputs import Inputs
     from megacore.train.lock import FolderLock
     from megacore.train.trainer import Trainer
@@ -57,10 +58,11 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
+        exporter = Exporter(config.log.prometheus_port, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device) as (mesh, ledger):
-        return note_trainer(Trainer(config, mesh, inputs), ledger).run(stop)
+        return note_trainer(Trainer(config, mesh, inputs, exporter), ledger).run(stop)
 
 
 if __name__ == "__main__":

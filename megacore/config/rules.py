@@ -114,8 +114,8 @@ def check_available(config: Config) -> None:
     if config.engine.kind == "deepspeed" and config.optim.spike_threshold is not None:
         wrong = "DeepSpeed takes the norm and the step at once, and skips only what is not finite"
         raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")
-    if config.log.prometheus_port is not None:
-        raise ConfigError("log.prometheus_port", "is not available in this version", "null; log.tensorboard=true has the figures")
+    if (port := config.log.prometheus_port) is not None and port > 65535:
+        raise ConfigError("log.prometheus_port", f"{port} is no port", "from 1 to 65535")
 
 
 def check_model(config: Config) -> None:

@@ -218,7 +218,7 @@ class Log(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: PositiveInt = Field(10, description="steps between log lines; the only steps that wait for the device")
     tensorboard: bool = True
-    prometheus_port: PositiveInt | None = None
+    prometheus_port: PositiveInt | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
 
 
 class Config(Section):

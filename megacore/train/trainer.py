@@ -18,6 +18,7 @@ from megacore.errors import LogError
 from megacore.pipeline.runtime import Microbatch
 from megacore.plan.partition import placement_of, stage_layers
 from megacore.train.evaluation import evaluate
+from megacore.train.exporter import Exporter
 from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
@@ -53,8 +54,9 @@ FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job
 class Trainer:
     """One rank's part in a run. Construction and every method are collective over all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs) -> None:
+    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, exporter: Exporter | None = None) -> None:
         self.config, self.mesh, self.inputs = config, mesh, inputs
+        self.exporter = exporter or Exporter(None, mesh.place, mesh.device)
         self.is_writer = mesh.place.rank == 0
 
         self.train_step = TrainStep(config, mesh, draw=False)
@@ -88,6 +90,7 @@ class Trainer:
             return status
         finally:
             self.loader.close()
+            self.exporter.close()
             self.logs.close()  # releases the terminal: a failure's reason comes last
 
     def train(self) -> int:
@@ -236,29 +239,36 @@ class Trainer:
         seconds, *_, save_seconds, memory = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed = tokens_a_step / seconds
-        self.logs.step(
-            {
-                "step": self.step,
-                "loss": figures.loss,
-                "grad_norm": figures.grad_norm,
-                "lr": lr,
-                "tokens": self.step * tokens_a_step,
-                "tokens_per_second": speed,
-                "step_seconds": seconds,
-                "mfu": self.utilisation.full(speed),
-                "mfu_causal": self.utilisation.causal(speed),
-                "save_seconds": save_seconds,
-                "memory_bytes": int(memory),
-                "skipped": int(figures.skipped),
-            },
-            self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds),
-        )
+        stragglers = self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
+        logged = {
+            "step": self.step,
+            "loss": figures.loss,
+            "grad_norm": figures.grad_norm,
+            "lr": lr,
+            "tokens": self.step * tokens_a_step,
+            "tokens_per_second": speed,
+            "step_seconds": seconds,
+            "mfu": self.utilisation.full(speed),
+            "mfu_causal": self.utilisation.causal(speed),
+            "save_seconds": save_seconds,
+            "memory_bytes": int(memory),
+            "skipped": int(figures.skipped),
+        }
+        self.logs.step(logged, stragglers)
+        by_rank = {
+            "rank_busy_seconds": of_all[1].tolist(),
+            "rank_waiting_seconds": (of_all[0] - of_all[1]).tolist(),
+            "rank_memory_bytes": of_all[4].tolist(),
+            "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
+        }
+        self.exporter.step(logged, by_rank, self.saved_step)
 
     def validate(self) -> float | None:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
         if self.inputs.validation is None:
             return None
         loss = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.obey).loss
+        self.exporter.validation(loss)
         if self.step > self.started:  # else it is recorded already
             self.logs.validation(self.step, loss)
         self.logs.say(f"step {self.step}: validation loss {loss:.4f}")

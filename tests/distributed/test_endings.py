@@ -119,8 +119,8 @@ IMPORTS_TORCH = {
     "generate.py": ["--checkpoint", "nothing"],
     "verify.py": TINY,
 }
-IMPORTS = [
-    *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in IMPORTS_TORCH and script != "prepare.py"),
+IMPORTS = [  # compare.py imports nothing before it has read the runs
+    *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in {*IMPORTS_TORCH, "prepare.py", "compare.py"}),
     ("numpy", ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"]),
     *(("torch", [f"launch/{script}", *arguments]) for script, arguments in IMPORTS_TORCH.items()),
     *(("torch", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS if name != "figures"),  # which draws without torch

@@ -113,7 +113,7 @@ RULES: list[tuple[str, int, str, str]] = [
     ("engine.cpu_offload=true", 2, "engine.cpu_offload", "engine.kind=fsdp, or leave it out"),
     ("engine.config=ds.json", 1, "engine.config", "leave it out"),
     ("checkpoint.every=10 checkpoint.keep_every=25", 1, "checkpoint.keep_every", "20 or 30"),
-    ("log.prometheus_port=9000", 1, "log.prometheus_port", "null"),
+    ("log.prometheus_port=90000", 1, "log.prometheus_port", "from 1 to 65535"),
     ("model.hidden_size=770", 1, "model.hidden_size", "768 or 780 would be"),
     ("model.num_kv_heads=5", 1, "model.num_heads", "10 or 15 would be"),
     ("model.num_kv_heads=24", 1, "model.num_heads", "24 would be"),

@@ -25,7 +25,7 @@ NOT_IMPORTED = {
 }  # fmt: skip
 
 # Modules of distributions that are called otherwise.
-IMPORTED_AS = {"pyyaml": "yaml"}
+IMPORTED_AS = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 
 
 @pytest.fixture

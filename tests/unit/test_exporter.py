@@ -1,0 +1,151 @@
+"""log.prometheus_port: what is served, by whom, and that rules and dashboard ask for it."""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megacore.distributed.place import Place, free_port
+from megacore.errors import ConfigError
+from megacore.train.exporter import OTHERS, RANKS, RUN, Exporter
+from tests.commands import run_script
+from tests.pool import ROOT
+from tests.training import write_config, write_corpus
+
+CPU = torch.device("cpu")
+MONITORING = ROOT / "launch" / "monitoring"
+
+
+def scrape(port: int) -> dict[str, float]:
+    """Figures by their name and labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_a_machine_serves_its_ranks() -> None:
+    """Figures of another machine's ranks, or a null that reads as 0, would send people to the wrong machine."""
+    port = free_port()
+    exporter = Exporter(port, Place(rank=2, world_size=4, local_rank=0, local_world_size=2), CPU)
+    try:
+        figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
+        exporter.step(figures, {name: [1.0, 2.0, 3.0, 4.0] for name in RANKS}, saved_step=20)
+        exporter.validation(3.5)
+        found = scrape(port)
+    finally:
+        exporter.close()
+    assert found["megacore_step"] == 30 and found["megacore_mfu"] == 0.4 and found["megacore_valid_loss"] == 3.5
+    assert found["megacore_loss"] != found["megacore_loss"], "null is not a number"
+    assert {name: found[f'megacore_rank_memory_bytes{{rank="{name}"}}'] for name in (2, 3)} == {2: 3.0, 3: 4.0}
+    assert not any('rank="0"' in name for name in found)
+    assert found["megacore_checkpoint_step"] == 20 and abs(found["megacore_checkpoint_timestamp_seconds"] - time.time()) < 60
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", port))  # nobody listens there any more
+        again.listen()
+
+
+def test_only_the_first_rank_of_a_machine_serves() -> None:
+    """Ranks of one machine would fight for the port."""
+    port = free_port()
+    Exporter(port, Place(1, 2, 1, 2), CPU).step({}, {}, 0)
+    with pytest.raises(OSError):
+        scrape(port)
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    """A run would end in a traceback, or train unwatched."""
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"log.prometheus_port: port {port} cannot be served: Address already in use"):
+            Exporter(port, Place(), CPU)
+
+
+def test_a_run_is_served(tmp_path: Path) -> None:
+    """The trainer would not hand its figures over, or hand over others than it writes down."""
+    port = free_port()
+    config = write_config(
+        tmp_path, write_corpus(tmp_path), train={"steps": 200}, log={"dir": str(tmp_path / "run"), "prometheus_port": port}
+    )
+    ended: list[Any] = []
+    run = threading.Thread(target=lambda: ended.append(run_script("launch/pretrain.py", "--config", config)))
+    run.start()
+    seen: list[dict[str, float]] = []
+    while run.is_alive():
+        try:
+            seen.append(scrape(port))
+        except OSError:
+            time.sleep(0.02)
+    run.join()
+    assert ended[0].returncode == 0, ended[0].stderr
+    lines = {
+        line["step"]: line for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "loss" in (line := json.loads(text))
+    }
+    compared = [(found["megacore_loss"], lines[int(found["megacore_step"])]["loss"]) for found in seen if found["megacore_step"]]
+    assert compared and any(ours == theirs for ours, theirs in compared)
+    assert any('megacore_rank_busy_seconds{rank="0"}' in found for found in seen)
+
+
+def expressions() -> list[str]:
+    """All that rules and dashboard ask Prometheus for."""
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_rules_and_dashboard_ask_for_what_is_served() -> None:
+    """A renamed figure would leave an empty panel and an alert that never fires."""
+    asked = {name for expression in expressions() for name in re.findall(r"megacore_(\w+)", expression)}
+    assert asked <= {*RUN, *RANKS, *OTHERS} and len(asked) > 10
+
+
+SERIES = {
+    "NoStep": ["megacore_logged_timestamp_seconds", "0x60"],
+    "MachineGone": ["up", "1x3 0x60"],
+    "LossNotFinite": ["megacore_loss", "3 2.5" + " Inf" * 60],
+    "Skipping": ["megacore_skipped", "0+1x60"],
+    "CheckpointOld": ["megacore_checkpoint_timestamp_seconds", "1x200"],
+    "WaitingForOthers": ["megacore_rank_waiting_seconds", "0.5x60"],
+    "UtilisationFell": ["megacore_mfu", "0.5x10 0.3x60"],
+    "Straggler": ["megacore_rank_straggler", "1x60"],
+    "MemoryNearlyFull": ["megacore_rank_memory_bytes", "99x60"],
+    "Restarted": ["megacore_started_timestamp_seconds", "1x5 900x60"],
+}
+HEALTHY = {"megacore_step_seconds": "1x200", "megacore_memory_limit_bytes": "100x200"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
+@pytest.mark.parametrize("alert", SERIES)
+def test_alerts_fire(tmp_path: Path, alert: str) -> None:
+    """An alert that cannot fire, or one that fires for a healthy run."""
+    name, values = SERIES[alert]
+    good = {"up": "1x200", "megacore_loss": "3x200", "megacore_mfu": "0.5x200", "megacore_rank_waiting_seconds": "0.1x200"}
+    good |= {"megacore_logged_timestamp_seconds": "0+60x200", "megacore_skipped": "0x200", "megacore_rank_straggler": "0x200"}
+    good |= {"megacore_checkpoint_timestamp_seconds": "0+60x200", "megacore_rank_memory_bytes": "50x200"} | HEALTHY
+    labels = '{job="megacore",instance="node0:9400"}'
+    at = "70m" if alert == "CheckpointOld" else "30m"
+    for series, fires in ((good, False), (good | {name: values}, True)):
+        inputs = [{"series": key + labels, "values": value} for key, value in series.items()]
+        expected = [{"exp_labels": {"alertname": alert}}] if fires else []
+        check = {"eval_time": at, "alertname": alert, "exp_alerts": expected}
+        test = {
+            "rule_files": [str(MONITORING / "alerts.yml")],
+            "tests": [{"interval": "1m", "input_series": inputs, "alert_rule_test": [check]}],
+        }
+        (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
+        done = subprocess.run(["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        # promtool compares all labels and annotations, and so refuses what fires too: what it got is in its message.
+        assert ("got:[]" not in said and "got:" in said) if fires else done.returncode == 0, said
