@@ -2,13 +2,11 @@
 
 import difflib
 import json
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megacore.config.rules import check, check_extent, derive
 from megacore.config.schema import Config
@@ -16,6 +14,10 @@ from megacore.errors import ConfigError
 from megacore.files import read_text
 
 LONGEST = 200  # characters of a value in a message
+# What a JSON schema says, in words that a user knows.
+TYPES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false", "null": "null"}
+TYPES |= {"object": "an object", "array": "a list of [weight, prefix]"}
+BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 
 
 @dataclass(frozen=True)
@@ -145,35 +147,26 @@ def nearest(key: str) -> str:
 
 
 def describe(key: str) -> str:
-    """The values that a key accepts, as text, from its annotation."""
+    """The values that a key accepts, as text."""
     section, _, name = key.partition(".")
-    model = Config.model_fields[section].annotation
-    assert isinstance(model, type) and issubclass(model, BaseModel)
-    field = next((f for n, f in model.model_fields.items() if name in (n, f.alias)), None)
-    if field is None:
-        return "an object"
-    accepted = " or ".join(type_names(field.annotation))
-    bounds = [f"{word} {bound}" for m in field.metadata for word, bound in limits(m)]
-    return ", ".join([accepted, *bounds])
+    schema = Config.model_json_schema()
+    keys = referred(schema["properties"][section], schema)["properties"]
+    return accepted(keys[name], schema) if name in keys else "an object"
 
 
-def limits(metadata: Any) -> list[tuple[str, Any]]:
-    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    return [(word, getattr(metadata, name)) for name, word in words.items() if getattr(metadata, name, None) is not None]
+def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
+    """A part of the JSON schema in words that a user knows."""
+    if options := part.get("anyOf") or part.get("oneOf"):
+        return " or ".join(accepted(option, schema) for option in options)
+    if "$ref" in part:
+        fields = referred(part, schema)["properties"].items()
+        return "{" + ", ".join(f"{name}: {field['const']}" if "const" in field else name for name, field in fields) + "}"
+    if "const" in part or "enum" in part:
+        return " or ".join(part.get("enum") or [part["const"]])
+    bounds = [f"{word} {part[bound]:g}" for bound, word in BOUNDS.items() if bound in part]
+    return f"{TYPES[part['type']]} {' and '.join(bounds)}".strip()
 
 
-def type_names(annotation: Any) -> list[str]:
-    """A type of the schema, in words that a user knows."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return [str(value) for value in typing.get_args(annotation)]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return [name for part in typing.get_args(annotation) for name in type_names(part)]
-    if typing.get_origin(annotation) is typing.Annotated:
-        base, *metadata = typing.get_args(annotation)
-        bounds = " and ".join(f"{word} {bound}" for m in metadata for word, bound in limits(m))
-        return [f"{name}{' ' + bounds if bounds else ''}" for name in type_names(base)]
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        fields = annotation.model_fields.items()
-        return [f"{{{', '.join(f'{n}: {type_names(f.annotation)[0]}' if n == 'type' else n for n, f in fields)}}}"]
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null", dict: "an object"}
-    return [names.get(typing.get_origin(annotation) or annotation, "a list of [weight, prefix]")]
+def referred(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """The definition that a part of the JSON schema refers to."""
+    return schema["$defs"][part["$ref"].removeprefix("#/$defs/")]
