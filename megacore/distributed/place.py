@@ -12,6 +12,8 @@ from pathlib import Path
 from megacore.distributed.processes import stat_fields
 from megacore.errors import ConfigError
 
+HOSTFILE = re.compile(r"(--hostfile|-H)(=(.*))?")  # an option of the deepspeed launcher
+
 
 @dataclass(frozen=True)
 class Place:
@@ -107,11 +109,16 @@ def missing_hostfile() -> str | None:
 
 def hostfile_of(arguments: list[str], folder: Path) -> str | None:
     """The value of a launcher's --hostfile (-H), if there is no such file."""
-    for name, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        option, equals, value = name.partition("=")
-        if option in ("--hostfile", "-H"):
-            value = value if equals else following
-            return value if value and not (folder / value).is_file() else None
+    named = named_hostfile(arguments)
+    return named[1] if named and not (folder / named[1]).is_file() else None
+
+
+def named_hostfile(command: list[str]) -> tuple[int, str] | None:
+    """The number of the word that names the hostfile in a command of the deepspeed launcher, and the file; None if it names none."""
+    for i, (word, following) in enumerate(zip(command, [*command[1:], ""], strict=True)):
+        if found := HOSTFILE.fullmatch(word):
+            file = found[3] if found[2] else following
+            return (i if found[2] else i + 1, file) if file else None
     return None
 
 

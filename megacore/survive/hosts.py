@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
+from megacore.distributed.place import HOSTFILE, named_hostfile
 from megacore.errors import ConfigError
 from megacore.files import read_text
 
@@ -18,7 +19,6 @@ PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
 PROBE_SECONDS = 15.0
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
 LINES = "lines such as `node1 slots=8`"  # of a hostfile
-OPTION = re.compile(r"(--hostfile|-H)(=(.*))?")  # of the deepspeed launcher
 KEPT = 0.75  # a layout that uses this part of the ranks is not changed for one that uses more
 
 
@@ -52,13 +52,8 @@ def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
             right = "leave it to the job's own machines, or use the deepspeed launcher"
             raise ConfigError("--hostfile", f"only the deepspeed launcher's can be changed, not {command[0]}'s", right)
         return None
-    for i, word in enumerate(command):
-        found = OPTION.fullmatch(word)
-        if found and found[3]:
-            return i, Path(found[3])
-        if found and not found[2] and i + 1 < len(command):
-            return i + 1, Path(command[i + 1])
-    return None
+    named = named_hostfile(command)
+    return named and (named[0], Path(named[1]))
 
 
 class Planned(NamedTuple):
@@ -114,7 +109,7 @@ class Fleet:
         option = hostfile_option(command)
         assert option is not None
         at, _ = option
-        word = f"{command[at].partition('=')[0]}={file}" if OPTION.fullmatch(command[at]) else str(file)
+        word = f"{command[at].partition('=')[0]}={file}" if HOSTFILE.fullmatch(command[at]) else str(file)
         return [*command[:at], word, *command[at + 1 :], *planned.overrides]
 
     def _answers(self, host: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megacore.config import Config, load
-from megacore.config.load import flatten, resolve
+from megacore.config.load import flatten, resolve, set_value
 from megacore.config.schema import resolved
 from megacore.data.indexed import IndexedWriter
 from megacore.plan.flops import head_cost, layer_cost
@@ -185,8 +185,7 @@ def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Turns {"model.num_layers": 2} into {"model": {"num_layers": 2}}."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
+        set_value(sections, key, value)
     return sections
 
 
