@@ -44,6 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"default: {','.join(LAYOUTS)}")
     parser.add_argument("--precisions", metavar="NAMES", help="default: fp32,bf16; fp32 alone where a CPU has no bf16 units")
     parser.add_argument("--peers", default=",".join(PEERS), metavar="NAMES", help=", ".join(PEERS))
+    parser.add_argument("--settings", default=",".join(SETTINGS), metavar="NAMES", help=f"of the peers' processes ({','.join(SETTINGS)})")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for a step, and for a start (300)")
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="default: benchmarks/results/peers_<date>.json; .md and .png beside it"
@@ -57,7 +58,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--output", f"there is no folder {args.output.parent}", "one that exists")
     if args.before is not None and not (args.before / NEEDED_BEFORE).is_file():
         raise ConfigError("--before", f"{args.before} has no {NEEDED_BEFORE}", "a checkout of megacore")
-    args.layouts, args.peers = args.layouts.split(","), args.peers.split(",")
+    args.layouts, args.peers, args.settings = (text.split(",") for text in (args.layouts, args.peers, args.settings))
+    if unknown := set(args.settings) - set(SETTINGS):
+        raise ConfigError("--settings", f"{', '.join(sorted(unknown))} is unknown", " or ".join(SETTINGS))
     for name in args.layouts:
         parse_layout(name)
     if unknown := set(args.peers) - set(PEERS):
@@ -73,7 +76,7 @@ def begin(args: argparse.Namespace, output: Path, say: Callable[[str], None]) ->
     fresh = machine.describe() | {
         "peers": {name: " ".join(REQUIREMENTS[PEERS[name].environment]) for name in args.peers},
         "setting": setting,
-        "settings": {kind: SETTINGS[kind] for kind in settings_here()},
+        "settings": {kind: SETTINGS[kind] for kind in settings_here() if kind in args.settings},
         "rounds": args.rounds,
         "differs": {name: PEERS[name].differs for name in args.peers},
         **({} if args.before is None else {"before": machine.commit(args.before)}),

@@ -18,6 +18,7 @@ from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.place import place_from_environment
 from megacore.distributed.shard import Box, Shard, logical_name, shard_of
 from megacore.model.gpt import DTYPES, Stage
+from megacore.model.initial import BLOCKS
 from megacore.plan.schedule import Action, Op
 from megacore.rng import normal_runs
 from megacore.survive.noting import note_mesh, note_trainer
@@ -166,5 +167,8 @@ def noise(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     It is rounded so that the sum is exact in `dtype`.
     """
     size = math.prod(shape)  # 1 for a scalar
-    whole = torch.cat([run for _, run in normal_runs(("verify", name, 0), size, SPREAD, size)]).view(shape)
+    step = -(-size // BLOCKS)  # in blocks, as first weights: another checkout must draw the same, --against compares with it
+    blocks = ((first, min(step, size - first)) for first in range(0, size, step))
+    runs = (run for first, count in blocks for _, run in normal_runs(("verify", name, first), count, SPREAD, count))
+    whole = torch.cat(list(runs)).view(shape)
     return ((1.0 + whole).to(dtype) - 1.0).double()

@@ -26,7 +26,7 @@ from megacore.verify.compare import Difference, Records, against_reference, miss
 from megacore.verify.flight import Flight, in_flight
 from megacore.verify.layouts import DEFAULT, Layout, impossible, parse
 from megacore.verify.locate import apart
-from megacore.verify.record import Record
+from megacore.verify.record import Record, noise
 from megacore.verify.replay import cancelled, directions, rate, rounded
 from megacore.verify.report import tables
 from megacore.verify.shrink import load_whole, shrink, unevenness, with_stages, write_case
@@ -288,3 +288,10 @@ def test_a_rank_s_part_of_an_activation_is_recognised(rank: int) -> None:
     assert relative is not None and relative > 0.5
     uneven = np.random.default_rng(1).normal(size=(6, 5))
     assert apart(uneven[:, 3 * rank : 3 * rank + 3], uneven, rank, 2) == 0
+
+
+def test_noise_is_that_of_every_checkout() -> None:
+    """`--against` would call two checkouts different that only draw another noise. The numbers are those of November 2026."""
+    drawn = {(130,): -1.6042106747627258, (3, 7): -0.7924339175224304, (64,): -0.34669721126556396, (): 0.06386983394622803}
+    found = {shape: noise("blocks.0.norm1.weight", shape, torch.float64).sum().item() for shape in drawn}
+    assert found == pytest.approx(drawn, rel=1e-12)
