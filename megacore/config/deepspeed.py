@@ -234,7 +234,7 @@ def check_stage(settings: dict[str, Any], config: Config) -> None:
         raise ConfigError("train.precision", "DeepSpeed keeps its sums and moments in fp32", "fp32, or engine.kind=native")
     if train.precision == "fp16" and train.device == "cpu":
         raise ConfigError("train.precision", "DeepSpeed has no fp16 on CPUs", "bf16, or engine.kind=native")
-    if train.compile:
+    if train.compile is True:
         raise ConfigError("train.compile", "DeepSpeed's hooks in a compiled block are unproven", "false, or engine.kind=native")
     devices = {name: (zero.get(name) or {}).get("device", "none") for name in ("offload_optimizer", "offload_param")}
     for name, device in devices.items():

@@ -99,9 +99,9 @@ def check_available(config: Config) -> None:
     """Refuses settings that exclude one another, or that this version does not run."""
     if config.parallel.chunks != 1:
         raise ConfigError("parallel.chunks", f"{config.parallel.schedule} has one chunk a stage, not {config.parallel.chunks}", "1")
-    if config.train.compile and config.model.dropout:
+    if config.train.compile is True and config.model.dropout:
         raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")
-    if config.train.compile and config.train.offload_activations:
+    if config.train.compile is True and config.train.offload_activations:
         wrong = "a compiled block chooses itself what it keeps, and where"
         raise ConfigError("train.compile", wrong, "false, or train.offload_activations=false")
     if config.engine.kind != "deepspeed" and config.engine.config is not None:
@@ -221,7 +221,7 @@ def check_fsdp(config: Config) -> None:
         return
     if engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "fsdp divides the optimizer's state in any case", "false")
-    if config.train.compile:
+    if config.train.compile is True:
         wrong = "fsdp gathers parameters in hooks around each block, which break a compiled block's graph"
         raise ConfigError("train.compile", wrong, "false, or engine.kind=native engine.shard_optimizer=true")
     if engine.shard_size == 1:

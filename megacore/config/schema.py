@@ -128,7 +128,9 @@ class Train(Section):
     )
     seed: NonNegativeInt = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: bool = Field(False, description="torch.compile for every block: one graph, which all blocks share")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="torch.compile for every block: one graph, which all blocks share; auto: not on any device so far"
+    )
     deterministic: bool = Field(
         False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"
     )

@@ -10,6 +10,7 @@ from megacore.distributed.mesh import Group
 from megacore.distributed.wire import Work
 from megacore.engine.optimizer import FlatBuffer
 from megacore.model.gpt import Stage
+from megacore.plan.choices import compiles
 
 
 class ParameterGatherer:
@@ -37,7 +38,7 @@ class ParameterGatherer:
 
     def _user(self, stage: Stage, name: str) -> nn.Module:
         room, _, rest = name.partition(".")
-        if stage.config.train.compile:  # a hook would break the compiled block's graph
+        if compiles(stage.config):  # a hook would break the compiled block's graph
             return stage
         if room == "blocks":
             return stage.blocks[rest.partition(".")[0]]

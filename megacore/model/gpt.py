@@ -19,6 +19,7 @@ from megacore.model.context import Context
 from megacore.model.initial import initialise
 from megacore.model.norm import Norm
 from megacore.model.offload import ActivationOffload
+from megacore.plan.choices import compiles
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear
@@ -60,7 +61,7 @@ class Stage(nn.Module):
         if device.type != "meta":
             held = {name: (parameter, shard_of(parameter)) for name, parameter in self.named_parameters()}
             initialise(held, {name: shard for name, (_, shard) in held.items()}, train.seed, dtype)
-        if train.compile:
+        if compiles(config):
             keep_inductor_private()
             for block in self.blocks.values():
                 block.compile()

@@ -23,3 +23,12 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
         return model.attention
     longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.head_size)
     return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"
+
+
+def compiles(config: Config) -> bool:
+    """Whether blocks are compiled: `train.compile`, or what its `auto` chooses, which so far is no on every device.
+
+    On CPUs compiled blocks gain no more than noise over the formula's attention, need a C++ compiler, and start tens of seconds later.
+    On GPUs it is to be measured. What compiled blocks exclude (dropout, offloaded activations, other engines) `auto` must leave out.
+    """
+    return config.train.compile is True

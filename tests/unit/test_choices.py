@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.model.attention import Attention
 from megacore.model.gpt import whole_model
-from megacore.plan.choices import attention_of
+from megacore.plan.choices import attention_of, compiles
 from megacore.plan.memory import block_activations
 
 
@@ -61,6 +62,24 @@ def test_memory_is_predicted_for_the_device_that_is_named() -> None:
         same = config_of({"attention": explicit}, device=config.train.device)
         assert block_activations(config, "none") == block_activations(same, "none")
     assert block_activations(both[0], "none") > block_activations(both[1], "none")
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("excluded", [{}, {"offload_activations": True}, {"dropout": 0.1}], ids=str)
+def test_compilations_auto_is_no_and_excludes_nothing(device: str, excluded: dict[str, Any]) -> None:
+    """What cannot be compiled goes with `auto`, on any device."""
+    dropout = {"dropout": excluded["dropout"]} if "dropout" in excluded else {}
+    config = config_of(dropout, device=device, **({} if dropout else excluded))
+    assert config.train.compile == "auto" and not compiles(config)
+
+
+@pytest.mark.parametrize(("asked", "compiled"), [("auto", 0), (False, 0), (True, 1)])
+def test_blocks_are_compiled_where_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch, asked: bool | str, compiled: int) -> None:
+    """`auto` is a word, and so true: a model that took it for a boolean would compile everywhere."""
+    blocks: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda block: blocks.append(block))
+    whole_model(config_of({}, compile=asked))
+    assert len(blocks) == compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
