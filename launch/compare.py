@@ -24,6 +24,9 @@ in any bit, and where by more than --tolerance. Time leaves out validation and s
 Exit status: 0 done, 2 bad arguments or records."""
 COLOURS = ("#2f6fab", "#e67e22", "#2a9d5c", "#c0392b", "#7d5ba6", "#8a8a8a", "#17a2b8", "#b8860b")
 DASHES = ("-", "--", ":", "-.")  # behind the last colour they change
+# What is read of a record.
+TRAINING = ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_bytes", "skipped")
+VALIDATION = ("step", "valid_loss")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def read(folder: str) -> Run:
             why = error.strerror if isinstance(error, OSError) else "no text"
             raise LogError(str(path), f"cannot be read: {why}", "the folder of a run, its log.dir") from None
     try:
-        config = flat(json.loads(texts["config.json"]))
+        if not isinstance(config := json.loads(texts["config.json"]), dict):
+            raise ValueError("not an object")
     except ValueError as error:
         raise LogError(str(Path(folder) / "config.json"), f"is no config: {error}", "as the run wrote it") from None
     training: dict[int, dict[str, Any]] = {}
@@ -85,12 +89,13 @@ def read(folder: str) -> Run:
     for number, text in enumerate(whole.splitlines(), 1):
         try:
             line = json.loads(text)
-            (training if "step_seconds" in line else validations)[line["step"]] = line
+            records, keys = (training, TRAINING) if "step_seconds" in line else (validations, VALIDATION)
+            records[line["step"]] = {key: line[key] for key in keys}
         except (ValueError, KeyError, TypeError):
             raise LogError(f"{folder}/metrics.jsonl", f"line {number} is no record of a step", "as the run wrote it") from None
     if not training:
         raise LogError(f"{folder}/metrics.jsonl", "holds no logged step yet", "a run that has logged one (log.every)")
-    return Run(folder, config, [training[step] for step in sorted(training)], [validations[step] for step in sorted(validations)])
+    return Run(folder, flat(config), [training[step] for step in sorted(training)], [validations[step] for step in sorted(validations)])
 
 
 def flat(value: dict[str, Any], section: str = "") -> dict[str, Any]:

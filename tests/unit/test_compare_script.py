@@ -73,6 +73,8 @@ WRONG = {
     "no run": (["{a}", "{a}/none"], "none/config.json: cannot be read: No such file"),
     "nothing logged": (["{a}", "{empty}"], "holds no logged step yet"),
     "no records": (["{a}", "{broken}"], "metrics.jsonl: line 1 is no record of a step"),
+    "no figures": (["{a}", "{bare}"], "metrics.jsonl: line 6 is no record of a step"),
+    "no config": (["{a}", "{list}"], "config.json: is no config: not an object"),
     "tolerance": (["{a}", "{b}", "--tolerance", "2"], "--tolerance: 2.0 is no relative difference"),
     "picture": (["{a}", "{b}", "--plot", "x.txt"], "--plot: cannot write x.txt: its ending names no image format"),
 }
@@ -83,8 +85,12 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """A user's mistake would be a traceback."""
     import launch.compare
 
-    folders = {name: write_run(tmp_path / name, LOSSES) for name in ("a", "b", "broken")} | {"empty": write_run(tmp_path / "empty", [])}
+    folders = {name: write_run(tmp_path / name, LOSSES) for name in ("a", "b", "broken", "bare", "list")}
+    folders["empty"] = write_run(tmp_path / "empty", [])
     (tmp_path / "broken" / "metrics.jsonl").write_text("[1]\n")
+    bare = tmp_path / "bare" / "metrics.jsonl"
+    bare.write_text(bare.read_text().rpartition("\n")[0] + '\n{"step": 5}\n')
+    (tmp_path / "list" / "config.json").write_text("[]")
     with pytest.raises(UserError) as error:
         launch.compare.run([argument.format(**folders) for argument in arguments])
     assert message in str(error.value) and capsys.readouterr().out == ""
