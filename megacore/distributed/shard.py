@@ -208,7 +208,7 @@ def hold(parameter: nn.Parameter, tensor: Tensor) -> None:
     if not parameter.is_meta:
         parameter.data = tensor
         return
-    real = nn.Parameter(tensor)
+    real = nn.Parameter(tensor.data)  # a version of its own: what is gathered into the same buffer meanwhile does not change this one
     real.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, real)
 

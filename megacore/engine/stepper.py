@@ -112,6 +112,7 @@ class Stepper(Engine, ABC):
 
     def tensors(self) -> dict[str, tuple[Tensor, Box]]:
         """See `Engine`: every parameter's master and optimizer state."""
+        self.settle()  # a gather that ends later would put back the values that it began with
         return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()}
 
     @abstractmethod

@@ -368,3 +368,21 @@ def test_state_round_trip_is_bitwise(configure: Configure, precision: str) -> No
         assert torch.equal(*norms)
     assert engine.state() == other.state()
     assert all(torch.equal(a, b) for a, b in zip(stage.parameters(), other_stage.parameters(), strict=True))
+
+
+def test_what_is_read_into_is_not_being_gathered(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather that ends behind a checkpoint's reading, or a rollback's, would put back the values that it began with."""
+    _, engine = engine_of(configure())
+    settled: list[bool] = []
+    monkeypatch.setattr(engine, "settle", lambda: settled.append(True))
+    engine.tensors()
+    assert settled
+
+
+def test_parameters_of_one_buffer_have_versions_of_their_own(configure: Configure) -> None:
+    """Autograd would take a gather of later parameters for a change of those that forward has used already."""
+    stage, engine = engine_of(configure())
+    before = [parameter._version for parameter in stage.parameters()]
+    for buffer in engine.buffers:
+        buffer.values.add_(0.0)
+    assert [parameter._version for parameter in stage.parameters()] == before
