@@ -22,7 +22,7 @@ from megacore.model.offload import ActivationOffload
 from megacore.plan.choices import compiles
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
-from megacore.tensor_parallel.linear import column_linear
+from megacore.tensor_parallel.linear import column_linear, row_stride
 
 BLOCKS: dict[str, type[nn.Module]] = {"gpt": Block}  # by `model.block`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -134,8 +134,12 @@ class Stage(nn.Module):
         return context.drop(x, "embedding")
 
     def logits(self, x: Tensor) -> Tensor:
-        """The last stage's hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``."""
-        return column_linear(self.scaled_norm(x), self.head_layer.weight, None, self.group, self.sequence)
+        """The last stage's hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``.
+
+        The vocabulary may be of any size: what is padded is the distance between the rows, in memory alone.
+        """
+        weight = self.head_layer.weight
+        return column_linear(self.scaled_norm(x), weight, None, self.group, self.sequence, row_stride(x, len(weight)))
 
     @property
     def head_layer(self) -> VocabParallelEmbedding:

@@ -22,7 +22,7 @@ from megacore.rng import key_of
 from megacore.tensor_parallel import embedding, linear
 from megacore.tensor_parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
-from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
+from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
 from tests.pieces import dim_of
 
 TOKENS, HIDDEN, FFN, VOCAB = 8, 12, 16, 13  # 13 rows over 4 ranks: 4 + 4 + 4 + 1
@@ -64,6 +64,15 @@ def row_case(plain_activation: Callable[[Tensor], Tensor], **options: Any) -> Ca
     return Case(partial(RowLinear, FFN, HIDDEN, **{"bias": True, **options}), plain, shape, len(shape) - 1, "tokens")
 
 
+class Apart(ColumnLinear):
+    """Its results' rows have gaps between them, as the head's may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = column_linear(x, self.weight, None, self.group, self.sequence, 64)
+        assert y.stride() == (64, 1)
+        return y
+
+
 COLUMN = partial(ColumnLinear, HIDDEN)
 CASES = {
     "column": Case(
@@ -78,6 +87,9 @@ CASES = {
         (TOKENS, HIDDEN),
         "tokens",
         2,
+    ),
+    "column, rows apart": Case(
+        partial(Apart, HIDDEN, (FFN,), bias=False), lambda x, p: x @ p["weight"].T, (TOKENS, HIDDEN), "tokens", 1
     ),
     "row": row_case(lambda x: x),
     "row, no bias": row_case(lambda x: x, bias=False),
@@ -194,7 +206,7 @@ def differences(held: list[dict[str, Held]], sequence: bool) -> dict[str, float]
 def test_layers_equal_plain_torch(run_ranks: Callable[..., Any], world: int, sequence: bool) -> None:
     """A forward or backward that forgets, repeats or misplaces a part of the work trains a different model than one device."""
     found = differences(run_ranks(world, run_layers, sequence), sequence)
-    assert len(found) == 9 * 2 + 1 + 16  # outputs and input gradients (tokens have none), and all parameters
+    assert len(found) == 10 * 2 + 1 + 17  # outputs and input gradients (tokens have none), and all parameters
     assert max(found.values()) < TOLERANCE, found
 
 

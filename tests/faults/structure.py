@@ -3,13 +3,14 @@
 from typing import Any
 from unittest import mock
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.data import samples
 from megacore.kernels import linear_cross_entropy
 from megacore.model import gpt
 from megacore.train import step
-from tests.faults import fault
+from tests.faults import both, fault
 
 patch = mock.patch.object
 
@@ -84,3 +85,23 @@ def positions_without_decay() -> Any:
 def samples_one_token_late() -> Any:
     read = samples.IndexedTokens.read
     return patch(samples.IndexedTokens, "read", lambda self, start, count: read(self, min(start + 1, self.num_tokens - count), count))
+
+
+def rows_apart() -> Any:
+    """No mistake: the logits' rows are apart as in 16 bits on a GPU."""
+    return patch(gpt, "row_stride", lambda x, outputs: outputs + 64 - outputs % 64)
+
+
+@fault(
+    "the padding between the rows of logits counts as vocabulary",
+    "tp2",
+    "the loss, microbatch 0, forward",
+    "model.vocab_size=4097",
+)
+def gaps_between_logits_counted() -> Any:
+    once = gpt.vocab_parallel_cross_entropy
+
+    def counted(logits: Tensor, *rest: Any) -> Tensor:
+        return once(F.pad(logits, (0, logits.stride(0) - logits.shape[1])), *rest)
+
+    return both(rows_apart(), patch(gpt, "vocab_parallel_cross_entropy", counted))

@@ -16,12 +16,13 @@ from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import shard_of
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.rope import rope
-from megacore.model import context
+from megacore.model import context, gpt
 from megacore.model.attention import rope_tables
 from megacore.model.context import Context
 from megacore.model.gpt import Stage, whole_model
 from megacore.model.norm import Norm
 from megacore.plan.parameters import parameters
+from megacore.tensor_parallel.linear import row_stride
 from megacore.train.loader import Loader
 from tests.pieces import dim_of
 from tests.training import VOCAB_SIZE, write_config
@@ -141,6 +142,35 @@ def test_equals_a_plain_gpt(configure: Configure, variant: str) -> None:
     assert torch.equal(loss, stage.loss(stage(tokens_of(config)), tokens_of(config, 1)).detach())
     assert float((loss - right.detach()).abs() / right.detach()) < 1e-12
     assert largest_difference(gradients, {name: q.grad for name, q in p.items() if q.grad is not None}) < 1e-12
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, 8191])
+def test_padding_between_logits_is_never_counted(configure: Configure, monkeypatch: pytest.MonkeyPatch, vocab_size: int) -> None:
+    """In 16 bits on a GPU the rows of logits are apart, and what is between them is of no use: here it is NaN."""
+
+    def poisoned(size: tuple[int, int], stride: tuple[int, int], **options: Any) -> Tensor:
+        room = torch.full((size[0] * stride[0],), torch.nan, **options)
+        return torch.empty(0, **options).set_(room.untyped_storage(), 0, size, stride)
+
+    stage = shake(whole_model(configure(f"model.vocab_size={vocab_size}")))
+    right, wanted = loss_and_gradients(stage)
+    with torch.no_grad():
+        logits = stage.logits(stage(tokens_of(stage.config)))
+        monkeypatch.setattr(gpt, "row_stride", lambda x, outputs: -(-outputs // 64) * 64)
+        monkeypatch.setattr(torch, "empty_strided", poisoned)
+        apart = stage.logits(stage(tokens_of(stage.config)))
+    assert apart.shape == logits.shape and apart.stride(0) % 64 == 0 and apart.stride(0) > vocab_size
+    assert float((apart - logits).abs().max()) < 1e-12
+    loss, gradients = loss_and_gradients(stage)
+    assert float((loss - right).abs() / right) < 1e-12 and largest_difference(gradients, wanted) < 1e-12
+    assert next(p for n, p in stage.named_parameters() if n == "embedding.weight").shape[0] == vocab_size
+
+
+@pytest.mark.parametrize(("device", "dtype", "stride"), [("cuda", "bf16", 128), ("cuda", "fp32", 65), ("cpu", "bf16", 65)])
+def test_where_logits_are_padded(device: str, dtype: str, stride: int) -> None:
+    """On CPUs and in 32 bits nothing is gained."""
+    x: Any = SimpleNamespace(device=torch.device(device), element_size=lambda: gpt.DTYPES[dtype].itemsize)
+    assert row_stride(x, 65) == stride and row_stride(x, 128) == 128
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
