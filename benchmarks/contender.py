@@ -32,6 +32,7 @@ PEERS = {
     "deepspeed": ("benchmarks.peers.deepspeed_loop", "DeepSpeedLoop"),
     "megatron-core": ("benchmarks.peers.megatron_loop", "MegatronLoop"),
     "torchtitan": ("benchmarks.peers.torchtitan_loop", "TorchtitanLoop"),
+    "products": ("benchmarks.peers.products", "ProductsLoop"),
 }
 KINDS = ("megacore", "stages", *PEERS)
 

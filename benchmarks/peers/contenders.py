@@ -15,6 +15,7 @@ from megacore.errors import ConfigError
 from megacore.verify.layouts import parse as parse_layout
 
 OURS = "megacore"
+PRODUCTS = "products"  # what all must compute and nothing else: the bound beside the ratios
 BEFORE = "megacore before"  # of the checkout that --before names
 LAYOUTS = ("one", "dp2", "tp2", "pp2")
 NO_SUCH_LAYOUT = "has no such layout here"
@@ -97,8 +98,8 @@ def contenders(
 ) -> tuple[list[Contender], dict[str, str]]:
     """Who runs, and who cannot for want of an environment or because it has no such layout.
 
-    `settings` are those of the peers' processes; megacore's always has its own. `states`: what processes must then turn out to
-    have set (`process.expected`); None where nothing is set, as on GPUs.
+    `settings` are those of the peers' processes; megacore and the bare products always have megacore's. `states`: what processes
+    must then turn out to have set (`process.expected`); None where nothing is set, as on GPUs.
     """
     wanted = parse_layout(layout)
     overrides = (*args.overrides, f"train.precision={precision}", *wanted.overrides())
@@ -107,7 +108,7 @@ def contenders(
     train = config_of(args, overrides, wanted.world).train
     shared = (train.global_batch_size * train.seq_len, overrides, wanted.world, threads_of(layout))
     required = states or {}
-    running = [Contender(OURS, OURS, *shared, process=required.get(EQUAL))]
+    running = [Contender(name, name, *shared, process=required.get(EQUAL)) for name in (OURS, PRODUCTS)]
     if args.before is not None:
         running.append(Contender(BEFORE, OURS, *shared, checkout=args.before, process=required.get(EQUAL)))
     absent = {}

@@ -6,12 +6,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.charts import ratio_bars
-from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, SAME_WEIGHTS
+from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, PRODUCTS, SAME_WEIGHTS
 from benchmarks.peers.process import EQUAL, OWN, SETTINGS
 from benchmarks.rounds import Race, Record
 
 GOAL = 1.15  # of the best peer's median
 RATIO = "megacore_is_times_as_fast"
+BOUND = "megacore_could_be_times_as_fast"  # if all but the products cost nothing
 NONE = "–"
 
 HEADER = (
@@ -22,18 +23,28 @@ HEADER = (
 
 def summary(result: Race, absent: dict[str, str]) -> dict[str, Any]:
     """Of one layout, precision and kind of settings, for JSON. Who computed another job than megacore is absent, with its loss."""
-    ours = result.records.get(OURS)
+    ours, products = result.records.get(OURS), result.records.get(PRODUCTS)
     entry: dict[str, Any] = {"contenders": {}, "absent": absent | result.failures, "load_averages": result.loads}
+    if products is not None:
+        entry[PRODUCTS] = products.summary()
     for name, record in result.records.items():
+        if name == PRODUCTS:
+            continue
         if ours is not None and name != OURS:
             if wrong := another_job(record, ours, SAME_WEIGHTS if name == BEFORE else PEERS[name].tolerance):
                 entry["absent"][name] = wrong
                 continue
-            ratios = [theirs / own for own, theirs in zip(ours.seconds, record.seconds, strict=True)]
-            entry["contenders"][name] = record.summary() | {RATIO: {"median": median(ratios), "rounds": ratios}}
+            ratios = {RATIO: ours} | ({} if products is None else {BOUND: products})
+            entry["contenders"][name] = record.summary() | {key: _by_round(record, one) for key, one in ratios.items()}
         else:
             entry["contenders"][name] = record.summary()
     return entry
+
+
+def _by_round(theirs: Record, own: Record) -> dict[str, Any]:
+    """How many times as long a contender takes as another one, round by round."""
+    ratios = [slow / fast for slow, fast in zip(theirs.seconds, own.seconds, strict=True)]
+    return {"median": median(ratios), "rounds": ratios}
 
 
 def another_job(record: Record, ours: Record, tolerance: float | None) -> str | None:
@@ -70,6 +81,8 @@ def _heading(report: dict[str, Any]) -> list[str]:
         f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches of {train['micro_batch_size']}; "
         f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same random tokens in every step.",
         "All contenders have as many ranks, and each rank as many threads.",
+        "At most: the ratio if megacore took no time but for the products of the linear layers and the LM head, forward and backward. "
+        "They are timed alone in the same rounds, with megacore's settings; attention's own products are left out.",
         "",
     ]
     if EQUAL in report["settings"]:
@@ -89,11 +102,16 @@ def _against_best(report: dict[str, Any]) -> list[str]:
     for key, entries in report["results"].items():
         cells = []
         for kind in SETTINGS:
-            ratios = {n: f[RATIO]["median"] for n, f in entries.get(kind, {}).get("contenders", {}).items() if RATIO in f and n != BEFORE}
-            best = min(ratios, key=lambda name: ratios[name], default=None)
-            cells.append(NONE if best is None else f"{ratios[best]:.2f}, {best}")
+            found = {n: f for n, f in entries.get(kind, {}).get("contenders", {}).items() if RATIO in f and n != BEFORE}
+            best = min(found, key=lambda name: found[name][RATIO]["median"], default=None)
+            cells.append(NONE if best is None else f"{found[best][RATIO]['median']:.2f}{_at_most(found[best])}, {best}")
         lines.append(f"| {key} | {' | '.join(cells)} |")
     return lines
+
+
+def _at_most(figures: dict[str, Any]) -> str:
+    """The bound beside a ratio, where the bare products were measured."""
+    return f" (at most {figures[BOUND]['median']:.2f})" if BOUND in figures else ""
 
 
 def _speed(entries: dict[str, Any], name: str) -> float:
@@ -112,9 +130,10 @@ def _row(key: str, name: str, entries: dict[str, Any], before: str | None) -> st
             reason = entries.get(kind, {}).get("absent", {}).get(name)
             reasons += [] if reason is None else [reason if reason == NO_SUCH_LAYOUT else f"{kind} settings: {reason}"]
             continue
-        speed, ratio = found[kind]["tokens_per_second"], found[kind].get(RATIO)
+        figures = found[kind]
+        speed, ratio = figures["tokens_per_second"], figures.get(RATIO)
         cells.append(f"{speed['median']:,.0f} ({speed['lowest']:,.0f}–{speed['highest']:,.0f})")
-        cells.append("" if ratio is None else f"{ratio['median']:.2f}×")
+        cells.append("" if ratio is None else f"{ratio['median']:.2f}×{_at_most(figures)}")
     cells.append(" / ".join(f"{figures['memory_bytes'] / 1e6:,.0f}" for figures in found.values()))
     cells.append(" / ".join(f"{median(figures['cores_busy_with_others']):.1f}" for figures in found.values()))
     cells.append(" / ".join(f"{figures['losses'][-1]:.3f}" for figures in found.values() if figures["losses"]))

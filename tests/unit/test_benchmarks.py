@@ -13,10 +13,11 @@ from benchmarks.breakdown import Stopwatch
 from benchmarks.collectives import fit
 from benchmarks.peers import plain_gpt
 from benchmarks.peers.__main__ import begin, parse
-from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, contenders
+from benchmarks.peers.contenders import BEFORE, NO_SUCH_LAYOUT, OURS, PEERS, PRODUCTS, contenders
 from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.peers.plain_gpt import GPT, PlainGPTLoop
 from benchmarks.peers.process import EQUAL, OWN
+from benchmarks.peers.products import Product, weight_shapes
 from benchmarks.peers.report import ratios_by_layout, summary, table
 from benchmarks.peers.transformers_loop import gpt2
 from benchmarks.rounds import ROOT, Contender, Race, Record
@@ -27,11 +28,12 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
+from megacore.distributed.wire import Group
 from megacore.errors import ConfigError
 from megacore.interchange.mapped import Mapped, gpt2_tensors
 from megacore.interchange.nanogpt import nanogpt_tensors
-from megacore.model.gpt import whole_model
-from megacore.plan.flops import flops_per_token
+from megacore.model.gpt import Stage, whole_model
+from megacore.plan.flops import attention_flops, block_flops, flops_per_token, head_flops
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 
@@ -131,7 +133,7 @@ def test_table_has_both_ratios_and_every_reason(tmp_path: Path) -> None:
 def test_what_it_was_before_is_no_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A gain over the code before must stand in the table, and must not pass for the ratio to the best peer."""
     (running, _) = contenders(parse(["--before", str(ROOT), "--peers", "transformers"]), "tp2", "fp32", EQUAL, None)
-    assert [(c.name, c.checkout) for c in running] == [(OURS, ROOT), (BEFORE, ROOT)]
+    assert [(c.name, c.checkout) for c in running] == [(OURS, ROOT), (PRODUCTS, ROOT), (BEFORE, ROOT)]
     entries = {EQUAL: summary(race(record(OURS, 1.0), record(BEFORE, 1.5), record("deepspeed", 2.0)), {})}
     report = report_of(tmp_path / "peers.json", "--before", str(ROOT)) | {"results": {"one, fp32": entries}}
     text = table(report)
@@ -139,6 +141,42 @@ def test_what_it_was_before_is_no_peer(tmp_path: Path, capsys: pytest.CaptureFix
     for wrong in (["--before", str(tmp_path)], ["--output", str(tmp_path / "none" / "x.json")]):
         with pytest.raises(ConfigError, match=wrong[0]):
             parse(wrong)
+
+
+def test_each_ratio_stands_beside_its_bound(tmp_path: Path) -> None:
+    """Bare products that passed for a contender would always win; a bound over other rounds than the ratio's would be another one."""
+    found = race(record(OURS, 2.0, 20.0, 2.0), record("deepspeed", 3.0, 30.0, 3.0), record(PRODUCTS, 1.0, 10.0, 2.0))
+    found.records[PRODUCTS].losses.clear()
+    entries = {EQUAL: summary(found, {})}
+    assert entries[EQUAL]["contenders"].keys() == {OURS, "deepspeed"}
+    assert entries[EQUAL][PRODUCTS]["seconds"] == [[1.0], [10.0], [2.0]]
+    report = report_of(tmp_path / "peers.json") | {"results": {"one, fp32": entries}}
+    text = table(report)
+    assert "| one, fp32 | – | 1.50 (at most 3.00), deepspeed |" in text and "| 1.50× (at most 3.00) |" in text
+    assert "| products |" not in text and ratios_by_layout(report)["one, fp32"].keys() == {"deepspeed"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layers", "share"), [(1, range(2), (1.0, 1)), (2, range(2), (0.5, 0.5)), (1, range(1), (0.5, 0)), (1, range(1, 2), (0.5, 1))]
+)
+def test_bare_products_are_those_that_the_formulas_count(tensor: int, layers: range, share: tuple[float, float]) -> None:
+    """A product that is left out, or that every rank of a layout computes whole, makes another bound. `share`: of blocks, of the head."""
+    config = small_gpt("model.num_heads=4", "model.vocab_size=62")
+    stage = Stage(config, layers, Group("tp", tuple(range(tensor)), 0), "meta")
+    blocks = 2 * (block_flops(config, causal=False) - attention_flops(config, causal=False))
+    right = share[0] * blocks + share[1] * head_flops(config)
+    assert 2 * sum(rows * columns for rows, columns in weight_shapes([stage])) == right
+
+
+def test_bare_products_are_a_layers_three() -> None:
+    """Forward, and both gradients as autograd has them."""
+    product = Product(6, (5, 4), torch.float64, torch.device("cpu"))
+    product.compute()
+    x, weight = product.x.clone().requires_grad_(), product.weight.clone().requires_grad_()
+    y = F.linear(x, weight)
+    y.backward(product.dy)
+    for found, right in ((product.y, y), (product.dx, x.grad), (product.dw, weight.grad)):
+        torch.testing.assert_close(found, right)
 
 
 def test_who_computes_another_job_is_out() -> None:
@@ -206,7 +244,7 @@ def test_peers_are_known_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("benchmarks.peers.contenders.python_of", refuse)
     running, absent = contenders(parse([]), "tp2", "fp32", OWN, None)
-    assert [contender.name for contender in running] == ["megacore"]
+    assert [contender.name for contender in running] == [OURS, PRODUCTS]
     assert absent["torchtitan"] == "no environment: no torchtitan here" and absent["deepspeed"] == NO_SUCH_LAYOUT
     assert absent["plain-gpt-compiled"] == NO_SUCH_LAYOUT
 
@@ -216,11 +254,11 @@ def test_each_contender_gets_the_settings_of_its_race(monkeypatch: pytest.Monkey
     monkeypatch.setattr("benchmarks.peers.contenders.python_of", lambda environment: environment)
     states = {OWN: {"threads": 1}, EQUAL: {"threads": 2}}
     for settings in states:
-        (ours, *peers), _ = contenders(parse([]), "dp2", "fp32", settings, states)
-        assert ours.process == states[EQUAL], "megacore has its own settings in every race"
+        (ours, products, *peers), _ = contenders(parse([]), "dp2", "fp32", settings, states)
+        assert ours.process == products.process == states[EQUAL], "megacore has its own settings in every race"
         assert {peer.name for peer in peers} == {name for name, peer in PEERS.items() if "dp2" in peer.layouts}
         assert all((peer.settings, peer.process) == (settings, states[settings]) for peer in peers)
-        assert len({(c.tokens, c.overrides, c.ranks, c.threads) for c in (ours, *peers)}) == 1
+        assert len({(c.tokens, c.overrides, c.ranks, c.threads) for c in (ours, products, *peers)}) == 1
 
 
 def small_gpt(*overrides: str) -> Config:
