@@ -50,9 +50,15 @@ class Inputs:
             checkpoint.locate(path)  # raises, saying what was looked for
         return self._newest(None)
 
-    def look_again(self) -> None:
-        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved."""
-        self.candidates = checkpoint.checkpoints_in(Path(resolved(self.config.log.dir)))
+    def look_again(self, resumed: Path | None, step: int) -> None:
+        """On rank 0 during the run, sets `checkpoint` to the newest that the run has saved, or else to the one that it `resumed`."""
+        folder = Path(resolved(self.config.log.dir))
+        self.candidates = checkpoint.checkpoints_in(folder)
+        if resumed is not None and resumed not in self.candidates:  # older ones in the folder are then of another run
+            newer = [path for path in self.candidates if int(path.stem.removeprefix("step_")) > step]
+            self.candidates = [*newer, resumed]
+        if not self.candidates:
+            checkpoint.locate(folder)  # raises: somebody has deleted them
         self.checkpoint = self._newest(None)
 
     def fall_back(self, damage: CheckpointError) -> None:

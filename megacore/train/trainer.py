@@ -187,7 +187,7 @@ class Trainer:
             raise TooManySkips(f"{self.skips.limit} steps in a row were skipped, and there is no checkpoint to go back to")
         before, batch = self.step, self.step + self.ahead
         if self.is_writer:
-            self.inputs.look_again()
+            self.inputs.look_again(self.resumed, self.resumed_step)
         self.step = self.resume()
         self.ahead = batch - self.step
         self.skips.skipped = self.engine.state()["skipped"]

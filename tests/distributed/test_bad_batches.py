@@ -1,6 +1,7 @@
 """Steps with a bad gradient: all ranks skip them alike, say which samples they had, and go around them where there are too many."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,6 +86,17 @@ def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Pat
     assert again[0] == [12]
     with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):
         pool.run(2, poisoned_rank, config, [*OVERRIDES, "optim.max_skips=3"], str(tmp_path / "fails"), [5, 6, 7], float("nan"))
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_it_was_started_from(pool: Any, config: str, tmp_path: Path) -> None:
+    """Before its own first save a run that resumes another's checkpoint would find none, or take an older one that is in its folder."""
+    pool.run(1, poisoned_rank, config, [*OVERRIDES, "train.steps=4"], str(tmp_path / "first"), [], 1.0)
+    saved = tmp_path / "first/checkpoints"
+    shutil.copytree(saved / "step_00000002", tmp_path / "run/checkpoints/step_00000002")
+    limits = ["checkpoint.every=8", "optim.max_skips=3", "optim.max_rollbacks=1", f"checkpoint.resume={saved / 'step_00000004'}"]
+    read = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits], str(tmp_path / "run"), [5, 6, 7], float("nan"))
+    assert read[0] == [5, 6, 7, 8, 9, 10, 11]
+    assert updates(tmp_path / "run") == 8, "every step was taken in the end"
 
 
 def test_skips_are_on_record_behind_a_rollback_and_a_restart(pool: Any, config: str, tmp_path: Path) -> None:
