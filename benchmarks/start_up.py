@@ -69,11 +69,10 @@ def fake_rank(config: Config, rank: int, world: int) -> Iterator[Mesh]:
         return real_new(ranks, backend="fake", **options)
 
     with (
-        patch.object(dist, "rendezvous", lambda *args, **options: iter([(FakeStore(), rank, world)])),
         patch.object(dist, "init_process_group", init),
         patch.object(dist, "new_group", new_group),
     ):
-        mesh = Mesh(config, Place(rank, world, rank % NODE, NODE), torch.device("meta"))
+        mesh = Mesh(config, Place(rank, world, rank % NODE, NODE), torch.device("meta"), store=FakeStore())
         yield mesh
     mesh.close()
 
