@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.mesh import Group
+from megacore.kernels.dispatch import use_triton
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
 from megacore.model.attention import Attention
@@ -41,6 +42,8 @@ class FeedForward(nn.Module):
         model, ffn_size = config.model, resolved(config.model.ffn_size)
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         up, dim = ((2, ffn_size), 1) if model.activation == "swiglu" else ((ffn_size,), 0)
+        # ZeRO-3 frees a bias outside of its layer, and swiglu takes none.
+        self.kernels, self.folds = model.kernels, model.bias and model.activation != "swiglu" and config.engine.kind != "deepspeed"
         self.up = ColumnLinear(model.hidden_size, up, dim=dim, bias=model.bias, init_std=model.init_std, **where)
         activation, again = partial(ACTIVATIONS[model.activation], implementation=model.kernels), config.train.recompute == "selective"
         self.down = RowLinear(
@@ -48,7 +51,13 @@ class FeedForward(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
+        """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens).
+
+        A Triton kernel of the activation adds the first bias, and sums its gradient, in its own passes over memory.
+        """
+        bias = self.up.bias
+        if self.folds and use_triton("bias_gelu", self.kernels, x=x, bias=bias):
+            return self.down(self.up(x, without_bias=True), bias)
         return self.down(self.up(x))
 
 

@@ -127,29 +127,29 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, 
 
 
 class _ActivationLinear(torch.autograd.Function):
-    """``linear(activation(h), w)`` that keeps only h, and computes the activation again in backward.
+    """``linear(activation(*h), w)`` that keeps only h, and computes the activation again in backward. h may have its own bias.
 
-    forward      y [T, O] = activation(h) [T, I] · wᵀ + b [O]
+    forward      y [T, O] = activation(*h) [T, I] · wᵀ + b [O]
     grad of h             = gradient through activation of dy [T, O] · w [O, I]
-    grad of w    [O, I]   = dyᵀ [O, T] · activation(h) [T, I]     with `main`, added to that
+    grad of w    [O, I]   = dyᵀ [O, T] · activation(*h) [T, I]     with `main`, added to that
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, activation: Callable[[Tensor], Tensor], main: MainGradient | None
+        ctx: Any, weight: Tensor, bias: Tensor | None, activation: Callable[..., Tensor], main: MainGradient | None, *h: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(h, weight)
+        ctx.save_for_backward(weight, *h)
         ctx.has_bias, ctx.activation, ctx.main = bias is not None, activation, main
-        return linear(activation(h), weight, bias)
+        return linear(activation(*h), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        h, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *h = ctx.saved_tensors
         with torch.enable_grad():
-            h = h.detach().requires_grad_()
-            x = ctx.activation(h)
-        (grad_h,) = torch.autograd.grad(x, h, linear(grad, weight.t()))
-        return grad_h, weight_gradient(grad, x.detach(), ctx.main), grad.sum(0) if ctx.has_bias else None, None, None
+            h = [t.detach().requires_grad_() for t in h]
+            x = ctx.activation(*h)
+        grad_h = torch.autograd.grad(x, h, linear(grad, weight.t()))
+        return weight_gradient(grad, x.detach(), ctx.main), grad.sum(0) if ctx.has_bias else None, None, None, *grad_h
 
 
 class ColumnLinear(nn.Module):
@@ -178,9 +178,12 @@ class ColumnLinear(nn.Module):
         self.weight = new_parameter(weight, dtype, device)
         self.bias = new_parameter(Shard(out_shape, (split(group, dim),)), dtype, device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all tokens, flattened local outputs]``."""
-        bias = None if self.bias is None else self.bias.flatten()
+    def forward(self, x: Tensor, *, without_bias: bool = False) -> Tensor:
+        """``[tokens, in]`` (with sequence parallelism this rank's tokens) → ``[all tokens, flattened local outputs]``.
+
+        The bias is left to the caller if it says so.
+        """
+        bias = None if self.bias is None or without_bias else self.bias.flatten()
         return column_linear(x, self.weight, bias, self.group, self.sequence)
 
 
@@ -203,7 +206,7 @@ class RowLinear(nn.Module):
         sequence: bool,
         dtype: torch.dtype,
         device: torch.device,
-        activation: Callable[[Tensor], Tensor] | None = None,
+        activation: Callable[..., Tensor] | None = None,
         recompute: bool = False,
     ) -> None:
         super().__init__()
@@ -212,14 +215,17 @@ class RowLinear(nn.Module):
         self.weight = new_parameter(Shard((out_size, in_size), (split(group, 1),), decay=True, init_std=init_std), dtype, device)
         self.bias = new_parameter(Shard((out_size,), (replicated(group, partial=sequence),)), dtype, device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens)."""
+    def forward(self, *x: Tensor) -> Tensor:
+        """``[tokens, this rank's inputs]`` → ``[tokens, out]`` (with sequence parallelism this rank's tokens).
+
+        A bias of the inputs may follow them, if the activation takes it.
+        """
         if self.activation is not None and self.recompute and torch.compiler.is_compiling():
-            part = checkpoint(self._product, x, use_reentrant=False, preserve_rng_state=False)
+            part = checkpoint(self._product, *x, use_reentrant=False, preserve_rng_state=False)
         elif self.activation is not None and self.recompute:
-            part = _ActivationLinear.apply(x, self.weight, self._bias_of_product, self.activation, main_gradient_of(self.weight))
+            part = _ActivationLinear.apply(self.weight, self._bias_of_product, self.activation, main_gradient_of(self.weight), *x)
         else:
-            part = self._product(x)
+            part = self._product(*x)
         y = leave_tensor_parallel(part, self.group, self.sequence)
         return y if self.bias is None or self.group.size == 1 else y + self.bias
 
@@ -227,5 +233,5 @@ class RowLinear(nn.Module):
     def _bias_of_product(self) -> Tensor | None:
         return self.bias if self.group.size == 1 else None
 
-    def _product(self, x: Tensor) -> Tensor:
-        return column_linear(x if self.activation is None else self.activation(x), self.weight, self._bias_of_product, SOLO, False)
+    def _product(self, *x: Tensor) -> Tensor:
+        return column_linear(x[0] if self.activation is None else self.activation(*x), self.weight, self._bias_of_product, SOLO, False)
