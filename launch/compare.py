@@ -39,8 +39,10 @@ class Run:
     validations: list[dict[str, Any]]
 
     def seconds(self) -> list[float]:
-        """Time spent in training steps up to each logged step."""
-        done, before, out = 0.0, 0, []
+        """Time spent in training steps up to each logged step. A run that went on from another folder's checkpoint did not do the
+        steps before it: its first record stands for the steps since the logged one before."""
+        done, out = 0.0, []
+        before = max(0, self.steps[0]["step"] - self.config.get("log.every", 1))
         for line in self.steps:
             done += (line["step"] - before) * line["step_seconds"]
             before = line["step"]

@@ -148,7 +148,7 @@ class Manifest:
             return f"has slices for {sum(prod(shape) for _, shape in boxes)} of its {prod(tensor.shape)} elements only"
         if digest_text(int(rows.digest.sum(dtype=np.uint64))) != tensor.digest:
             return "has another digest than its slices together"
-        keys = rows.file.astype(np.uint64) << np.uint64(48) | rows.number.astype(np.uint64)
+        keys = rows.file.astype(np.uint64) << np.uint64(32) | rows.number.astype(np.uint64)
         if len(np.unique(keys)) < len(keys) or not rows.number.all():
             return "has two slices of one name in one file"
         np.subtract.at(room, rows.file, shapes.prod(axis=1) * DTYPES[tensor.dtype].itemsize)

@@ -15,7 +15,7 @@ LOSSES = [4.0, 3.5, 3.0, 2.5]
 def write_run(folder: Path, losses: list[float | None], every: int = 1, **settings: Any) -> str:
     """A run's records, as the trainer writes them: a logged step takes 0.5 s, and a validation follows the second."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"optim": {"lr": 0.1} | settings, "log": {"dir": str(folder)}}))
+    (folder / "config.json").write_text(json.dumps({"optim": {"lr": 0.1} | settings, "log": {"dir": str(folder), "every": every}}))
     lines = []
     for number, loss in enumerate(losses, 1):
         step = number * every
@@ -51,7 +51,8 @@ def test_says_where_runs_part(tmp_path: Path) -> None:
         "equal": (4, None, None), "bit": (4, 3, None), "far": (4, 2, 4), "sparse": (2, 4, 4), "apart": (0, None, None),
     }  # fmt: skip
     assert parting["bit"]["largest_relative_difference"] == pytest.approx(2**-52, rel=0.1)
-    assert found["config"] == {"optim.lr": [0.1, 0.1, 0.2, 0.1, 0.1, 0.1]}, "where a run writes to is no difference"
+    differing = {"log.every": [1, 1, 1, 1, 2, 7], "optim.lr": [0.1, 0.1, 0.2, 0.1, 0.1, 0.1]}
+    assert found["config"] == differing, "where a run writes to is no difference"
     assert found["runs"][others["sparse"]] | {"memory_bytes": 0} == {
         "step": 4, "tokens": 400, "seconds": 2.0, "loss": 2.6, "best_valid_loss": 3.25, "tokens_per_second": 200.0, "mfu": None,
         "memory_bytes": 0, "skipped": 0,
@@ -59,6 +60,15 @@ def test_says_where_runs_part(tmp_path: Path) -> None:
     assert f"{first} and {others['equal']}: equal in every bit of the loss, in all 4 steps that both logged" in said
     assert f"{first} and {others['apart']} logged no step in common" in said
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_is_that_of_the_runs_own_steps(tmp_path: Path) -> None:
+    """A run that went on from another one's checkpoint would be charged for the steps that the other did."""
+    runs = [write_run(tmp_path / "a", LOSSES), write_run(tmp_path / "b", LOSSES)]
+    path = tmp_path / "b" / "metrics.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"step": 3' in line or '"step": 4' in line))
+    found, _ = compare(tmp_path, *runs)
+    assert [found["runs"][run]["seconds"] for run in runs] == [2.0, 1.0]
 
 
 def test_tolerance_is_the_users(tmp_path: Path) -> None:
