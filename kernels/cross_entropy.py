@@ -179,8 +179,11 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def _exp_less(x: Tensor, less: Tensor, out: Tensor | None = None) -> Tensor:
-    """exp(x - less) as a power of two, which PyTorch computes 4.5 times as fast on a CPU (Zen 5)."""
-    return torch.add(less * -LOG2_E, x, alpha=LOG2_E, out=out).exp2_()
+    """exp(x - less) as a power of two, which PyTorch computes 4.5 times as fast on a CPU (Zen 5).
+
+    The difference is scaled, and not both before it: that would round large logits once more.
+    """
+    return torch.sub(x, less, out=out).mul_(LOG2_E).exp2_()
 
 
 def _eager_statistics(logits: Tensor, targets: Tensor, settings: Settings, keep: bool) -> tuple[Tensor, Tensor | None]:

@@ -205,8 +205,8 @@ def sound_error(device: str) -> float:
         ("tl.sum(sum_gs, 0) / features", "tl.sum(sum_gs, 0) / (features + 0.1)"),
         ("inner = tl.sum(g * x, 1)[:, None] / features", "inner = tl.sum(g * x, 1)[:, None] / (features + 0.1)"),
         ("ds -= tl.sum(g, 1)[:, None] / features", "ds -= tl.sum(g, 1)[:, None] / (features + 0.1)"),
-        ("share_w += dy * x", "share_w += 1.001 * dy * x"),
-        ("share_b += dy", "share_b += 1.001 * dy"),
+        ("part_w += dy * x", "part_w += 1.001 * dy * x"),
+        ("part_b += dy", "part_b += 1.001 * dy"),
     ],
 )  # fmt: skip
 def test_the_check_catches_planted_faults(interpreted, right, wrong):

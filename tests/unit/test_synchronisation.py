@@ -82,7 +82,7 @@ CONFIGS = {
 def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
     """Forward, backward, reduction, norm, guard and update of two steps."""
     config = load(training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1).config
-    step = TrainStep(config, Mesh(config, Place(), META))
+    step = TrainStep(config, Mesh(config, Place(), META), draw=False)
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     with refusing():
         for number in (1, 2):
