@@ -66,7 +66,7 @@ def bucket_begun_early() -> Any:
 @fault(
     "the gather of updated parameters is not awaited, and at times comes too late",
     "dp2",
-    "a race: two runs differ; in flight: 5 × all_gather over dp (begun: starting, awaited: never)",
+    "a race: two runs differ; in flight: 10 × all_gather over dp (begun: drawing weights, awaited: never)",
     "engine.shard_optimizer=true",
 )
 def gather_not_awaited() -> Any:

@@ -31,9 +31,9 @@ def rate_of_the_step_before() -> Any:
 def warmup_begins_again() -> Any:
     loop = trainer.Trainer.loop
 
-    def from_the_start(self: Any) -> None:
+    def from_the_start(self: Any, *arguments: Any) -> None:
         with patch(step, "learning_rate", lambda optim, number, steps: learning_rate(optim, number - self.started, steps)):
-            loop(self)
+            loop(self, *arguments)
 
     return patch(trainer.Trainer, "loop", from_the_start)
 
