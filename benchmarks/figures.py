@@ -116,7 +116,7 @@ def peers(results: Path) -> None:
         axes.set_xticks(range(len(found["layouts"])), found["layouts"])
         axes.set_title(precision, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylim(0, 2.15)
+    panels[0].set_ylim(0, 2.8)
     panels[0].set_ylabel("megacore's speed / best peer's")
     drawn.suptitle(f"{found['machine']}, {found['date']}, medians; no GPU", x=0.01, ha="left", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
