@@ -75,22 +75,24 @@ def _heading(report: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in (report["versions"] | report["peers"]).items() if version)
     model, train = report["setting"]["model"], report["setting"]["train"]
     lines = [
-        f"{report['machine']['processor']}, {cores} cores; {gpus}. {versions}. {report['date'][:10]}.",
+        f"{report['machine']['processor']}, {cores} cores; {gpus}. {report['date'][:10]}.",
+        f"{versions}.",
         "",
         f"{model['num_layers']} layers, hidden {model['hidden_size']}, {model['num_heads']} heads, sequence {train['seq_len']}, vocabulary "
-        f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches of {train['micro_batch_size']}; "
+        f"{model['vocab_size']}, {train['global_batch_size'] // train['micro_batch_size']} microbatches of {train['micro_batch_size']}.",
         f"{report['rounds']} interleaved rounds, medians; the loss is that of the last, on the same random tokens in every step.",
         "All contenders have as many ranks, and each rank as many threads.",
-        "At most: the ratio if megacore took no time but for the products of the linear layers and the LM head, forward and backward. "
+        "At most: the ratio if megacore took no time but for the products of the linear layers and the LM head, forward and backward.",
         "They are timed alone in the same rounds, with megacore's settings; attention's own products are left out.",
         "",
     ]
     if EQUAL in report["settings"]:
         return [
             *lines,
-            "Own settings: every contender as its users get it. Equal settings: the peers' processes also get what megacore sets for "
-            "its own on a CPU. Freed memory is kept, and oneDNN multiplies fp32 where it is exact. The two are races of their own, "
-            "and megacore, which has its settings in both, runs in each; a ratio is taken within a round.",
+            "Own settings: every contender as its users get it.",
+            "Equal settings: the peers' processes also get what megacore sets for its own on a CPU.",
+            "Freed memory is kept, and oneDNN multiplies fp32 where it is exact.",
+            "The two are races of their own, and megacore, which has its settings in both, runs in each; a ratio is taken within a round.",
         ]
     return [*lines, "On a GPU megacore sets nothing for its process: own settings are equal ones." if report["machine"]["gpus"] else ""]
 

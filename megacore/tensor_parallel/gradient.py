@@ -80,6 +80,6 @@ def adds_in_fp32(device: str) -> bool:
     a, total = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # the device has no such product, or refuses the two dtypes together
         return False
     return True

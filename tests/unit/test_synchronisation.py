@@ -114,6 +114,7 @@ def test_deepspeed_is_handed_its_gradient_without_waiting() -> None:
 def test_what_waits_is_refused(wait: Any) -> None:
     """A test that sees none of it would pass on anything."""
     x = torch.empty(4, device=META)
+    # The dispatch mode asserts; what asks for values of a meta tensor is refused by PyTorch, in one of two ways.
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), refusing():
         wait(x)
 
