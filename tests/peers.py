@@ -25,6 +25,7 @@ LLAMA = {
     "rope_theta": 100.0,
 }
 STRETCHED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "beta_fast": 2.0, "beta_slow": 0.125}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.4, "logits_scaling": 3.0}
 
 # model_type and settings. Every setting that changes what is computed is somewhere off its default.
@@ -39,6 +40,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, wide heads": ("mistral", LLAMA | {"head_dim": 12, "sliding_window": None}),
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16, "num_attention_heads": 6}),
+    "qwen3, yarn": ("qwen3", LLAMA | {"head_dim": 16, "rope_scaling": YARN}),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 

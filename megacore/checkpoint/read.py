@@ -92,16 +92,17 @@ class Reader:
             for block in blocks(box, BLOCK_ELEMENTS):
                 out[relative(block, shard.offset)].copy_(stored[relative(block, piece.offset)])
 
-    def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint") -> None:
+    def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint", stretch: bool = False) -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
 
         Keys that only one of them has are passed over, and those that change no shape and no function (dropout). `otherwise` tells
-        a user who wants to keep the section what to do.
+        a user who wants to keep the section what to do. `stretch`: rotary positions may be scaled anew, to train on longer texts.
         """
         recorded = self.state.get("model", {})
         if not isinstance(recorded, dict):
             raise CheckpointError(str(self.path), "the model section in its state is no section", EARLIER)
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
+        free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
         # In the schema's order: keys from which others are derived come first.
         if differ := [key for key in model if key in recorded and key not in free and recorded[key] != model[key]]:
             was, now = (

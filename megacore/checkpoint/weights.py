@@ -31,7 +31,7 @@ def check_weights(reader: Reader, config: Config) -> None:
         CheckpointError: naming the first tensor that is missing, of another shape, or too many; or all keys of the model
             section that differ.
     """
-    reader.check_model(config.model.model_dump())
+    reader.check_model(config.model.model_dump(), stretch=True)
     if config.model.num_layers > len(reader.names):  # before so many layers are built
         wrong = f"has {len(reader.names)} tensors, too few for model.num_layers={config.model.num_layers}"
         raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")

@@ -6,7 +6,7 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
-from megacore.config.schema import Config, Llama3Rope, resolved
+from megacore.config.schema import Config, Llama3Rope, YarnRope, resolved
 from megacore.errors import ConfigError
 
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
@@ -158,6 +158,11 @@ def check_positions(config: Config) -> None:
     if isinstance(model.rope_scaling, Llama3Rope) and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor:
         wrong = f"high_freq_factor {model.rope_scaling.high_freq_factor} is not above low_freq_factor {model.rope_scaling.low_freq_factor}"
         raise ConfigError("model.rope_scaling", wrong, "a larger high_freq_factor")
+    if isinstance(model.rope_scaling, YarnRope) and model.rope_scaling.beta_fast <= model.rope_scaling.beta_slow:
+        wrong = f"beta_fast {model.rope_scaling.beta_fast} is not above beta_slow {model.rope_scaling.beta_slow}"
+        raise ConfigError("model.rope_scaling", wrong, "a larger beta_fast")
+    if isinstance(model.rope_scaling, YarnRope) and model.rope_theta <= 1:
+        raise ConfigError("model.rope_theta", f"{model.rope_theta} has no ramp of frequencies for YaRN", "a base above 1")
     if config.max_positions < seq_len:
         raise ConfigError("model.max_positions", f"{config.max_positions} is less than train.seq_len {seq_len}", f"at least {seq_len}")
 

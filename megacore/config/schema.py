@@ -51,7 +51,34 @@ class Llama3Rope(Section):
     original_max_position_embeddings: PositiveInt
 
 
-RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="type")]
+class NtkRope(Section):
+    """Raises the base of the rotary frequencies so that the slowest one is divided by `factor` and the fastest one stays.
+
+    "NTK-aware" scaling (described in Peng et al. 2023, YaRN).
+    """
+
+    type: Literal["ntk"]
+    factor: Positive
+
+
+class YarnRope(Section):
+    """Divides slow rotary frequencies by `factor` and keeps fast ones, with a ramp between, and sharpens scores (Peng et al. 2023, YaRN).
+
+    The ramp starts at the feature that turns `beta_fast` times in `original_max_position_embeddings` positions and ends at the one that
+    turns `beta_slow` times; `truncate` widens it to whole features. Queries and keys are multiplied by `attention_factor`, which is
+    0.1·ln(factor) + 1 by default.
+    """
+
+    type: Literal["yarn"]
+    factor: Positive
+    original_max_position_embeddings: PositiveInt
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    truncate: bool = True
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(discriminator="type")]
 
 
 class Model(Section):

@@ -4,11 +4,14 @@ Reading refuses every setting that would make theirs another function than ours,
 (dropout) or numerics are passed over. What a file leaves out is what transformers takes where it is missing; sizes must be there.
 """
 
+import math
 from functools import partial
 from typing import Any
 
 from megacore.config import Config
+from megacore.config.schema import Model, NtkRope
 from megacore.errors import CheckpointError
+from megacore.model.rotary import stretched_base
 
 CONFIG = "config.json"
 REQUIRED = object()
@@ -158,21 +161,35 @@ def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     theta = number({"rope_theta": 10000.0} | hf | rope, "rope_theta")
     require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    require(kind, "rope_type", None, "default", "linear", "llama3")
-    if kind["rope_type"] == "default":
+    require(kind, "rope_type", None, "default", "linear", "llama3", "dynamic", "yarn")
+    # "dynamic" changes the frequencies of texts that are longer than all positions only, which our models refuse.
+    if kind["rope_type"] in ("default", "dynamic"):
         return theta, None
     scaling = {"type": kind["rope_type"], "factor": number(rope, "factor")}
+    if kind["rope_type"] == "linear":
+        return theta, scaling
+    # Where it is missing, transformers takes a value of the top level, or else all positions.
+    fallback = hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", REQUIRED))
+    scaling["original_max_position_embeddings"] = whole(rope, "original_max_position_embeddings", fallback)
     if kind["rope_type"] == "llama3":
-        scaling |= {key: number(rope, key) for key in ("low_freq_factor", "high_freq_factor")}
-        # Where it is missing, transformers takes a value of the top level, or else all positions.
-        fallback = hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", REQUIRED))
-        scaling["original_max_position_embeddings"] = whole(rope, "original_max_position_embeddings", fallback)
-    return theta, scaling
+        return theta, scaling | {key: number(rope, key) for key in ("low_freq_factor", "high_freq_factor")}
+    scaling |= {"beta_fast": number(rope, "beta_fast", None) or 32.0, "beta_slow": number(rope, "beta_slow", None) or 1.0}
+    return theta, scaling | {"attention_factor": yarn_attention_factor(rope), "truncate": flag(rope, "truncate", True)}
+
+
+def yarn_attention_factor(rope: dict[str, Any]) -> float | None:
+    """What queries and keys are multiplied by: given, or by the ratio of DeepSeek's two scales. None leaves it to `factor`."""
+    own, both = number(rope, "attention_factor", None), [number(rope, key, None) for key in ("mscale", "mscale_all_dim")]
+    if own is not None or None in both:
+        return own
+    upper, lower = (0.1 * scale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0 for scale in both)
+    return upper / lower
 
 
 def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of their config.json."""
-    model, scaling = config.model, config.model.rope_scaling
+    model = as_peers_have_it(config.model, config.head_size)
+    scaling = model.rope_scaling
     own = {
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_size,
@@ -181,9 +198,18 @@ def write_llama_like(config: Config, architecture: str, model_type: str, **setti
         "attention_dropout": 0.0,
         # Rotary settings as transformers 4 has them, which 5 reads as well.
         "rope_theta": model.rope_theta,
-        "rope_scaling": None if scaling is None else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}),
+        "rope_scaling": scaling and {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True),
     }
     return heading(config, architecture, model_type, LLAMA_SIZES) | own | settings
+
+
+def as_peers_have_it(model: Model, head_size: int) -> Model:
+    """The same function without NTK-aware scaling, which peers have as another base."""
+    if not isinstance(model.rope_scaling, NtkRope):
+        return model
+    return model.model_copy(
+        update={"rope_theta": stretched_base(head_size, model.rope_theta, model.rope_scaling.factor), "rope_scaling": None}
+    )
 
 
 def read_biases(hf: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Causal self-attention with heads split over the tensor ranks, grouped queries, query-key norm and rotary positions."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
-from megacore.config.schema import LinearRope, Llama3Rope, resolved
+from megacore.config.schema import resolved
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import Group
 from megacore.kernels.rope import rope, rope_qkv
@@ -96,21 +95,3 @@ class Attention(nn.Module):
             return self.attend_all(q.float(), k.float(), v.float()).to(q.dtype)
         mask = latest_mask(q.shape[2], k.shape[2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=self.queries > 1)
-
-
-def rope_tables(
-    seq_len: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device, scaling: LinearRope | Llama3Rope | None = None
-) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[seq, head]`` of rotary positions (Su et al. 2021); feature i is paired with i + head/2.
-
-    Computed in fp64: at long contexts fp32 angles are off by more than bf16 resolves.
-    """
-    frequencies = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    if isinstance(scaling, LinearRope):
-        frequencies = frequencies / scaling.factor
-    elif isinstance(scaling, Llama3Rope):
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies).repeat(1, 2)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)

@@ -12,13 +12,13 @@ from megacore.config import Config
 from megacore.distributed.comm import own_part
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
-from megacore.model.attention import rope_tables
 from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
 from megacore.model.initial import initialise
 from megacore.model.norm import Norm
 from megacore.model.offload import ActivationOffload
+from megacore.model.rotary import rope_tables
 from megacore.plan.choices import compiles
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding

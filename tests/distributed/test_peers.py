@@ -206,6 +206,7 @@ def test_planted_fault_shows(measure: Measure, monkeypatch: pytest.MonkeyPatch, 
         ("granite", {"logit_scale": 3.0}),  # multiplied, not divided
         ("llama tied, stretched, biases", {"rope_scaling": None}),
         ("qwen2", {"rope_scaling": None}),
+        ("qwen3, yarn", {"rope_scaling": None}),
         ("llama", {"rope_theta": 10000.0}),
         ("gpt2 untied, exact gelu", {"activation": "gelu"}),
         ("gpt2 untied, exact gelu", {"attention_scale": 8**-0.5}),

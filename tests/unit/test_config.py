@@ -58,7 +58,9 @@ def test_unknown_key_names_the_nearest(load_raw: Load, key: str, nearest: str) -
 
 LLAMA3 = '{"type":"llama3","factor":8,"low_freq_factor":1,"high_freq_factor":4,"original_max_position_embeddings":64}'
 ROPE_SCALING = (
-    "{type: linear, factor} or {type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings} or null"
+    "{type: linear, factor} or {type: llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings} or "
+    "{type: ntk, factor} or "
+    "{type: yarn, factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor, truncate} or null"
 )
 
 

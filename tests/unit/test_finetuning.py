@@ -49,6 +49,17 @@ def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:
             reader.check_model(model | {key: "another"})
 
 
+def test_weights_may_be_stretched_to_longer_texts(tmp_path: Path) -> None:
+    """Only where the config asks for a scaling: a config that forgot the weights' own would train another function."""
+    model = Config().model.model_dump() | {"position": "rope", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    reader = Reader(save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": model}, keep=1))
+    longer = model | {"rope_scaling": {"type": "ntk", "factor": 4.0}}
+    reader.check_model(longer, stretch=True)
+    for refused, stretch in ((longer, False), (model | {"rope_scaling": None}, True), (longer | {"rope_theta": 5.0}, True)):
+        with pytest.raises(CheckpointError, match="was written with"):
+            reader.check_model(refused, stretch=stretch)
+
+
 DOCUMENT = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
 COMMANDS = [shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) for line in block.strip().split("\n")]
 FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows

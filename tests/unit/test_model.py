@@ -17,10 +17,10 @@ from megacore.distributed.shard import shard_of
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.rope import rope
 from megacore.model import context, gpt
-from megacore.model.attention import rope_tables
 from megacore.model.context import Context
 from megacore.model.gpt import Stage, whole_model
 from megacore.model.norm import Norm
+from megacore.model.rotary import rope_tables
 from megacore.plan.parameters import parameters
 from megacore.tensor_parallel.linear import row_stride
 from megacore.train.loader import Loader
