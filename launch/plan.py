@@ -17,8 +17,9 @@ from megacore.files import read_text
 from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, peak_flops
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import plan_of, stage_costs, stage_layers
+from megacore.plan.partition import measured, placement_of, plan_of, stage_costs, stage_layers
 from megacore.plan.plot import check_plot
+from megacore.plan.schedule import Plan
 from megacore.plan.simulate import Timeline, peak_live, simulate
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Lines = dict[tuple[str, str], Line]  # by group and operation
+
+MOST_DRAWN = 8192  # actions of a rank in a picture
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
 EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of the fullest rank, without
@@ -44,16 +47,29 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def simulated(config: Config) -> Timeline:
-    """The run's schedule, each action timed by its FLOPs on a rank, for one microbatch."""
+def simulated(config: Config, plan: Plan) -> Timeline:
+    """A plan of the run, each action timed by its FLOPs on a rank, for one microbatch."""
     tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
     costs = [cost * tokens for cost in stage_costs(config)]
-    return simulate(plan_of(config), [c.forward for c in costs], [c.backward for c in costs])
+    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
 
 
-def report(config: Config, timeline: Timeline, device: str | None, lines: Lines) -> None:
+def times(config: Config) -> tuple[float, list[float]]:
+    """The makespan of a step and the time that each rank of the pipeline is busy, in FLOPs."""
+
+    def of(plan: Plan) -> list[float]:
+        timeline = simulated(config, plan)
+        return [timeline.makespan, *timeline.busy]
+
+    makespan, *busy = measured(config, of)
+    return makespan, busy
+
+
+def report(config: Config, device: str | None, lines: Lines) -> None:
     """Prints the plan."""
     from rich.console import Console
+
+    makespan, busy = times(config)
 
     train, parallel = config.train, config.parallel
     assert isinstance(parallel.data, int)
@@ -67,23 +83,23 @@ def report(config: Config, timeline: Timeline, device: str | None, lines: Lines)
         f" × microbatches {config.num_microbatches} × data {parallel.data}"
     )
     console.print(f"a step        {step_tokens:,} tokens, {full:.4g} model FLOPs ({causal:.4g} with attention counted causally)")
-    console.print(f"bubble        {timeline.bubble_rate:.1%} under {parallel.schedule}")
+    console.print(f"bubble        {1 - sum(busy) / (len(busy) * makespan):.1%} under {parallel.schedule}")
     if device:
         peak = peak_flops(device, train.precision)
         assert peak is not None
         console.print(
-            f"step time     at least {timeline.makespan / peak:.4g} s on {device}: the bubble, and every product at the dense peak of "
+            f"step time     at least {makespan / peak:.4g} s on {device}: the bubble, and every product at the dense peak of "
             f"{peak / 1e12:g} TFLOP/s in {train.precision}; without memory traffic and communication"
         )
     console.print()
-    console.print(stage_table(config, timeline))
+    console.print(stage_table(config))
     if world > 1 and config.engine.kind == "native":
         console.print(traffic_table(config, lines))
     elif world > 1:
         console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
 
 
-def stage_table(config: Config, timeline: Timeline) -> "Table":
+def stage_table(config: Config) -> "Table":
     """A table of what each rank of the pipeline holds and does."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -91,7 +107,7 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
     memories = rank_memory(config)
     tokens = config.train.micro_batch_size * config.train.seq_len
     layers, costs = stage_layers(config), stage_costs(config)
-    placement = timeline.plan.placement
+    placement, live_forwards = placement_of(config), measured(config, peak_live)
     work = [sum(costs[stage].total for stage in stages) * tokens / config.parallel.tensor for stages in placement]
     unit, size = ("GiB", 2**30) if max(m.total for m in memories) >= 2**30 else ("MiB", 2**20)
     flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
@@ -101,7 +117,7 @@ def stage_table(config: Config, timeline: Timeline) -> "Table":
     held = ("weights", "grads", "optim.", "activ.", *(("gathered",) if gathers else ()), "total")
     for name in ("pp", "layers", "parameters", *held, "live", flop):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = zip(placement, rank_parameters(config), memories, peak_live(timeline.plan), work, strict=True)
+    rows = zip(placement, rank_parameters(config), memories, map(int, live_forwards), work, strict=True)
     for rank, (stages, count, memory, live, done) in enumerate(rows):
         parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total]
         if gathers:
@@ -164,10 +180,12 @@ def run(argv: list[str]) -> None:
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:
         check_plot("--plot", args.plot)
-    timeline = simulated(config)
-    report(config, timeline, args.device, lines)
+        if (actions := 2 * config.num_microbatches * config.parallel.chunks) > MOST_DRAWN:
+            wrong = f"{actions:,} actions of a rank are more than a picture shows"
+            raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
+    report(config, args.device, lines)
     if args.plot is not None:
-        plot(config, timeline, args.plot)
+        plot(config, simulated(config, plan_of(config)), args.plot)
 
 
 def plot(config: Config, timeline: Timeline, path: str) -> None:

@@ -15,6 +15,7 @@ MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
 MOST_TOKENS = 2**31  # of a microbatch
 MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
 MOST_STAGES = 1024
+MOST_LAYERS = 2**14  # a rank may have to build all of them
 MOST_MICROBATCHES = 2**18  # of a step, times stages: a schedule with so many is simulated in seconds
 
 BUCKET_MIB, PART_MIB = 25.0, 4.0  # of a gradient bucket, and at least of each data rank's part of it
@@ -133,6 +134,8 @@ def check_model(config: Config) -> None:
     if (parallel.tensor - 1) * -(-model.vocab_size // parallel.tensor) >= model.vocab_size:
         wrong = f"{model.vocab_size} leaves a tensor rank of {parallel.tensor} without a row"
         raise ConfigError("model.vocab_size", wrong, "a larger vocabulary or a smaller parallel.tensor")
+    if model.num_layers > MOST_LAYERS:
+        raise ConfigError("model.num_layers", f"{model.num_layers:,} layers are more than any run has", f"at most {MOST_LAYERS:,}")
     if model.num_layers < parallel.pipeline:
         wrong = f"{parallel.pipeline} stages cannot each have one of {model.num_layers} layers"
         raise ConfigError("parallel.pipeline", wrong, f"at most model.num_layers {model.num_layers}")

@@ -30,7 +30,7 @@ from megacore.plan.choices import attention_of
 from megacore.plan.flops import attention_sizes
 from megacore.plan.optimizers import STATES
 from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
-from megacore.plan.partition import plan_of, stage_layers
+from megacore.plan.partition import measured, placement_of, stage_layers
 from megacore.plan.simulate import peak_held
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -115,9 +115,9 @@ def rank_activations(config: Config) -> list[int]:
         working[-1] += element * rows * min(tokens, max(-(-tokens // 4), SHORTEST_CHUNK))
     else:
         kept[-1] += element * rows * tokens
-    plan = plan_of(config)
-    at_work = [max(working[stage] for stage in stages) for stages in plan.placement]
-    return [int(held) + most for held, most in zip(peak_held(plan, kept), at_work, strict=True)]
+    at_work = [max(working[stage] for stage in stages) for stages in placement_of(config)]
+    held_at_peak = measured(config, lambda plan: peak_held(plan, kept))
+    return [int(held) + most for held, most in zip(held_at_peak, at_work, strict=True)]
 
 
 def rank_memory(config: Config) -> list[RankMemory]:

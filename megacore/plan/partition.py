@@ -6,12 +6,15 @@ several layers, so with an even split every stage would wait for the last one.
 
 import math
 from bisect import bisect_left, bisect_right
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from megacore.config.schema import Config
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
 from megacore.plan.schedule import Placement, Plan, build, placement
+
+ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
 
 def split_layers(num_layers: int, stages: int, layer_cost: float, first_cost: float, last_cost: float) -> list[range]:
@@ -68,6 +71,31 @@ def plan_of(config: Config) -> Plan:
     """The plan of a step, for every rank of a resolved config's pipeline."""
     parallel = config.parallel
     return build(parallel.schedule, parallel.pipeline, config.num_microbatches, parallel.chunks, tied=config.model.tie_embeddings)
+
+
+@lru_cache(maxsize=16)
+def _built(schedule: str, ranks: int, microbatches: int, chunks: int, tied: bool) -> Plan:
+    """A plan that several predictions ask for."""
+    return build(schedule, ranks, microbatches, chunks, tied=tied)
+
+
+def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list[float]:
+    """`measure` of a step's plan, be it of a million microbatches: a schedule repeats itself, so what it measures grows by as much
+    with every round of the pipeline's ranks. Of a long plan only two short ones are built, one round apart.
+
+    Exact for what is counted. For times it is exact once the pipeline runs at the pace of its slowest rank.
+    """
+    parallel, ranks, microbatches = config.parallel, config.parallel.pipeline, config.num_microbatches
+
+    def plan(count: int) -> Plan:
+        return _built(parallel.schedule, ranks, count, parallel.chunks, config.model.tie_embeddings)
+
+    few = microbatches % ranks + ROUNDS * ranks
+    if microbatches <= few + ranks:
+        return list(measure(plan(microbatches)))
+    at, grown = (measure(plan(few + more)) for more in (0, ranks))
+    rounds = (microbatches - few) // ranks
+    return [a + rounds * (b - a) for a, b in zip(at, grown, strict=True)]
 
 
 def placement_of(config: Config) -> Placement:

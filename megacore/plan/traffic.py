@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from megacore.config.schema import Config, resolved
 from megacore.plan.memory import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.plan.parameters import Held, held_by
-from megacore.plan.partition import plan_of
+from megacore.plan.partition import measured, placement_of
 from megacore.plan.simulate import SENDS
 
 
@@ -68,12 +68,13 @@ def rank_traffic(config: Config) -> list[list[Transfer]]:
 
     Padding is left out: the native engine aligns every parameter to 64 elements, and divides buckets evenly.
     """
-    plan = plan_of(config)
-    ends = {rank for stage in (0, plan.stages - 1) for rank in plan.where[stage][:1]}
+    placement = placement_of(config)
+    final = max(stage for stages in placement for stage in stages)
+    ends = {rank for rank, stages in enumerate(placement) if {0, final} & set(stages)}
+    sent = measured(config, lambda plan: [sum(action.op in SENDS for action in actions) for actions in plan.actions])
     traffic = []
-    for rank, (stages, held) in enumerate(zip(plan.placement, held_by(config), strict=True)):
-        first, last = 0 in stages, plan.stages - 1 in stages
-        sends = sum(action.op in SENDS for action in plan.actions[rank])
+    for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
+        first, last = 0 in stages, final in stages
         ties = config.model.tie_embeddings and len(ends) > 1 and rank in ends
         found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends), *_data(config, held, ties)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])

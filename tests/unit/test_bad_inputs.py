@@ -117,7 +117,7 @@ def write_models(tree: Path) -> None:
         return manifest
 
     for name, sizes in (
-        ("layers", {"num_layers": 10**8}), ("more_layers", {"num_layers": 10**5}), ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
+        ("layers", {"num_layers": 10**8}), ("more_layers", {"num_layers": 10**4}), ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
     ):  # fmt: skip
         run_with(f"run_{name}", lambda state, sizes=sizes: (state["model"].update(sizes), state["config"]["model"].update(sizes)))
     run_with("run_bare", lambda state: state["config"].pop("data"))
@@ -128,7 +128,7 @@ def write_models(tree: Path) -> None:
         manifest.unlink()
         manifest.mkdir() if name == "folder" else manifest.symlink_to("nowhere") if name == "link" else os.mkfifo(manifest)
     for name, change in (
-        ("layers", {"num_hidden_layers": 10**9}), ("kinds", {"layer_types": 3}), ("kinds2", {"layer_types": [[1]]}),
+        ("layers", {"num_hidden_layers": 10**4}), ("kinds", {"layer_types": 3}), ("kinds2", {"layer_types": [[1]]}),
         ("wide", {"hidden_size": 10**23}), ("nan", {"rms_norm_eps": float("nan")}), ("theta", {"rope_theta": 10**400}),
     ):  # fmt: skip
         (tree / f"hf_{name}").mkdir()
@@ -137,7 +137,7 @@ def write_models(tree: Path) -> None:
     shutil.copytree(tree / "hf_layers", tree / "hf_names")
     (tree / "hf_names/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
     weights = {"transformer.wte.weight": torch.zeros(16, 8)}
-    torch.save({"model": weights, "model_args": NANOGPT | {"n_layer": 10**9}}, tree / "nano_layers.pt")
+    torch.save({"model": weights, "model_args": NANOGPT | {"n_layer": 10**4}}, tree / "nano_layers.pt")
     torch.save({"model": weights, "model_args": NANOGPT | {"n_embd": 10**23}}, tree / "nano_wide.pt")
 
 
@@ -241,7 +241,10 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
 NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("train.global_batch_size=2000000000"), "2,000,000,000 microbatches a step (at most 262,144: a larger train.micro_"),
     ("plan", config("train.global_batch_size=300000", "parallel.pipeline=2"), "300,000 microbatches a step on 2 stages (at most 131,072"),
-    ("plan", config("parallel.pipeline=100000", "model.num_layers=100000"), "100000 stages are more than any run has (at most 1024)"),
+    ("plan", config("parallel.pipeline=10000", "model.num_layers=10000"), "10000 stages are more than any run has (at most 1024)"),
+    *((script, config("model.num_layers=1000000000000"), "model.num_layers: 1,000,000,000,000 layers are more than")
+      for script in ("pretrain", "plan")),
+    ("plan", config("train.global_batch_size=16384", "--plot", "@new.png"), "config error: --plot: 32,768 actions of a rank are more than"),
     ("samples", config("--step", "1:3000000", "train.steps=3000000"), "config error: --step: 1:3000000 has 12,000,000 samples"),
     ("samples", config("--prove", "train.global_batch_size=4000000000"), "4,000,000,000 microbatches a step"),
     *(("drill", config("--soak", value), f"config error: --soak: {float(value)} is not usable") for value in ("-1", "nan", "0", "inf")),
@@ -280,8 +283,9 @@ CONTENTS: list[tuple[str, tuple[str, ...], str]] = [
     ("prepare", ("--input", "@text.txt", "--output", "/proc/x", "--tokenizer", "bytes"), "data error: /proc/x: cannot be written: "),
     ("prepare", (*TEXT, "@zero"), "data error: @zero: cannot be read: Not a plain file"),
     ("prepare", ("--input", "@text.txt", "--output", "@out/x", "--tokenizer", "bytes", "--workers", HUGE), "config error: --workers: "),
-    *((script, (*words, f"@run_{name}", *more), f"too few for model.num_layers={layers}") for name, layers in (
-        ("layers", 10**8), ("more_layers", 10**5)) for script, words, more in (
+    *((script, (*words, f"@run_{name}", *more), line) for name, line in (
+        ("layers", "config error: model.num_layers: 100,000,000 layers are"),
+        ("more_layers", "too few for model.num_layers=10000")) for script, words, more in (
             ("generate", ("--checkpoint",), ()), ("evaluate", ("--checkpoint",), ()), ("checkpoint", ("export",), EXPORT[2:]))),
     *((script, ("--checkpoint", f"@run_{name}"), line) for script in ("generate", "evaluate") for name, line in (
         ("wide", "config error: model.hidden_size: 19 digits"), ("bare", "does not hold the run's config"),
@@ -289,10 +293,10 @@ CONTENTS: list[tuple[str, tuple[str, ...], str]] = [
     *(("checkpoint", ("info", f"@run_{name}"), "none of its 1 checkpoints is whole; in the newest, step_00000003, ") for name in (
         "folder", "link", "pipe")),
     *(("checkpoint", ("import", f"@{path}", "--format", kind, "--output", "@out"), line) for path, kind, line in (
-        ("hf_layers", "hf", "has 1 tensors, too few for 1000000000 layers"), ("hf_kinds", "hf", "layer_types is 3"),
+        ("hf_layers", "hf", "has 1 tensors, too few for 10000 layers"), ("hf_kinds", "hf", "layer_types is 3"),
         ("hf_kinds2", "hf", "layer_types has other layers"), ("hf_wide", "hf", "24 digits"), ("hf_nan", "hf", "model.norm_eps"),
         ("hf_theta", "hf", "model.rope_theta"), ("hf_names", "hf", "has no weight_map from tensors to files of this folder"),
-        ("nano_layers.pt", "nanogpt", "has 1 tensors, too few for 1000000000 layers"), ("nano_wide.pt", "nanogpt", "24 digits"),
+        ("nano_layers.pt", "nanogpt", "has 1 tensors, too few for 10000 layers"), ("nano_wide.pt", "nanogpt", "24 digits"),
         ("pipe", "nanogpt", "checkpoint error: @pipe: cannot be read: Not a plain file"))),
 ]  # fmt: skip
 
