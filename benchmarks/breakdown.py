@@ -19,15 +19,15 @@ from torch.profiler import record_function
 from benchmarks.training import Training
 from benchmarks.wire import Wire
 from megacore.distributed.comm import all_gather, all_reduce
-from megacore.distributed.mesh import Mesh
-from megacore.plan.schedule import Op
+from megacore.distributed.mesh import Group, Mesh
+from megacore.plan.schedule import Action, Op, Plan
 from megacore.plan.simulate import simulate
 from megacore.plan.traffic import Transfer
 from megacore.train import step as train_step
 
 COMMUNICATION = ("tp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
-FORWARD, BACKWARD = "forward", "backward"
+COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 # Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is taken out:
 # for what it receives, and when it is done early, in the first sum that others join later.
 IDLE_IN = ("pp", "tied", "loss", "norm", "dp")
@@ -40,7 +40,7 @@ class Stopwatch:
         self.on_gpu = device.type == "cuda"
         self.marks: list[tuple[Any, str]] = []
         self.open = ["other"]
-        self.spans: list[tuple[str, int, int]] = []  # (name, first mark, mark behind the last) of parts with all that is in them
+        self.spans: list[tuple[Action, int, int]] = []  # each action of the plan, its first mark, and the mark behind its last
 
     def mark(self) -> None:
         """From here on time is the innermost open part's."""
@@ -51,8 +51,8 @@ class Stopwatch:
         self.marks.append((moment, self.open[-1]))
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Charges the block to `name`, less what is opened within; a trace shows it under that name."""
+    def part(self, name: str, action: Action | None = None) -> Iterator[None]:
+        """Charges the block to `name`, less what is opened within; a trace shows it under that name. `action`: what the block does."""
         first = len(self.marks)
         self.open.append(name)
         self.mark()
@@ -62,7 +62,8 @@ class Stopwatch:
         finally:
             self.open.pop()
             self.mark()
-            self.spans.append((name, first, len(self.marks) - 1))
+            if action is not None:
+                self.spans.append((action, first, len(self.marks) - 1))
 
     def between(self, first: int, last: int) -> float:
         """Seconds from one mark to another; the device must have been waited for."""
@@ -76,9 +77,10 @@ class Stopwatch:
             seconds[self.marks[i][1]] += self.between(i, i + 1)
         return seconds
 
-    def durations(self, name: str) -> list[float]:
-        """Of each block of a name, with all that is in it."""
-        return [self.between(first, last) for span, first, last in self.spans if span == name]
+    def mean_of(self, op: Op, chunk: int) -> float:
+        """Seconds of a chunk's mean action of a kind, with all that is in it; 0 if there is none."""
+        found = [self.between(first, last) for action, first, last in self.spans if (action.op, action.chunk) == (op, chunk)]
+        return mean(found) if found else 0.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def measured_step(training: Training) -> Breakdown:
         total = perf_counter() - started
     totals = watch.totals()
     seconds = dict.fromkeys(PARTS, 0.0) | {name: totals[name] for name in totals if name in PARTS}
-    seconds["compute"] = totals[FORWARD] + totals[BACKWARD]
+    seconds["compute"] = sum(totals[op.value] for op in COMPUTE)
     left = _idle(training, watch)
     for name in IDLE_IN:
         taken = min(left, seconds[name])
@@ -129,12 +131,16 @@ def _named(training: Training, watch: Stopwatch, wire: Wire) -> Iterator[None]:
 
         return named
 
+    def computing(method: Callable[[Action], None]) -> Callable[[Action], None]:
+        def named(action: Action) -> None:
+            with watch.part(action.op.value, action):
+                method(action)
+
+        return named
+
     methods = training.train_step.runtime.methods
-    named = {
-        Op.FORWARD: within(FORWARD, methods[Op.FORWARD]),
-        Op.BACKWARD: within(BACKWARD, methods[Op.BACKWARD]),
-        Op.REDUCE_TIED: wire.summing("tied", methods[Op.REDUCE_TIED]),
-    }
+    named: dict[Op, Callable[..., Any]] = {op: computing(methods[op]) for op in COMPUTE}
+    named[Op.REDUCE_TIED] = wire.summing("tied", methods[Op.REDUCE_TIED])
     step = wire.summing("norm", within("optimizer", training.engine.step))
     with (
         patch.dict(methods, named),
@@ -150,10 +156,19 @@ def _idle(training: Training, watch: Stopwatch) -> float:
     pp = training.mesh.pp
     if pp.size == 1:
         return 0.0
-    own = torch.tensor([[mean(watch.durations(FORWARD)), mean(watch.durations(BACKWARD))]], device=training.mesh.device)
-    forward, backward = all_gather(own, pp).t().tolist()
-    timeline = simulate(training.train_step.plan, forward, backward)
+    plan = training.train_step.plan
+    timeline = simulate(plan, *stage_seconds(plan, watch, pp, training.mesh.device))
     return max(spans[-1].end for spans in timeline.spans) - timeline.busy[pp.rank]
+
+
+def stage_seconds(plan: Plan, watch: Stopwatch, pp: Group, device: torch.device) -> tuple[list[float], list[float]]:
+    """The mean seconds of every stage's forward and backward in a measured step; collective over the pipeline."""
+    chunks = range(len(plan.placement[pp.rank]))
+    own = torch.tensor([[[watch.mean_of(op, chunk) for op in COMPUTE] for chunk in chunks]], device=device)
+    of_all = all_gather(own, pp).tolist()  # [ranks, chunks, ops]
+    placed = (plan.where[stage] for stage in range(plan.stages))
+    forward, *backwards = zip(*(of_all[rank][chunk] for rank, chunk in placed), strict=True)
+    return list(forward), [sum(parts) for parts in zip(*backwards, strict=True)]
 
 
 def shares(steps: list[Breakdown], mesh: Mesh) -> dict[str, float]:

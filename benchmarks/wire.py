@@ -4,7 +4,7 @@ The code that sends is not changed: those functions are replaced while a `Wire` 
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -66,7 +66,8 @@ class Wire(AbstractContextManager["Wire"]):
         for operation, names, whole in COLLECTIVES:
             name = next(name for name in names if hasattr(dist, name))
             self._replace(name, self._collective(getattr(dist, name), operation, whole))
-        self._replace("batch_isend_irecv", self._batch(dist.batch_isend_irecv))
+        self._replace("isend", self._message(dist.isend, sends=True))
+        self._replace("irecv", self._message(dist.irecv, sends=False))
         for operation, _, whole in COLLECTIVES[:3]:
             counted = self._through_memory(getattr(SharedMemory, operation), operation, whole)
             self.patches.enter_context(patch.object(SharedMemory, operation, counted))
@@ -116,15 +117,13 @@ class Wire(AbstractContextManager["Wire"]):
         return counted
 
     def _group(self, process_group: Any) -> Group:
-        return next(group for group in self.groups if group.process_group is process_group)
+        return next(group for group in self.groups if group.wire and process_group in (group.wire.process_group, group.wire.downward))
 
-    def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(posts: Sequence[dist.P2POp]) -> list[Any]:
-            names = {self._count(self._group(post.group), "send", post.tensor, sends=post.op is dist.isend) for post in posts}
-            (name,) = names
+    def _message(self, function: Callable[..., Any], *, sends: bool) -> Callable[..., Any]:
+        def counted(x: Tensor, peer: int, group: Any) -> Any:
+            name = self._count(self._group(group), "send", x, sends=sends)
             with self.part(name):
-                works = function(posts)
-            return [Waited(work, name, self.part) for work in works]
+                return Waited(function(x, peer, group=group), name, self.part)
 
         return counted
 

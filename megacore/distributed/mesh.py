@@ -104,6 +104,7 @@ class Mesh:
             self._share_memory(config)
         if self.backend == "nccl":
             self._connect()
+            self._connect_stages(config)
 
     def group(self, *axes: str) -> Group:
         """The group of this rank along a product of axes. Its ranks can communicate if `_used` lists the product."""
@@ -216,11 +217,31 @@ class Mesh:
         tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, crowded=crowded, timeout=timeout)
 
     def _connect(self) -> None:
-        """Makes NCCL set up its communicators now, in one order on every rank. If a group's first operation were a batch of sends and
-        receives, all of its ranks would have to be in it, and a pipeline's first batch has two."""
+        """Makes NCCL set up its communicators now, in one order on every rank."""
         for communicator in self.communicators.values():
             if communicator is not None:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=communicator)
+
+    def _connect_stages(self, config: Config) -> None:
+        """Gives each direction between two ranks of the pipeline a stream of its own, and makes NCCL set them up now.
+
+        Operations of one communicator run one after the other, so a receive that is posted ahead would hold up every send behind it.
+        PyTorch makes a communicator for each pair of ranks that send and receive one by one, in each process group: with a second
+        group, for messages to lower ranks, there are two. Setting one up takes both ranks, which is no part of the plan's order.
+        """
+        pp, place = self.pp, {stage: rank for rank, stages in enumerate(placement_of(config)) for stage in stages}
+        if pp.wire is None:
+            return
+        options = {"timeout": self.timeout, "backend": self.backend, "pg_options": prioritised(self.backend)}
+        pp.wire.downward = dist.new_group(pp.ranks, use_local_synchronization=True, group_desc="pp downward", **options)
+        pairs = {tuple(sorted((place[stage - 1], place[stage]))) for stage in place if stage}
+        for low, high in sorted(pair for pair in pairs if pair[0] != pair[1]):
+            for sender, receiver in ((low, high), (high, low)):
+                token = torch.zeros(1, device=self.device)
+                if pp.rank == sender:
+                    pp.wire.send(token, pp.ranks[receiver]).wait()
+                elif pp.rank == receiver:
+                    pp.wire.receive(token, pp.ranks[sender]).wait()
 
     def barrier(self) -> None:
         """Waits for every rank."""

@@ -4,7 +4,6 @@ Layers and engines call `comm`; only this module calls torch.distributed. To see
 replace methods of a `Wire` (`survive/noting.py`, `benchmarks/wire.py`). Without them the code runs as it is here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -49,6 +48,7 @@ class Wire:
 
     def __init__(self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None) -> None:
         self.process_group, self.size, self.shared = process_group, size, shared
+        self.downward = process_group  # for messages to lower ranks, see `Mesh._connect_stages`
         self.key = f"wire {next(_numbers)}"  # its name in this process
 
     def carries(self, x: Tensor) -> bool:
@@ -90,10 +90,17 @@ class Wire:
         """Waits for every rank."""
         dist.barrier(group=self.process_group, device_ids=device_ids)
 
-    def transfer(self, posts: Sequence[dist.P2POp]) -> list[Work]:
-        """Posts sends and receives as one batch; returns a handle for each."""
-        works = dist.batch_isend_irecv(list(posts))
-        return [works[min(i, len(works) - 1)] for i in range(len(posts))]  # NCCL returns one for the whole batch
+    def send(self, x: Tensor, peer: int) -> Work:
+        """Begins to send `x` to the world's rank `peer`, behind what was sent there before."""
+        work = dist.isend(x, peer, group=self.process_group if dist.get_rank() < peer else self.downward)
+        assert work is not None
+        return work
+
+    def receive(self, x: Tensor, peer: int) -> Work:
+        """Begins to receive `x` from the world's rank `peer`, behind what was received from there before."""
+        work = dist.irecv(x, peer, group=self.process_group if peer < dist.get_rank() else self.downward)
+        assert work is not None
+        return work
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ With `engine.shard_optimizer` (Rajbhandari et al. 2020, ZeRO stage 1) gradients 
 updates its part, and the parameters are gathered while the next forward runs. A step moves as many bytes as without.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from megacore.engine.optimizer import ALIGNMENT, FlatBuffer, fill_buffers
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import Stepper
 from megacore.model.gpt import Stage
+from megacore.tensor_parallel.gradient import Part, finish_in_turn
 
 
 class NativeEngine(Stepper):
@@ -51,9 +53,25 @@ class NativeEngine(Stepper):
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
-        if last:
-            self.reducer.arm(chunk)
-        torch.autograd.backward([root], [gradient])
+        with self.reducer.completing(last):
+            torch.autograd.backward([root], [gradient])
+
+    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[Part]:
+        with self.reducer.deferral.collect() as parts:
+            torch.autograd.backward([root], [gradient])
+        return parts
+
+    def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
+        if not last:
+            for _ in finish_in_turn(parts):
+                pass
+            return
+        left = Counter(part.total for part in parts)
+        self.reducer.complete(total for total in self.reducer.totals_of(chunk) if not left[total])
+        for part in finish_in_turn(parts):
+            left[part.total] -= 1
+            if not left[part.total]:
+                self.reducer.complete([part.total])
 
     def reduce_gradients(self) -> None:
         self.reducer.finish()

@@ -24,6 +24,7 @@ class Slot:
     parameter: nn.Parameter
     start: int
     position: int  # in the order in which backward completes gradients
+    chunks: tuple[int, ...]  # those that use it: its gradient is complete when the last backward of each is done
 
     @property
     def shard(self) -> Shard:
@@ -57,7 +58,7 @@ class FlatBuffer:
     If `values` are exact enough, they are the masters.
     """
 
-    chunk: int  # whose last backward completes its gradients
+    chunk: int  # the first that uses its parameters
     decay: bool
     summed_over: tuple[
         str, ...
@@ -69,11 +70,11 @@ class FlatBuffer:
     buckets: list[Bucket] = field(default_factory=list)
     size: int = 0
 
-    def add(self, name: str, parameter: nn.Parameter, position: int) -> None:
+    def add(self, name: str, parameter: nn.Parameter, position: int, chunks: tuple[int, ...]) -> None:
         """Lays a parameter behind the others."""
         if not self.buckets or self.buckets[-1].stop:
             self.buckets.append(Bucket(self.size))
-        slot = Slot(name, parameter, self.size, position)
+        slot = Slot(name, parameter, self.size, position, chunks)
         self.slots.append(slot)
         self.buckets[-1].slots.append(slot)
         self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
@@ -158,15 +159,16 @@ def fill_buffers(stages: Sequence[Stage], bucket_mib: float, owners: Group = SOL
     `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. A parameter that
     two stages of the rank share belongs to the first of them.
     """
-    owned: dict[nn.Parameter, tuple[int, str]] = {}
+    owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            owned.setdefault(parameter, (chunk, name))
+            first, chunks = owned.get(parameter, (name, ()))
+            owned[parameter] = first, (*chunks, chunk)
     buffers: dict[tuple[int, bool, tuple[str, ...]], FlatBuffer] = {}
-    for position, (parameter, (chunk, name)) in enumerate(reversed(owned.items())):
+    for position, (parameter, (name, chunks)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
-        kind = (chunk, shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
-        buffers.setdefault(kind, FlatBuffer(*kind, owners, bucket_mib * 2**20, stages[0].device)).add(name, parameter, position)
+        kind = (chunks[0], shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
+        buffers.setdefault(kind, FlatBuffer(*kind, owners, bucket_mib * 2**20, stages[0].device)).add(name, parameter, position, chunks)
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())

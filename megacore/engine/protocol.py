@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from megacore.distributed.shard import Box
+from megacore.tensor_parallel.gradient import Part
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,14 @@ class Engine(Protocol):
 
     def backward(self, chunk: int, root: Any, gradient: Tensor, *, last: bool) -> None:
         """Runs backward from a chunk's output, given its gradient. After the `last`, the chunk's gradients are complete."""
+
+    def backward_input(self, chunk: int, root: Any, gradient: Tensor) -> list[Part]:
+        """The first half of `backward`: the gradients of a chunk's input and small parameters. Returns what `backward_weight` needs."""
+        raise AssertionError(f"{type(self).__name__} runs backward whole")
+
+    def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
+        """The second half: the gradients of weights, from `parts`, which it empties. For `last` see `backward`."""
+        raise AssertionError(f"{type(self).__name__} runs backward whole")
 
     def reduce_gradients(self) -> None:
         """Sums gradients over the ranks that hold the same parameters: data ranks, and tensor ranks where partial."""

@@ -1,8 +1,9 @@
 """Bucketed gradient accumulation and reduction, overlapped with the last microbatch's backward."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -10,7 +11,7 @@ from megacore.distributed.comm import all_reduce, all_reduce_start, reduce_scatt
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.wire import Work
 from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
-from megacore.tensor_parallel.gradient import MainGradient
+from megacore.tensor_parallel.gradient import Deferral, MainGradient
 
 
 class GradientReducer:
@@ -25,8 +26,10 @@ class GradientReducer:
         self.buffers, self.mesh, self.group = buffers, mesh, mesh.gradient_group
         self.buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.buckets.sort(key=lambda pair: (bool(sums_first(pair[0])), pair[1].completes))
-        self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete
-        self.armed: set[int] = set()  # chunks
+        self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
+        self.in_last = False  # whether the last backward of a chunk is running
+        self.deferral = Deferral()
+        self.places: dict[Tensor, tuple[Slot, Bucket]] = {}  # by the tensor that holds the sum
         self.next = 0
         self.work: list[Work] = []
         self.sums: list[tuple[MainGradient, nn.Parameter]] = []
@@ -39,15 +42,15 @@ class GradientReducer:
 
     def _watch(self, buffer: FlatBuffer, slot: Slot, bucket: Bucket) -> None:
         parameter = slot.parameter
-        main = MainGradient(slot.view(buffer.gradients))
+        main = MainGradient(slot.view(buffer.gradients), self.deferral)
         parameter.main_gradient = main  # type: ignore[attr-defined]
         self.sums.append((main, parameter))
+        self.places[main.total] = slot, bucket
 
         def accumulated(*_: object) -> None:
             main.take(parameter)
-            if buffer.chunk in self.armed:
-                self.waiting_for[id(bucket)] -= 1
-                self._start_ready()
+            if self.in_last:
+                self.complete([main.total])
 
         # What ends a parameter's part of every graph. It runs once a backward pass, behind all that gives a part of the gradient, also
         # if all of them added theirs to the main gradient and it is given nothing. Autograd itself holds it weakly.
@@ -56,13 +59,25 @@ class GradientReducer:
         self.hooks.append(node.register_hook(accumulated))
 
     def _rearm(self) -> None:
-        self.armed.clear()
         self.next = 0
-        self.waiting_for = {id(bucket): len(bucket.slots) for _, bucket in self.buckets}
+        self.waiting_for = {id(bucket): sum(len(slot.chunks) for slot in bucket.slots) for _, bucket in self.buckets}
 
-    def arm(self, chunk: int) -> None:
-        """Declares that gradients of a chunk that complete from now on are final, so its buckets may start."""
-        self.armed.add(chunk)
+    @contextmanager
+    def completing(self, last: bool) -> Iterator[None]:
+        """A context for a backward pass. If it is the `last` of its chunk, every gradient that it adds to is then complete in the chunk."""
+        self.in_last = last
+        yield
+        self.in_last = False
+
+    def totals_of(self, chunk: int) -> list[Tensor]:
+        """The sums to which a chunk's backward adds."""
+        return [total for total, (slot, _) in self.places.items() if chunk in slot.chunks]
+
+    def complete(self, totals: Iterable[Tensor]) -> None:
+        """Declares that a chunk adds no more to these sums in this step, and starts the buckets that wait for nothing else."""
+        for total in totals:
+            self.waiting_for[id(self.places[total][1])] -= 1
+        self._start_ready()
 
     def _start_ready(self) -> None:
         while self.next < len(self.buckets):

@@ -3,19 +3,20 @@
 There is one runtime for every schedule and layout: gradient accumulation on one device is the one-stage schedule.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.distributed.mesh import Group
 from megacore.distributed.wire import Work
 from megacore.engine.protocol import Engine
 from megacore.model.gpt import DTYPES, Stage
-from megacore.plan.schedule import TRANSFERS, Action, Op, Plan
+from megacore.plan.schedule import IN_FLIGHT, Action, Op, Plan
+from megacore.tensor_parallel.gradient import Part
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,15 @@ class Microbatch:
 
 
 Key = tuple[int, int]  # microbatch, chunk
+TAKES = {Op.FORWARD: Op.RECV_ACTIVATION, Op.BACKWARD: Op.RECV_GRADIENT, Op.BACKWARD_INPUT: Op.RECV_GRADIENT}  # messages by who takes them
 
 
 class Runtime:
     """Runs plans on this rank's stages.
 
     Between a microbatch's forward and its backward the autograd graph stays in memory. The input (for its gradient) and the output's
-    *edge* (to start backward from) hold it; the output itself is freed once it is sent.
+    *edge* (to start backward from) hold it; the output itself is freed once it is sent. If backward is split, its first half frees all
+    but the two tensors of each weight's product, and the second half frees each pair when it is multiplied.
     """
 
     def __init__(self, stages: Sequence[Stage], engine: Engine | None, pp: Group) -> None:
@@ -45,10 +48,16 @@ class Runtime:
         self.hidden_shape = (tokens, first.config.model.hidden_size)
         self.dtype = DTYPES[train.precision]
         self.device = first.device
-        self.peak_live = 0  # the most forwards whose activations were held at once
+        self.peak_live = 0  # the most forwards whose activations, or a part of them, were held at once
         self.methods: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.SEND_ACTIVATION: lambda action: self._send(action, self.outputs),
+            Op.RECV_ACTIVATION: lambda action: self._receive(action, self.inputs),
+            Op.SEND_GRADIENT: lambda action: self._send(action, self.input_gradients),
+            Op.RECV_GRADIENT: lambda action: self._receive(action, self.output_gradients),
             Op.REDUCE_GRADIENTS: lambda _: self._engine.reduce_gradients(),
             Op.REDUCE_TIED: lambda _: self._engine.reduce_tied(),
         }
@@ -69,24 +78,19 @@ class Runtime:
         self.inputs: dict[Key, Tensor] = {}  # activations received or taken over, leaves of their microbatch's graph
         self.outputs: dict[Key, Tensor] = {}  # to be sent
         self.roots: dict[Key, Any] = {}  # where the engine starts backward
+        self.parts: dict[Key, list[Part]] = {}  # of weights' gradients, which wait for their action
         self.output_gradients: dict[Key, Tensor] = {}  # received or taken over
         self.input_gradients: dict[Key, Tensor] = {}  # to be sent
-        self.sending: list[tuple[Work, Tensor]] = []
+        self.arriving: dict[tuple[Op, Key], Work] = {}  # messages
+        self.sending: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)  # by the rank that receives
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(plan.placement[self.pp.rank])}
         self.stage_of = plan.placement[self.pp.rank]
-        actions = plan.actions[self.pp.rank]
-        i = 0
-        while i < len(actions):
-            if actions[i].op in TRANSFERS:
-                stop = next(j for j in range(i, len(actions) + 1) if j == len(actions) or actions[j].op not in TRANSFERS)
-                self._transfer(actions[i:stop])
-                i = stop
-            else:
-                self.methods[actions[i].op](actions[i])
-                i += 1
-        for work, _ in self.sending:
-            work.wait()
-        self.sending.clear()
+        for action in plan.actions[self.pp.rank]:
+            self._wait_for_message(action)
+            self.methods[action.op](action)
+        for under_way in self.sending.values():
+            while under_way:
+                under_way.popleft()[0].wait()
         return self.loss
 
     def _forward(self, action: Action) -> None:
@@ -101,19 +105,32 @@ class Runtime:
             self._hand_over(self.inputs, self.outputs, key, 1, output.detach())
         if stage.training:
             self.roots[key] = self._engine.root(output)
-            self.peak_live = max(self.peak_live, len(self.roots))
+            self.peak_live = max(self.peak_live, len(self.roots) + len(self.parts))
         elif not stage.first:
             del self.inputs[key]
 
     def _backward(self, action: Action) -> None:
-        key, chunk = (action.microbatch, action.chunk), action.chunk
-        stage = self.stages[chunk]
-        if stage.last:
-            gradient = self._engine.loss_gradient(self.target_weight).to(self.loss.dtype)
-        else:
-            gradient = self.output_gradients.pop(key)
-        self._engine.backward(chunk, self.roots.pop(key), gradient, last=action.last)
-        if not stage.first:
+        key = action.microbatch, action.chunk
+        self._engine.backward(action.chunk, self.roots.pop(key), self._output_gradient(key), last=action.last)
+        self._pass_back(key)
+
+    def _backward_input(self, action: Action) -> None:
+        key = action.microbatch, action.chunk
+        self.parts[key] = self._engine.backward_input(action.chunk, self.roots.pop(key), self._output_gradient(key))
+        self._pass_back(key)
+
+    def _backward_weight(self, action: Action) -> None:
+        self._engine.backward_weight(action.chunk, self.parts.pop((action.microbatch, action.chunk)), last=action.last)
+
+    def _output_gradient(self, key: Key) -> Tensor:
+        """What backward starts with."""
+        if self.stages[key[1]].last:
+            return self._engine.loss_gradient(self.target_weight).to(self.loss.dtype)
+        return self.output_gradients.pop(key)
+
+    def _pass_back(self, key: Key) -> None:
+        """Hands the gradient of a chunk's input to the stage before."""
+        if not self.stages[key[1]].first:
             grad = self.inputs.pop(key).grad
             assert grad is not None
             self._hand_over(self.output_gradients, self.input_gradients, key, -1, grad)
@@ -127,30 +144,28 @@ class Runtime:
         else:
             here[m, neighbour] = x
 
-    def _transfer(self, actions: Sequence[Action]) -> None:
-        """Posts adjacent transfers as one batch, waits for its receives, and then for the sends of the batch before.
+    def _receive(self, action: Action, held: dict[Key, Tensor]) -> None:
+        """Posts a receive. The action that takes the message waits for it."""
+        assert self.pp.wire is not None
+        key = action.microbatch, action.chunk
+        held[key] = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+        self.arriving[action.op, key] = self.pp.wire.receive(held[key], self.pp.ranks[action.peer])
 
-        Those sends have long been received by then, so waiting costs no time and frees their memory. (Asking `is_completed` would not
-        free it: gloo completes a send only when it is waited for.)
+    def _wait_for_message(self, action: Action) -> None:
+        """Waits for what an action takes from another rank."""
+        if action.op in TAKES:
+            work = self.arriving.pop((TAKES[action.op], (action.microbatch, action.chunk)), None)
+            if work is not None:
+                work.wait()
+
+    def _send(self, action: Action, held: dict[Key, Tensor]) -> None:
+        """Posts a send, whose buffer stays until the send is complete: see `schedule.IN_FLIGHT`.
+
+        (Asking `is_completed` would not tell: gloo completes a send only when it is waited for.)
         """
         assert self.pp.wire is not None
-        posts = [self._post(action) for action in actions]
-        sent, self.sending = self.sending, []
-        for post, work in zip(posts, self.pp.wire.transfer(posts), strict=True):
-            if post.op is dist.irecv:
-                work.wait()
-            else:
-                self.sending.append((work, post.tensor))
-        for work, _ in sent:
-            work.wait()
-
-    def _post(self, action: Action) -> dist.P2POp:
-        key, peer, group = (action.microbatch, action.chunk), self.pp.ranks[action.peer], self.pp.process_group
-        if action.op is Op.SEND_ACTIVATION:
-            return dist.P2POp(dist.isend, self.outputs.pop(key), peer, group)
-        if action.op is Op.SEND_GRADIENT:
-            return dist.P2POp(dist.isend, self.input_gradients.pop(key).contiguous(), peer, group)
-        buffer = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
-        received = self.inputs if action.op is Op.RECV_ACTIVATION else self.output_gradients
-        received[key] = buffer
-        return dist.P2POp(dist.irecv, buffer, peer, group)
+        under_way = self.sending[action.peer]
+        while len(under_way) >= IN_FLIGHT:
+            under_way.popleft()[0].wait()
+        x = held.pop((action.microbatch, action.chunk)).contiguous()
+        under_way.append((self.pp.wire.send(x, self.pp.ranks[action.peer]), x))

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+IN_FLIGHT = 2  # sends to one rank that may be under way: the buffers of one that leaves, and of one that waits
+
 
 class Op(Enum):
     """The kind of an action. The runtime has one method for each op, and the simulator one rule."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"  # the gradient of a chunk's input, and of its small parameters
+    BACKWARD_WEIGHT = "backward_weight"  # the gradients of its weights, from what BACKWARD_INPUT left
     SEND_ACTIVATION = "send_activation"  # to the rank that holds the next stage
     RECV_ACTIVATION = "recv_activation"
     SEND_GRADIENT = "send_gradient"  # to the rank that holds the stage before

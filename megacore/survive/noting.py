@@ -8,13 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.wire import Work
 from megacore.pipeline.runtime import Runtime
-from megacore.plan.schedule import Op
+from megacore.plan.schedule import TRANSFERS, Op
 from megacore.survive.ledger import FOR_DEVICE, Channel, Ledger
 from megacore.survive.stragglers import Stragglers
 from megacore.train.loader import Loader
@@ -69,24 +68,25 @@ def note_group(group: Group, ledger: Ledger) -> None:
 
         return noted
 
-    transfer = wire.transfer
+    def transferred(method: Callable[..., Work], *, sends: bool) -> Callable[..., Work]:
+        def noted(x: Tensor, peer: int) -> Work:
+            own = group.ranks[group.rank]
+            link = ledger.link(own, peer) if sends else ledger.link(peer, own)
+            number = link.begin(name, "transfer", x)
+            return Begun(method(x, peer), link, number)
 
-    def transferred(posts: Any) -> list[Work]:
-        own = group.ranks[group.rank]
-        links = [ledger.link(own, post.peer) if post.op is dist.isend else ledger.link(post.peer, own) for post in posts]
-        numbers = [link.begin(name, "transfer", post.tensor) for link, post in zip(links, posts, strict=True)]
-        return [Begun(*noted) for noted in zip(transfer(posts), links, numbers, strict=True)]
+        return noted
 
     watched: Any = wire
     for method, operation in STARTS.items():
         setattr(watched, method, started(operation, getattr(wire, method)))
     for method in ("all_reduce", "broadcast", "barrier"):
         setattr(watched, method, done(method, getattr(wire, method)))
-    watched.transfer = transferred
+    watched.send, watched.receive = transferred(wire.send, sends=True), transferred(wire.receive, sends=False)
 
 
 def note_runtime(runtime: Runtime, ledger: Ledger) -> None:
-    """Notes each action of the plan that a rank runs. On a GPU, what is computed for a microbatch is a piece of the device's work."""
+    """Notes each action of the plan that a rank runs, but transfers. On a GPU, what it computes for a microbatch is a piece of work."""
 
     def marked(method: Callable[[Any], None]) -> Callable[[Any], None]:
         def noted(action: Any) -> None:
@@ -99,7 +99,7 @@ def note_runtime(runtime: Runtime, ledger: Ledger) -> None:
 
         return noted
 
-    runtime.methods.update({op: marked(method) for op, method in runtime.methods.items()})
+    runtime.methods.update({op: marked(method) for op, method in runtime.methods.items() if op not in TRANSFERS})
 
 
 def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:

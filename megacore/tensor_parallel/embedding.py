@@ -1,5 +1,7 @@
 """The vocabulary-parallel embedding: each tensor rank holds the rows of some tokens."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +9,36 @@ from torch import Tensor, nn
 from megacore.distributed.comm import leave_tensor_parallel
 from megacore.distributed.mesh import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
+from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, whose gradient goes to `main`. T tokens, V rows, F features.
+
+    forward          y [T, F] = weight [V, F] at rows [T]
+    grad of weight     [V, F] = sums of dy [T, F] by row, added to `main`
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, main: MainGradient) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.main = main
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (rows,) = ctx.saved_tensors
+        if ctx.main.waits:
+            ctx.main.defer(ctx.main.add_rows, grad, rows)
+        else:
+            ctx.main.add_rows(grad, rows)
+        return None, None, None
+
+
+def look_up(weight: Tensor, rows: Tensor) -> Tensor:
+    """`weight` ``[V, F]`` at `rows` ``[T]`` → ``[T, F]``."""
+    main = main_gradient_of(weight)
+    return F.embedding(rows, weight) if main is None else _Lookup.apply(weight, rows, main)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -38,8 +70,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """`tokens` ``[tokens]`` int64 → ``[tokens, hidden]`` (with sequence parallelism this rank's tokens)."""
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return look_up(self.weight, tokens)
         local = tokens - self.first_row
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        part = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[:, None], 0.0)
+        part = look_up(self.weight, local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0.0)
         return leave_tensor_parallel(part, self.group, self.sequence)

@@ -2,14 +2,78 @@
 
 Megatron calls this gradient accumulation fusion. In 16 bits it saves writing the product rounded, reading it again and a pass over the
 sum; and the product is never rounded, where the device can add it in fp32.
+
+A schedule may want weights' gradients later than inputs' (Qi et al. 2023, zero bubble). Then the layers leave what they are made of
+in a `Deferral`, and nothing else of the backward pass is kept.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from megacore.distributed.comm import all_gather_start
 from megacore.distributed.cpu import is_widened
+from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.wire import Work
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a weight's gradient that is added later: `add` is called with the two tensors that it is made of.
+
+    `x` has this rank's tokens, if it is to be gathered over `group`: in between it takes no more memory than before.
+    """
+
+    total: Tensor
+    add: Callable[[Tensor, Tensor], None]
+    grad: Tensor
+    x: Tensor
+    group: Group = SOLO
+    gathering: Work | None = None
+
+    def start(self) -> None:
+        """Begins to gather x."""
+        self.x, self.gathering = all_gather_start(self.x, self.group)
+
+    def finish(self) -> None:
+        """Adds the part to the sum."""
+        if self.gathering is not None:
+            self.gathering.wait()
+        self.add(self.grad, self.x)
+
+
+class Deferral:
+    """Whether the layers of an engine leave parts of weights' gradients for later, and where."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] | None = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Part]]:
+        """A context for a backward pass, whose parts the list gets in their order."""
+        parts: list[Part] = []
+        self.parts = parts
+        try:
+            yield parts
+        finally:
+            self.parts = None
+
+
+def finish_in_turn(parts: list[Part]) -> Iterator[Part]:
+    """Adds each part to its sum, and yields it then. The next one's tokens are gathered meanwhile. The list is empty in the end."""
+    parts.reverse()
+    if parts:
+        parts[-1].start()
+    while parts:
+        part = parts.pop()
+        if parts:
+            parts[-1].start()
+        part.finish()
+        yield part
 
 
 class MainGradient:
@@ -19,14 +83,26 @@ class MainGradient:
     the first part is written and not added, so that nobody has to clear it.
     """
 
-    def __init__(self, total: Tensor) -> None:
+    def __init__(self, total: Tensor, deferral: Deferral | None = None) -> None:
         self.total, self.empty = total, True
+        self.deferral = deferral or Deferral()
+
+    @property
+    def waits(self) -> bool:
+        """Whether parts that can be added later are left to `defer`."""
+        return self.deferral.parts is not None
+
+    def defer(self, add: Callable[[Tensor, Tensor], None], grad: Tensor, x: Tensor, group: Group = SOLO) -> None:
+        """Leaves ``add(grad, x)`` for later, with x gathered over `group`."""
+        assert self.deferral.parts is not None
+        self.deferral.parts.append(Part(self.total, add, grad.detach(), x.detach(), group))  # x would hold what made it
+
+    def add_rows(self, grad: Tensor, rows: Tensor) -> None:
+        """Adds the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows` ``[tokens]`` that were looked up."""
+        self._add(torch.ops.aten.embedding_dense_backward(grad, rows, len(self.total), -1, False))
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
-        """Adds ``gradᵀ · x``, the gradient of a linear layer's weight; `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``.
-
-        It needs nothing else from the backward pass: a schedule may call it later than the rest.
-        """
+        """Adds ``gradᵀ · x``, the gradient of a linear layer's weight; `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``."""
         wide, total, beta = self.total.dtype, self.total.flatten(0, -2), 0.0 if self.empty else 1.0
         if is_widened(x):
             grad, x = grad.to(wide), x.to(wide)

@@ -49,28 +49,38 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     return F.linear(x, weight, bias)
 
 
-def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None) -> Tensor | None:
-    """``gradᵀ · x``, `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``; None where it was added to the main gradient."""
+def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None, group: Group = SOLO) -> Tensor | None:
+    """``gradᵀ · x``, `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``; None where the main gradient gets it, now or later.
+
+    `group`: over which x is to be gathered later.
+    """
     if main is None:
         return linear(grad.t(), x.t())
-    main.add_product(grad, x)
+    if main.waits:
+        main.defer(main.add_product, grad, x, group)
+    else:
+        main.add_product(grad, x)
     return None
 
 
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, group: Group, sequence: bool, main: MainGradient | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first."""
+    """Of a column-parallel layer's x and weight; the product that gives the second runs while ranks exchange parts of the first.
+
+    If the second is for later, x is gathered only then.
+    """
     gathering: Work = Done()
-    if sequence:
-        x, gathering = all_gather_start(x, group)
+    to_gather = group if sequence else SOLO
+    if main is None or not main.waits:
+        (x, gathering), to_gather = all_gather_start(x, to_gather), SOLO
     grad_x = linear(grad, weight.t())
     if sequence:
         grad_part, summing = reduce_scatter_start(grad_x, group)
     else:
         grad_part, summing = grad_x, all_reduce_start(grad_x, group)
     gathering.wait()
-    grad_weight = weight_gradient(grad, x, main)
+    grad_weight = weight_gradient(grad, x, main, to_gather)
     summing.wait()
     return grad_part, grad_weight
 

@@ -102,11 +102,12 @@ def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
 def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
     """Takes and records all steps, and traces one of them."""
     config, mesh, engine, methods = trainer.config, trainer.mesh, trainer.engine, trainer.train_step.runtime.methods
-    plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD)}
+    plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
 
     def announced(op: Op, trace: Trace, action: Action) -> None:
-        trace.enter(action.microbatch * mesh.sample_group.size + mesh.sample_group.rank, op.value)
+        trace.enter(action.microbatch * mesh.sample_group.size + mesh.sample_group.rank, op.value, action.chunk)
         plain[op](action)
+        trace.leave()
 
     for trainer.step in range(1, config.train.steps + 1):
 
@@ -131,13 +132,14 @@ class Evidence:
         self.mesh = mesh
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            GradientWatch(parameter, self.sums[name].add_)
+        self.watches = [GradientWatch(parameter, self.sums[name].add_) for name, parameter in self.parameters.items()]
         self.given: dict[int, dict[str, Tensor]] = {}
         self.copies: dict[int, dict[str, Tensor]] = {}
 
     def take(self, step: int) -> None:
         """Takes a step's evidence, after its last backward pass and before its update."""
+        for watch in self.watches:
+            watch.look()
         self.given[step] = {name: total.clone() for name, total in self.sums.items()}
         self.copies[step] = self._copies()
         for total in self.sums.values():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import Stage
+from megacore.plan.schedule import Op
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 
@@ -18,7 +19,7 @@ class SeenGradient(MainGradient):
     """Stands before a main gradient, for layers to add to; notes what they add, each product computed once more: in fp64 if it is exact."""
 
     def __init__(self, main: MainGradient) -> None:
-        super().__init__(main.total)
+        super().__init__(main.total, main.deferral)
         self.main = main
         self.parts: list[Tensor] = []
 
@@ -27,7 +28,7 @@ class SeenGradient(MainGradient):
         self.parts.append((a.t() @ b).double())
         self.main.add_product(grad, x)
 
-    def add(self, part: Tensor) -> None:
+    def _add(self, part: Tensor) -> None:
         self.parts.append(part.double())
         self.main.add(part)
 
@@ -37,19 +38,28 @@ class GradientWatch:
 
     def __init__(self, parameter: nn.Parameter, see: Callable[[Tensor], Any]) -> None:
         self.parameter, self.main = parameter, main_gradient_of(parameter)
-        parts: list[Tensor] = []
+        self.see, self.parts = see, list[Tensor]()
         if self.main is not None:
             seen = SeenGradient(self.main)
-            parts, parameter.main_gradient = seen.parts, seen  # type: ignore[attr-defined]
+            self.parts, parameter.main_gradient = seen.parts, seen  # type: ignore[attr-defined]
 
         def complete(gradient: Tensor | None) -> None:
             """Autograd calls it once a backward pass, however often the parameter was used; with None if layers added everything."""
             if gradient is not None:
-                parts.append(gradient.double())
-            see(sum((part.view(parameter.shape) for part in parts), torch.zeros(parameter.shape, dtype=torch.float64)))
-            parts.clear()
+                self.parts.append(gradient.double())
+            self._show()
 
         self.handle = parameter.register_hook(complete)
+
+    def _show(self) -> None:
+        shape = self.parameter.shape
+        self.see(sum((part.view(shape) for part in self.parts), torch.zeros(shape, dtype=torch.float64)))
+        self.parts.clear()
+
+    def look(self) -> None:
+        """Shows what was added behind backward passes of inputs, if anything was."""
+        if self.parts:
+            self._show()
 
     def remove(self) -> None:
         """Shows no more."""
@@ -70,11 +80,21 @@ class Trace:
         self.events: dict[str, Tensor] = {}
         self.visits: Counter[tuple[Any, ...]] = Counter()
         self.handles: list[Any] = []
-        self.microbatch, self.phase = 0, "forward"
+        self.microbatch, self.phase, self.chunk = 0, "forward", 0
+        self.watches: list[GradientWatch] = []
+        self.halves: dict[tuple[int, int, str, str], Tensor] = {}  # parameters' gradients of split backwards: microbatch, chunk, place
 
-    def enter(self, microbatch: int, phase: str) -> None:
-        """Notes that `phase` (forward or backward) of the microbatch with this index in the global batch begins."""
-        self.microbatch, self.phase = microbatch, phase
+    def enter(self, microbatch: int, phase: str, chunk: int = 0) -> None:
+        """Notes that `phase` (an op's value) of the microbatch with this index in the global batch begins."""
+        self.microbatch, self.phase, self.chunk = microbatch, phase, chunk
+
+    def leave(self) -> None:
+        """Notes that the phase ends. A split backward has given its gradients when its second half ends."""
+        if self.phase == Op.BACKWARD_WEIGHT.value:
+            for watch in self.watches:
+                watch.look()
+            for part in [part for part in self.halves if part[:2] == (self.microbatch, self.chunk)]:
+                self._add(self.microbatch, "backward", *part[2:], self.halves.pop(part))
 
     def note(self, module: str, what: str, value: Any) -> None:
         """Records a tensor, and its gradient when backward computes it."""
@@ -106,11 +126,20 @@ class Trace:
         return self
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
-        """Records a parameter's gradient, unless it is one rank's part of a microbatch's gradient, which has no equal elsewhere."""
-        if {"tp", "tied"} & set(shard_of(parameter).partial_over):
+        """Records a parameter's gradient, unless it is a part of a microbatch's gradient, which has no equal elsewhere."""
+        users = sum(parameter is own for stage in self.stages for own in stage.parameters())
+        if {"tp", "tied"} & set(shard_of(parameter).partial_over) or users > 1:
             return
         module, _, what = name.rpartition(".")
-        self.handles.append(GradientWatch(parameter, lambda gradient: self._add(self.microbatch, "backward", module, what, gradient)))
+
+        def see(gradient: Tensor) -> None:
+            if self.phase == Op.BACKWARD.value:
+                self._add(self.microbatch, "backward", module, what, gradient)
+            else:
+                part = self.microbatch, self.chunk, module, what
+                self.halves[part] = self.halves.get(part, 0.0) + gradient
+
+        self.watches.append(GradientWatch(parameter, see))
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -137,7 +166,7 @@ class Trace:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.folder is None:
             return
-        for handle in self.handles:
+        for handle in (*self.handles, *self.watches):
             handle.remove()
         for stage in self.stages:
             for name in ("logits", "loss"):

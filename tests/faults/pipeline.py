@@ -48,16 +48,16 @@ def tied_gradients_summed_twice() -> Any:
 )
 def stale_activation() -> Any:
     shared: dict[Any, Tensor] = {}
-    post, empty = runtime.Runtime._post, torch.empty
+    receive, empty = runtime.Runtime._receive, torch.empty
 
-    def into_one(self: Any, action: Any) -> Any:
+    def into_one(self: Any, action: Any, messages: Any) -> None:
         def held(shape: Any, **options: Any) -> Tensor:
             return shared.setdefault(action.op, empty(shape, **options)).detach()
 
         with patch(torch, "empty", held):
-            return post(self, action)
+            receive(self, action, messages)
 
-    return patch(runtime.Runtime, "_post", into_one)
+    return patch(runtime.Runtime, "_receive", into_one)
 
 
 @fault(

@@ -301,11 +301,10 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
     monkeypatch.setattr(reduce, "all_reduce", record("tensor"))
     reducer = reducer_of(config, stage)
     for last in (False, False, True):
-        if last:
-            assert not started
-            reducer.arm(0)
+        assert not started
         inputs = torch.zeros(2, 16, dtype=torch.long)
-        stage.loss(stage(inputs), inputs).backward()
+        with reducer.completing(last):
+            stage.loss(stage(inputs), inputs).backward()
     within = len(started)
     reducer.finish()
     starts = [(buffer.summed_over, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
@@ -326,9 +325,9 @@ def test_reduction_overlaps_backward(configure: Configure, monkeypatch: pytest.M
     for parameter in stage.parameters():
         parameter.register_post_accumulate_grad_hook(done.append)
     reducer = reducer_of(config, stage)
-    reducer.arm(0)
     inputs = torch.zeros(2, 16, dtype=torch.long)
-    stage.loss(stage(inputs), inputs).backward()
+    with reducer.completing(True):
+        stage.loss(stage(inputs), inputs).backward()
     assert started == sorted(started) and started[0] < len(done) / 2, f"starts behind gradient {started} of {len(done)}"
     assert len(set(started)) > 3
 

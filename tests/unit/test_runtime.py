@@ -104,7 +104,7 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
     assert len(seen) == 2 * microbatches and alive == 0
     assert runtime.peak_live == peak_live(plan)[0] == (microbatches if name == "gpipe" else 1)
     assert most == 2 * runtime.peak_live
-    assert not any((runtime.inputs, runtime.outputs, runtime.roots, runtime.sending))
+    assert not any((runtime.inputs, runtime.outputs, runtime.roots, runtime.parts, runtime.sending))
     assert not any((runtime.input_gradients, runtime.output_gradients))
 
 
