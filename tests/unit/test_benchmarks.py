@@ -34,6 +34,7 @@ from megacore.interchange.mapped import Mapped, gpt2_tensors
 from megacore.interchange.nanogpt import nanogpt_tensors
 from megacore.model.gpt import Stage, whole_model
 from megacore.plan.flops import attention_flops, block_flops, flops_per_token, head_flops
+from megacore.plan.schedule import Action, Op
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 
@@ -67,11 +68,11 @@ def test_every_moment_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.breakdown.perf_counter", lambda: float(next(clock)))
     watch = Stopwatch(torch.device("cpu"))
     watch.mark()  # 0
-    with watch.part("forward"), watch.part("tp"):  # 10; 20, and left at 30, 40
+    with watch.part("forward", Action(Op.FORWARD, 3, 1)), watch.part("tp"):  # 10; 20, and left at 30, 40
         pass
     watch.mark()  # 50
     assert dict(watch.totals()) == {"other": 20.0, "forward": 20.0, "tp": 10.0}
-    assert watch.durations("forward") == [30.0]
+    assert watch.mean_of(Op.FORWARD, 1) == 30.0 and watch.mean_of(Op.FORWARD, 0) == 0.0
     assert watch.between(0, 5) == 50.0 == sum(watch.totals().values())
 
 
