@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 from megacore.files import check_folder
-from megacore.survive.hosts import PROBE, Fleet, hostfile_option, load_any
+from megacore.survive.hosts import PROBE, Fleet, filters_in, hostfile_option, load_any
 from megacore.survive.supervisor import Supervisor
 
 EXAMPLE = "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
@@ -67,7 +67,10 @@ def run(argv: list[str]) -> int:
     folder = loaded.log.dir
     assert folder is not None
     option = hostfile_option(args.command)
-    fleet = None if option is None else Fleet(option[1], config, overrides, args.probe)
+    fleet = None
+    if option is not None:
+        args.command, include, exclude = filters_in(args.command)
+        fleet = Fleet(option[1], config, overrides, args.probe, include=include, exclude=exclude)
     check_folder("log.dir", folder)
     options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}
     return Supervisor(args.command, Path(folder), fleet=fleet, **options).run()

@@ -17,6 +17,7 @@ from megacore.files import read_text
 
 PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
 PROBE_SECONDS = 15.0
+FILTER = re.compile(r"(--include|--exclude|-i|-e)(=(.*))?")  # options of the deepspeed launcher
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
 LINES = "lines such as `node1 slots=8`"  # of a hostfile
 KEPT = 0.75  # a layout that uses this part of the ranks is not changed for one that uses more
@@ -40,8 +41,53 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise ConfigError("--hostfile", f"{path} names the host `{found[1]:.200}`", right)
         if found[1] in hosts:
             raise ConfigError("--hostfile", f"{path} names {found[1]} twice", "a line for each host, with all of its slots")
+        if int(found[2]) == 0:
+            raise ConfigError("--hostfile", f"{path} gives {found[1]} no slots", "slots=1 or more, or no line for it")
         hosts[found[1]] = int(found[2])
+    if not hosts:
+        raise ConfigError("--hostfile", f"{path} names no host", LINES)
     return hosts
+
+
+def chosen_hosts(hosts: dict[str, int], include: str, exclude: str, *, known: bool = True) -> dict[str, int]:
+    """The hosts that the deepspeed launcher's `--include` or `--exclude` leave. Raises `ConfigError`, with `known` also for a host that
+    the hostfile does not name."""
+    if include and exclude:
+        raise ConfigError("--include", "stands beside --exclude", "one of the two")
+    option, names = ("--include", include.split("@")) if include else ("--exclude", exclude.split("@") if exclude else [])
+    for name in names:
+        if ":" in name and name not in hosts:
+            raise ConfigError(option, f"`{name:.200}` names single slots", "whole hosts, such as node1@node2, and slots=N in the hostfile")
+        if known and name not in hosts:
+            raise ConfigError(option, f"the hostfile does not name `{name:.200}`", f"hosts such as {'@'.join(list(hosts)[:3])}")
+    left = {host: slots for host, slots in hosts.items() if not names or (host in names) == bool(include)}
+    if not left and known and hosts:
+        raise ConfigError(option, "leaves no host", "one host or more")
+    return left
+
+
+def filters_in(command: list[str]) -> tuple[list[str], str, str]:
+    """The deepspeed launcher's command without its filters of hosts, and the values of `--include` and `--exclude`."""
+    script = next((i for i, word in enumerate(command) if word.endswith(".py")), len(command))
+    words, values, i = [], {"i": "", "e": ""}, 0
+    while i < script:
+        if found := FILTER.fullmatch(command[i]):
+            inline = found[3] is not None
+            values[found[1].lstrip("-")[0]] = found[3] if inline else "".join(command[i + 1 : i + 2])
+            i += 1 if inline else 2
+        else:
+            words.append(command[i])
+            i += 1
+    return [*words, *command[script:]], values["i"], values["e"]
+
+
+def check_ranks(hosts: dict[str, int], config: str, overrides: list[str]) -> None:
+    """Raises `ConfigError` if the config needs more ranks than the hosts have slots."""
+    needed, there = smallest_world(config, overrides), sum(hosts.values())
+    if needed > there:
+        p = load_any(config, overrides).parallel
+        layout = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data}"
+        raise ConfigError("--hostfile", f"its hosts have {there} slots, and the config needs {needed} ranks ({layout})", "more hosts")
 
 
 def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
@@ -66,33 +112,36 @@ class Planned(NamedTuple):
 class Fleet:
     """The machines of a launcher's hostfile. They are asked again before every start."""
 
-    def __init__(self, hostfile: Path, config: str, overrides: list[str], probe: str = PROBE) -> None:
-        """`probe`: a command that succeeds if `{host}` answers; this machine always does."""
-        self.hostfile, self.config, self.overrides = hostfile, config, overrides
+    def __init__(
+        self, hostfile: Path, config: str, overrides: list[str], probe: str = PROBE, *, include: str = "", exclude: str = ""
+    ) -> None:
+        """`probe`: a command that succeeds if `{host}` answers; this machine always does. `include`, `exclude`: see `chosen_hosts`."""
+        self.hostfile, self.config, self.overrides, self.filters = hostfile, config, overrides, (include, exclude)
         try:
             self.words = shlex.split(probe)
             if not self.words:
                 raise ValueError("it is empty")
         except ValueError as error:
             raise ConfigError("--probe", f"{probe} is no command: {str(error).lower()}", PROBE) from None
-        self.named = read_hostfile(hostfile)
+        self.named = chosen_hosts(read_hostfile(hostfile), *self.filters)
+        check_ranks(self.named, config, overrides)
 
     def changed(self) -> bool:
         """Whether the hostfile names other machines than at the last start."""
         try:
-            return read_hostfile(self.hostfile) != self.named
+            return self._read() != self.named
         except ConfigError:
             return False  # somebody is writing it
 
     def command(self, command: list[str], folder: Path) -> list[str]:
         """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""
-        self.named = read_hostfile(self.hostfile)
+        self.named = self._read()
         with ThreadPoolExecutor(64) as pool:
             answers = pool.map(self._answers, self.named)
         hosts = {host: slots for (host, slots), answered in zip(self.named.items(), answers, strict=True) if answered}
-        if not sum(hosts.values()):
+        if not hosts:
             names = ", ".join(list(self.named)[:8]) + (f" and {len(self.named) - 8} more" if len(self.named) > 8 else "")
-            why = f"none of {', '.join(hosts)} has a slot" if hosts else f"no host answered: {names or f'{self.hostfile} names none'}"
+            why = f"no host answered: {names}"
             raise ConfigError("--hostfile", why, f"machines that answer `{shlex.join(self.words)}`")
         planned = plan(self.config, self.overrides, sum(hosts.values()))
         file = folder / "hostfile"
@@ -111,6 +160,9 @@ class Fleet:
         at, _ = option
         word = f"{command[at].partition('=')[0]}={file}" if HOSTFILE.fullmatch(command[at]) else str(file)
         return [*command[:at], word, *command[at + 1 :], *planned.overrides]
+
+    def _read(self) -> dict[str, int]:
+        return chosen_hosts(read_hostfile(self.hostfile), *self.filters, known=False)
 
     def _answers(self, host: str) -> bool:
         if host in ("localhost", "127.0.0.1", socket.gethostname()):

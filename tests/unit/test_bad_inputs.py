@@ -22,7 +22,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from launch import checkpoint, drill, evaluate, generate, plan, prepare, pretrain, samples, supervise, verify
+from launch import checkpoint, drill, evaluate, generate, plan, preflight, prepare, pretrain, samples, supervise, verify
+from launch.kubernetes import render
 from megacore.checkpoint.manifest import MANIFEST, sealed, unsealed
 from megacore.distributed.place import Place
 from megacore.errors import UserError
@@ -31,7 +32,7 @@ from tests.conversion import random_run
 SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process has
 SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
     "checkpoint": checkpoint.run, "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run,
-    "supervise": supervise.run, "verify": verify.main,
+    "supervise": supervise.run, "verify": verify.main, "preflight": preflight.run, "render": render.run,
     "evaluate": lambda argv: evaluate.run(argv, Place()), "generate": lambda argv: generate.run(argv, Place()),
     "pretrain": lambda argv: pretrain.run(argv, Place()),
 }  # fmt: skip
@@ -87,6 +88,7 @@ def write_texts(tree: Path) -> None:
         (tree / f"links_{name}.json").write_text(json.dumps({"lines": [LINE | {"alpha_seconds": alpha}]}))
     hosts = {"two": "localhost slots=1\nlocalhost slots=2\n", "none": "# none\n", "silent": "a.invalid slots=2\nb.invalid slots=2\n"}
     hosts |= {"zero": "localhost slots=0\n", "digits": f"localhost slots={'9' * 5000}\n", "one": "localhost slots=1\n"}
+    hosts |= {"some_zero": "localhost slots=1\nb.invalid slots=0\n", "garbage": "localhost slots=1\nb.invalid 4\n"}
     for name, lines in hosts.items():
         (tree / f"hosts_{name}").write_text(lines)
 
@@ -238,6 +240,8 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
     ("checkpoint", (*EXPORT, "--tokenizer", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
 ]
 
+FLEET = ("--probe", "touch @started", "deepspeed")
+
 NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("train.global_batch_size=2000000000"), "2,000,000,000 microbatches a step (at most 262,144: a larger train.micro_"),
     ("plan", config("train.global_batch_size=300000", "parallel.pipeline=2"), "300,000 microbatches a step on 2 stages (at most 131,072"),
@@ -263,11 +267,35 @@ NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     ("supervise", ("--probe", "", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe:  is no command: it is"),
     *(("supervise", ("--probe", "false {host}", "deepspeed", "--hostfile", f"@{name}", *SUPERVISED), f"config error: --hostfile: {line}")
       for name, line in (
-          ("hosts_two", "@hosts_two names localhost twice"), ("hosts_zero", "none of localhost has a slot"),
+          ("hosts_two", "@hosts_two names localhost twice"), ("hosts_zero", "@hosts_zero gives localhost no slots"),
+          ("hosts_garbage", "@hosts_garbage has a line `b.invalid 4`"),
           ("hosts_digits", "@hosts_digits has a line `localhost slots=999"), ("binary", "@binary is not UTF-8 text"),
           ("pipe", "cannot read @pipe: Not a plain file"), ("hosts_silent", "no host answered: a.invalid, b.invalid"),
-          ("hosts_none", "no host answered: @hosts_none names none"),
+          ("hosts_none", "@hosts_none names no host"),
       )),
+    *(("supervise", (*FLEET, *filters, "--hostfile", "@hosts_one", *SUPERVISED, *more), f"config error: {line}")
+      for filters, more, line in (
+          (("--exclude", "node9"), (), "--exclude: the hostfile does not name `node9` (hosts such as localhost)"),
+          (("-e=localhost",), (), "--exclude: leaves no host"),
+          (("--include=localhost:0",), (), "--include: `localhost:0` names single slots"),
+          (("-i", "localhost", "-e", "localhost"), (), "--include: stands beside --exclude"),
+          ((), ("parallel.tensor=2",), "--hostfile: its hosts have 1 slots, and the config needs 2 ranks (tensor 2 × pipeline 1 × data 1)"),
+      )),
+    *(("preflight", ("--hostfile", f"@hosts_{name}", *config(*more), "--ssh", "touch @started"), f"config error: {line}")
+      for name, more, line in (
+          ("two", (), "--hostfile: @hosts_two names localhost twice"),
+          ("none", (), "--hostfile: @hosts_none names no host"),
+          ("some_zero", (), "--hostfile: @hosts_some_zero gives b.invalid no slots"),
+          ("garbage", (), "--hostfile: @hosts_garbage has a line"),
+          ("nowhere", (), "--hostfile: cannot read @hosts_nowhere: No such file"),
+          ("one", ("--exclude", "node9"), "--exclude: the hostfile does not name `node9`"),
+          ("one", ("--port", "0"), "--port: 0 is no port"),
+          ("silent", ("parallel.tensor=2", "parallel.data=4"), "--hostfile: its hosts have 4 slots, and the config needs 8 ranks"),
+          ("silent", ("train.global_batch_size=6",), "train.global_batch_size: 6"),
+      )),
+    ("preflight", ("--hostfile", "@hosts_one", *config(), "--ssh", "'"), "config error: --ssh: ' is no command"),
+    ("render", (*config("parallel.tensor=4"), "--nodes", "2", "--gpus", "1", "--image", "a", "--volume", "v"), "config error: parallel"),
+    ("render", (*config(), "--nodes", "0", "--gpus", "1", "--image", "a", "--volume", "v"), "config error: --nodes: 0 is too few"),
 ]  # fmt: skip
 
 CONTENTS: list[tuple[str, tuple[str, ...], str]] = [

@@ -27,7 +27,7 @@ ROOMS = [
     ["megacore.pipeline.", "megacore.interchange."],
     ["megacore.train."],
     ["megacore.survive."],
-    ["megacore.verify."],
+    ["megacore.verify.", "megacore.preflight."],
     ["launch.", "benchmarks."],
     ["tests."],
 ]

@@ -1,0 +1,111 @@
+"""The verdict on the hosts, as a table for people and as JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megacore.checkpoint.disk import size_text
+from megacore.preflight.judge import CHECKS, Facts, Finding, excluded
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MOST_ROWS = 24  # of hosts in the table; of more, those alone in which something was found
+TITLES = {"reached": "ssh", "disk": "log.dir", "devices": "GPUs, cores"}
+
+
+def table(hosts: Mapping[str, Facts], findings: Sequence[Finding]) -> "Table":
+    """A row a host and a column a check: a measured figure, or ✓, where all is well."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    drawn.add_column("host", no_wrap=True)
+    for check in CHECKS:
+        drawn.add_column(TITLES.get(check, check), no_wrap=True)
+    noted = {(finding.host, finding.check): finding.fatal for finding in reversed(findings)}
+    noted |= {(finding.host, finding.check): True for finding in findings if finding.fatal}
+    found = {finding.host for finding in findings}
+    shown = [host for host in hosts if host in found or len(hosts) <= MOST_ROWS][:MOST_ROWS]
+    for host in shown:
+        row = [Text(host)]
+        for check in CHECKS:
+            fatal, text = noted.get((host, check)), figure(hosts[host], check)
+            mark, colour = {None: ("", "green"), True: ("✗ ", "red"), False: ("! ", "yellow")}[fatal]
+            row.append(Text(mark + (text if text != "✓" or fatal is None else ""), colour))
+        drawn.add_row(*row)
+    if len(shown) < len(hosts):
+        drawn.caption, drawn.caption_justify = f"and {len(hosts) - len(shown)} more", "left"
+    return drawn
+
+
+def figure(about: Facts, check: str) -> str:
+    """What a cell says when nothing is wrong."""
+    if about.get("unreached"):
+        return "" if check != "reached" else "✓"
+    devices = about["devices"]
+    if check == "code":
+        return about["code"]["commit"][:7] or about["code"]["files"][:7]
+    if check == "versions":
+        return f"torch {about['versions'].get('torch', '')}"
+    if check == "clock":
+        return f"{about['ahead']:+.1f} s"
+    if check == "disk":
+        disk = about.get("log_dir")
+        return f"{size_text(disk['free'])}{', ' + size_text(int(disk['write'])) + '/s' if disk['write'] else ''}" if disk else ""
+    if check == "memory":
+        return size_text(about["memory"]["available"])
+    if check == "devices" and devices.get("gpus"):
+        return f"{len(devices['gpus'])} × {min(gpu['tflops'] for gpu in devices['gpus']):.0f} TFLOP/s"
+    if check == "devices" and devices.get("cores"):
+        return f"{len(devices['cores'])} × {min(devices['cores'].values()):.0f} GFLOP/s"
+    return "✓"
+
+
+def settings_lines(hosts: Mapping[str, Facts]) -> list[str]:
+    """What decides the networks, in the words of a line for all hosts that have it alike."""
+    alike: dict[str, list[str]] = {}
+    for host, about in hosts.items():
+        if not about.get("unreached"):
+            alike.setdefault(network_text(about), []).append(host)
+    return [f"{names(found)}: {text}" for text, found in alike.items()]
+
+
+def network_text(about: Facts) -> str:
+    """The variables that are set, and what is chosen where none is."""
+    net, env = about["network"], about["settings"]
+    interfaces = ", ".join(f"{name} ({speed / 1000:g} Gbit/s)" if speed else name for name, speed in net["interfaces"].items())
+    devices = ", ".join(net["infiniband"])
+    parts = [f"gloo offers {env.get('GLOO_SOCKET_IFNAME') or net['own'] or 'nothing'}"]
+    parts.append(f"interfaces {env.get('NCCL_SOCKET_IFNAME') or interfaces or 'none'}")
+    parts.append(f"InfiniBand {env.get('NCCL_IB_HCA') or devices or 'none'}")
+    return "; ".join([*parts, " ".join(f"{name}={value}" for name, value in env.items()) or "no setting of NCCL, gloo or threads"])
+
+
+def names(hosts: Sequence[str], most: int = 4) -> str:
+    """Some hosts in words."""
+    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """A line for each finding; those that hosts are left out for come first."""
+    ordered = sorted(findings, key=lambda finding: not finding.fatal)
+    return [f"{'✗' if f.fatal else '!'} {f.host}: {TITLES.get(f.check, f.check)}: {f.text}" for f in ordered]
+
+
+def verdict(hosts: Mapping[str, Facts], findings: Sequence[Finding], before: str) -> str:
+    """One line. `before`: hosts that were left out already."""
+    bad = {finding.host for finding in findings if finding.fatal}
+    if not bad:
+        return f"all {len(hosts)} hosts pass"
+    if len(bad) == len(hosts):
+        return "no host passes"
+    return f"{len(bad)} of {len(hosts)} hosts should be left out: --exclude {excluded(findings, before)}"
+
+
+def as_json(hosts: Mapping[str, Facts], findings: Sequence[Finding], before: str) -> dict[str, Any]:
+    """All of it, for programs."""
+    found = [asdict(finding) for finding in findings]
+    passed = not any(finding.fatal for finding in findings)
+    return {"passed": passed, "exclude": excluded(findings, before), "findings": found, "hosts": dict(hosts)}

@@ -1,0 +1,199 @@
+"""What preflight makes of the facts of machines: each check, with the fault that it is for planted among healthy hosts."""
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.errors import ConfigError
+from megacore.preflight import devices, facts
+from megacore.preflight.facts import Question
+from megacore.preflight.judge import excluded, judge
+from megacore.preflight.reach import Hosts, forwarded
+from megacore.preflight.report import as_json, lines, settings_lines, table, verdict
+
+GIB = 1 << 30
+GPU = {"name": "GPU of a kind", "tflops": 700.0, "right": True, "error": "", "free": 79 * GIB, "memory": 80 * GIB}
+HEALTHY: dict[str, Any] = {
+    "ahead": 0.01,
+    "code": {"commit": "0123456789ab", "files": "aaaaaaaaaaaa"},
+    "versions": {"python": "3.12.3", "torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.6"},
+    "config": {"digest": "cccccccccccc"},
+    "needs": {"disk": 10 * GIB, "memory": 40 * GIB},
+    "log_dir": {"path": "/runs/a", "free": 100 * GIB, "write": 1e9, "seen": ["a", "b", "c", "d"], "error": ""},
+    "memory": {"total": 1024 * GIB, "available": 1000 * GIB, "shared": 512 * GIB},
+    "limits": {"open files": 65536, "locked memory": None, "processes": None},
+    "ports": {"29500": False},
+    "network": {"interfaces": {"eth0": 100000}, "infiniband": ["mlx5_0"], "own": "10.0.0.1", "first": "10.0.0.1"},
+    "settings": {"NCCL_SOCKET_IFNAME": "eth0"},
+    "devices": {"model": "CPU of a kind", "gpus": [GPU] * 8, "cores": {}},
+}
+SLOTS = dict.fromkeys("abcd", 8)
+
+
+def with_fault(path: str, value: Any, host: str = "c") -> dict[str, Any]:
+    """Four healthy hosts, and one value changed on one of them; `path` is the value's, such as `memory.total`."""
+    hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
+    at: Any = hosts[host]
+    *way, last = [int(key) if key.isdigit() else key for key in path.split(".")]
+    for key in way:
+        at = at[key]
+    at[last] = value
+    return hosts
+
+
+def test_healthy_hosts_have_no_findings() -> None:
+    hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
+    assert judge(hosts, SLOTS, need_sharing=True) == [] and verdict(hosts, [], "") == "all 4 hosts pass"
+
+
+CORES = {"model": "CPU of a kind", "gpus": [], "cores": {"0": 100.0, "1": 40.0}}
+FAULTS: list[tuple[str, Any, str, str, bool]] = [
+    ("unreached", "no answer within 15 s", "reached", "no answer within 15 s", True),
+    ("code.commit", "ffffffffffff", "code", "commit ffffffffffff (sources aaaaaaaaaaaa), and commit 0123456789ab", True),
+    ("code.files", "bbbbbbbbbbbb", "code", "(sources bbbbbbbbbbbb)", True),
+    ("versions.torch", "2.9.1", "versions", "torch 2.9.1, and torch 2.13.0 on a and 2 more", True),
+    ("versions.numpy", "absent", "versions", "numpy absent", True),
+    ("config", {"error": "config error: --config: cannot read x"}, "config", "cannot read x", True),
+    ("config.digest", "dddddddddddd", "config", "digest dddddddddddd, and digest cccccccccccc", True),
+    ("ahead", 60.0, "clock", "60.0 s ahead of the others", True),
+    ("ahead", -3.0, "clock", "3.0 s behind the others", True),
+    ("log_dir.free", GIB, "disk", "1 GiB free in /runs/a, and a checkpoint needs 10 GiB", True),
+    ("log_dir.error", "Read-only file system", "disk", "cannot write in /runs/a: Read-only file system", True),
+    ("log_dir.write", 1e7, "disk", "9.537 MiB/s written in /runs/a, and 953.7 MiB/s on most hosts", False),
+    ("log_dir.seen", ["c"], "shared", "/runs/a is not the folder that a, b, c and 1 more have", True),
+    ("memory.total", 512 * GIB, "memory", "512 GiB, and 1 TiB on most hosts", False),
+    ("memory.shared", 64 << 20, "memory", "/dev/shm has 64 MiB", False),
+    ("needs.memory", 8 * 80 * GIB, "memory", "79 GiB free on a GPU, and the run needs 80 GiB", True),
+    ("limits", HEALTHY["limits"] | {"open files": 256}, "limits", "ulimit -n is 256", True),
+    ("limits", HEALTHY["limits"] | {"locked memory": 65536}, "limits", "ulimit -l is 64 KiB", True),
+    ("ports.29500", True, "ports", "port 29500 is taken", True),
+    ("network.first", None, "network", "does not know the first host's name", True),
+    ("network.first", "10.9.9.9", "network", "the first host's address is 10.9.9.9, and the first host's address is 10.0.0.1", True),
+    ("network.own", "127.0.1.1", "network", "its own name leads to 127.0.1.1", False),
+    ("devices.gpus", [GPU] * 7, "devices", "7 GPUs are visible, and the run has 8 ranks there", True),
+    ("devices.gpus", [], "devices", "0 GPUs are visible", True),
+    ("devices.gpus.3", GPU | {"tflops": 560.0}, "devices", "GPU 3 is slow: 560 TFLOP/s, and 700 is usual (GPU of a kind)", True),
+    ("devices.gpus.5", GPU | {"right": False}, "devices", "GPU 5 (GPU of a kind): computes a wrong product", True),
+    ("devices.gpus.0", GPU | {"tflops": 0.0, "error": "ECC error"}, "devices", "GPU 0 (GPU of a kind): ECC error", True),
+    ("devices", {"error": "no answer within 40 s"}, "devices", "cannot be tried: no answer within 40 s", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "check", "text", "fatal"), FAULTS)
+def test_a_fault_is_named(path: str, value: Any, check: str, text: str, fatal: bool) -> None:
+    """And only on the host that has it, and only by the check that is for it."""
+    if path == "unreached":
+        hosts = with_fault("ports", {}) | {"c": {"unreached": value}}
+    else:
+        hosts = with_fault(path, value)
+    found = judge(hosts, SLOTS, need_sharing=True)
+    named = {(finding.host, finding.check, finding.fatal) for finding in found if text in finding.text}
+    assert named == {("c", check, fatal)}, found
+    assert {finding.host for finding in found} == {"c"} and excluded(found) == ("c" if fatal else "")
+    assert table(hosts, found).row_count == 4 and any(text in line for line in lines(found))
+
+
+def test_a_slow_core_among_equals() -> None:
+    hosts = with_fault("devices", CORES)
+    for host in "abd":
+        hosts[host]["devices"] = CORES | {"cores": {"0": 100.0, "1": 95.0}}
+    found = judge(hosts, SLOTS, need_sharing=True)
+    assert [(f.host, f.text) for f in found] == [("c", "core 1 is slow: 40 GFLOP/s, and 100 is usual (CPU of a kind)")]
+    hosts["c"]["devices"] = CORES | {"model": "older CPU", "cores": {"0": 40.0, "1": 40.0}}
+    assert judge(hosts, SLOTS, need_sharing=True) == []  # another kind has no equals here
+
+
+def test_folders_of_their_own_are_no_fault_of_a_run_without_checkpoints() -> None:
+    hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
+    for name, about in hosts.items():
+        about["log_dir"]["seen"] = [name]
+    assert [f.fatal for f in judge(hosts, SLOTS, need_sharing=True)] == [True] * 3
+    found = judge(hosts, SLOTS, need_sharing=False)
+    assert [f.fatal for f in found] == [False] * 3 and excluded(found) == "" and "needs none that is shared" in found[0].text
+
+
+def test_the_verdict_has_what_exclude_takes() -> None:
+    hosts = with_fault("ahead", 60.0)
+    hosts["a"]["ports"] = {"29500": True}
+    found = judge(hosts, SLOTS, need_sharing=True)
+    assert verdict(hosts, found, "z") == "2 of 4 hosts should be left out: --exclude z@c@a"
+    said = as_json(hosts, found, "")
+    assert json.loads(json.dumps(said)) == said and not said["passed"] and said["exclude"] == "c@a"
+
+
+def test_hundreds_of_hosts_have_a_short_table() -> None:
+    hosts = {f"n{i}": HEALTHY for i in range(500)} | {"bad": HEALTHY | {"ports": {"29500": True}}}
+    found = judge(hosts, dict.fromkeys(hosts, 8), need_sharing=True)
+    assert table(hosts, found).row_count == 1 and len(settings_lines(hosts)) == 1
+
+
+def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compared with what another program, or a planted change, says."""
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    head = subprocess.run(["git", "-C", str(facts.ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert head.startswith(facts.code()["commit"])
+    here = facts.versions()
+    assert here["python"] == ".".join(map(str, sys.version_info[:3])) and here["torch"].startswith("2.")
+    (tmp_path / ".name").mkdir()
+    (tmp_path / ".name" / "other.here").touch()
+    disk = facts.disk(tmp_path, ".name", "host")
+    assert disk["seen"] == ["other"] and disk["write"] > 0 and disk["error"] == "" and len(list((tmp_path / ".name").iterdir())) == 1
+    (tmp_path / "file").touch()
+    assert facts.disk(tmp_path / "file", ".name", "host")["error"] == "Not a directory"
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        assert facts.taken(port)
+    assert not facts.taken(port)
+    assert facts.settings()["NCCL_DEBUG"] == "INFO"
+    assert 0 < facts.memory()["available"] <= facts.memory()["total"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert facts.network("host.invalid")["first"] is None and facts.network("localhost")["first"] == "127.0.0.1"
+
+
+def test_all_cores_are_measured_and_given_back() -> None:
+    mine = os.sched_getaffinity(0)
+    assert set(devices.cores()) == {str(core) for core in mine} and os.sched_getaffinity(0) == mine
+
+
+QUESTION = Question("config.json", [], 2, "a", 29500, ".preflight-x")
+SHELLS = {
+    "whole": (f"""echo '{{"clock": {time.time() + 100}}}'; echo Welcome; echo '{{"devices": {{}}}}'""", ""),
+    "dead": ("echo no route to {host} >&2; exit 255", "no route to a"),
+    "half": (
+        'echo \'{"clock": 1}\'; [ -z "${2##*facts*}" ] && echo Killed >&2 && exit 137; true',
+        "answers, but cannot be looked at: Killed",
+    ),
+    "mute": ("true", "answers, but cannot be looked at: its answer cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_what_a_host_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is not there, one that breaks off, one whose shell greets: the others' answers count all the same."""
+    monkeypatch.chdir(tmp_path)
+    script, wrong = SHELLS[name]
+    (tmp_path / "shell").write_text(script.replace("{host}", "$1"))
+    found = Hosts({"a": 1}, f"sh {tmp_path}/shell {{host}}").ask(QUESTION, "run", lambda line: None)["a"]
+    assert found.get("unreached", "") == wrong
+    if not wrong:
+        assert found["ahead"] == pytest.approx(100, abs=20)
+
+
+def test_the_variables_that_the_launcher_takes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line without `=` lets the launcher itself end with a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    (tmp_path / ".deepspeed_env").write_text("NCCL_SOCKET_IFNAME=ib0\nTEXT=a b=c\n")
+    assert forwarded({"PYTHONHASHSEED": "1", "SECRET": "2"}) == {
+        "PYTHONHASHSEED": "1", "PYTHONPATH": str(tmp_path), "NCCL_SOCKET_IFNAME": "ib0", "TEXT": "a b=c",
+    }  # fmt: skip
+    (tmp_path / ".deepspeed_env").write_text("export\n")
+    with pytest.raises(ConfigError, match=r"\.deepspeed_env: has a line `export`"):
+        forwarded({})
