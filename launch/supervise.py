@@ -37,6 +37,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--probe", default=PROBE, metavar="COMMAND", help=f"succeeds if {{host}} answers ({PROBE})")
     parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="hosts of the hostfile that are only used in the place of others (0)"
+    )
+    parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's command, with launch/pretrain.py and --config"
     )
     args = parser.parse_args(argv)
@@ -44,6 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, bad, right in (
         ("restarts", args.restarts < 0, "0 or more"),
         ("backoff", not 0 <= args.backoff < math.inf, "seconds, 0 or more"),
+        ("spares", args.spares < 0, "0 or more"),
         ("stall", not args.stall > 0, "seconds, above 0"),
     ):
         if bad:
@@ -70,7 +74,7 @@ def run(argv: list[str]) -> int:
     fleet = None
     if option is not None:
         args.command, include, exclude = filters_in(args.command)
-        fleet = Fleet(option[1], config, overrides, args.probe, include=include, exclude=exclude)
+        fleet = Fleet(option[1], config, overrides, args.probe, spares=args.spares, include=include, exclude=exclude)
     check_folder("log.dir", folder)
     options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}
     return Supervisor(args.command, Path(folder), fleet=fleet, **options).run()

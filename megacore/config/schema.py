@@ -141,6 +141,9 @@ class Parallel(Section):
         description="a rank that does nothing for so long ends the job with a verdict on the cause; longer than saving takes; "
         "before the first step it may take four times as long; null: never",
     )
+    heartbeat_seconds: Annotated[float, Field(ge=1, le=1e8)] | None = Field(
+        20.0, description="a host that others hear nothing of for so long is lost, and all ranks end; null: hosts are not watched"
+    )
 
 
 class Train(Section):

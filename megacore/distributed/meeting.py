@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from datetime import timedelta
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
+
+NAME_SECONDS = 10.0  # for a name server that has not answered yet
 
 
 def meet(place: Place, timeout: timedelta, patience: timedelta | None = None) -> dist.Store | None:
@@ -18,7 +21,7 @@ def meet(place: Place, timeout: timedelta, patience: timedelta | None = None) ->
     that of the store's own operations.
 
     Raises:
-        TimeoutError: nobody has opened the store.
+        TimeoutError: nobody has opened the store, or no host has the name under which it is looked for.
     """
     if place.world_size == 1:
         return None
@@ -26,6 +29,8 @@ def meet(place: Place, timeout: timedelta, patience: timedelta | None = None) ->
     os.environ.setdefault("MASTER_ADDR", place.master_address)
     os.environ.setdefault("MASTER_PORT", str(place.master_port))
     address, port, opens = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), place.rank == 0
+    # The store's own client would try a wrong name for minutes. In Kubernetes a name comes with its pod, which may be scheduled later.
+    check_name(address, patience.total_seconds() if "KUBERNETES_SERVICE_HOST" in os.environ else NAME_SECONDS)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher holds it
             store, *_ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=patience))
@@ -39,6 +44,20 @@ def meet(place: Place, timeout: timedelta, patience: timedelta | None = None) ->
         raise TimeoutError(f"{wrong}: rank 0 was not started, or the network to it is cut") from error
     store.set_timeout(timeout)
     return store
+
+
+def check_name(name: str, patience: float) -> None:
+    """Returns when a host's name is known here. Raises `TimeoutError` if it is not within `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                wrong = f"{socket.gethostname()} knows no host named {name}, where the ranks are to meet (MASTER_ADDR): {error.strerror}"
+                raise TimeoutError(wrong) from None
+            time.sleep(1.0)
 
 
 def use_device(device: torch.device) -> None:

@@ -4,6 +4,7 @@ import re
 import shlex
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,10 +114,21 @@ class Fleet:
     """The machines of a launcher's hostfile. They are asked again before every start."""
 
     def __init__(
-        self, hostfile: Path, config: str, overrides: list[str], probe: str = PROBE, *, include: str = "", exclude: str = ""
+        self,
+        hostfile: Path,
+        config: str,
+        overrides: list[str],
+        probe: str = PROBE,
+        *,
+        spares: int = 0,
+        include: str = "",
+        exclude: str = "",
     ) -> None:
-        """`probe`: a command that succeeds if `{host}` answers; this machine always does. `include`, `exclude`: see `chosen_hosts`."""
+        """`probe`: a command that succeeds if `{host}` answers; this machine always does. `spares`: so many hosts are only used in the
+        place of others. `include`, `exclude`: see `chosen_hosts`."""
         self.hostfile, self.config, self.overrides, self.filters = hostfile, config, overrides, (include, exclude)
+        self.spares = spares
+        self.losses = Counter[str]()  # how often each host was lost
         try:
             self.words = shlex.split(probe)
             if not self.words:
@@ -137,8 +149,11 @@ class Fleet:
         """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""
         self.named = self._read()
         with ThreadPoolExecutor(64) as pool:
-            answers = pool.map(self._answers, self.named)
-        hosts = {host: slots for (host, slots), answered in zip(self.named.items(), answers, strict=True) if answered}
+            reasons = dict(zip(self.named, pool.map(self._silence, self.named), strict=True))
+        answering = [host for host, reason in reasons.items() if reason is None]
+        # What was lost comes last, though it answers again: a spare is better.
+        chosen = sorted(answering, key=self.losses.__getitem__)[: max(1, len(self.named) - self.spares)]
+        hosts = {host: slots for host, slots in self.named.items() if host in chosen}
         if not hosts:
             names = ", ".join(list(self.named)[:8]) + (f" and {len(self.named) - 8} more" if len(self.named) > 8 else "")
             why = f"no host answered: {names}"
@@ -152,9 +167,11 @@ class Fleet:
                 lines.append(f"{host} slots={used}\n")
             left -= used
         file.write_text("".join(lines), encoding="utf-8")
-        silent = [host for host in self.named if host not in hosts]
+        silent = [f"{host} ({reason})" for host, reason in reasons.items() if reason is not None]
         said = f"{planned.ranks} ranks on {len(lines)} of {len(self.named)} hosts: {' '.join(planned.overrides)}"
-        print("supervise: " + said + (f"; no answer from {', '.join(silent)}" if silent else ""), flush=True)
+        said += f"; no answer from {', '.join(silent)}" if silent else ""
+        spare = [host for host in answering if host not in hosts]
+        print("supervise: " + said + (f"; spare: {', '.join(spare)}" if spare else ""), flush=True)
         option = hostfile_option(command)
         assert option is not None
         at, _ = option
@@ -164,14 +181,19 @@ class Fleet:
     def _read(self) -> dict[str, int]:
         return chosen_hosts(read_hostfile(self.hostfile), *self.filters, known=False)
 
-    def _answers(self, host: str) -> bool:
+    def _silence(self, host: str) -> str | None:
+        """Why a host does not answer; None if it does."""
         if host in ("localhost", "127.0.0.1", socket.gethostname()):
-            return True
+            return None
+        words = [word.replace("{host}", host) for word in self.words]
         try:
-            words = [word.replace("{host}", host) for word in self.words]
-            return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
-        except (OSError, subprocess.TimeoutExpired):
-            return False
+            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"nothing within {PROBE_SECONDS:.0f} s"
+        except OSError as error:
+            return f"{words[0]}: {error.strerror}"
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return None if done.returncode == 0 else said[-1][:200] if said else f"status {done.returncode}"
 
 
 def plan(config: str, overrides: list[str], ranks: int) -> Planned:

@@ -21,6 +21,7 @@ from megacore.survive.doctor import START_UP, Doctor, prepare_flight_recorder
 from megacore.survive.failure import fail
 from megacore.survive.ledger import Ledger
 from megacore.survive.noting import note_mesh
+from megacore.survive.pulse import Pulse
 from megacore.train.determinism import compute_deterministically
 
 
@@ -41,7 +42,7 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple
     if config.train.deterministic:
         with own_mistakes():
             compute_deterministically()
-    mesh = doctor = None
+    mesh = doctor = pulse = None
     timeout, hang_seconds = timedelta(seconds=config.parallel.timeout_seconds), config.parallel.hang_seconds
     ledger = Ledger(DeviceWork(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else None)
     ledger.mark("joining the mesh")
@@ -51,6 +52,8 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple
             keep_triton_local()
         store = meet(place, timeout, None if hang_seconds is None else timedelta(seconds=START_UP * hang_seconds))
         if store is not None:
+            if config.parallel.heartbeat_seconds is not None:
+                pulse = Pulse(store, place, config.parallel.heartbeat_seconds, Path(resolved(config.log.dir)))
             if hang_seconds is not None:
                 where = place_text(coordinates(place.rank, sizes_of(config)))
                 folder = Path(resolved(config.log.dir)) if device.type == "cuda" else None
@@ -64,4 +67,6 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple
         raise
     if doctor is not None:
         doctor.close()
+    if pulse is not None:
+        pulse.close()
     mesh.close()

@@ -49,7 +49,12 @@ class Notices:
 
     def is_first(self, key: str, name: str) -> bool:
         """Whether of all who ask this of a key, each with a name of its own, this one came first."""
-        return bool(self.store.compare_set(key, "", name) == name.encode())
+        return self.first(key, name) == name
+
+    def first(self, key: str, name: str) -> str:
+        """The name of whoever asked first for a key."""
+        found: bytes = self.store.compare_set(key, "", name)
+        return found.decode()
 
     def _all_there(self, keys: Sequence[str]) -> bool:
         there: bool = self.store.check(list(keys))

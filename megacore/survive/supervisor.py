@@ -20,6 +20,7 @@ from typing import IO
 
 from megacore.distributed.processes import ENDED, descendants, process_state
 from megacore.errors import ConfigError
+from megacore.survive.heartbeat import LOST
 from megacore.survive.hosts import Fleet
 from megacore.survive.watch import Watch
 from megacore.train.stopping import STOP, requests
@@ -28,6 +29,9 @@ STOPPED = 75
 LOOK_SECONDS = 0.2
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
+LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
+# The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network is cut.
+NOTICE = "-o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
 
 
 class Supervisor:
@@ -58,13 +62,19 @@ class Supervisor:
         self.resizing = False  # whether the run was asked to stop because its machines have changed
         self.stalled = False  # whether it was ended because nothing happened
         self.request = 0  # when `_ask` wrote its file, by the file system's clock; 0: it has not
-        self.attempts, self.started = 0, time.time()
+        self.attempts = 0
+        self.found: set[tuple[str, int]] = set()  # checkpoints that were there before the first start
 
     def run(self) -> int:
         """Restarts the run until it has finished (0), stopped on request (75), is refused (2), or fails without progress (its status)."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.found = self._saved()
         with self.watch:
             return self._run()
+
+    def _saved(self) -> set[tuple[str, int]]:
+        """The checkpoints, by the clock of the file system's host, which may differ from this one's."""
+        return {(path.name, path.stat().st_mtime_ns) for path in (self.folder / "checkpoints").glob("step_????????")}
 
     def _run(self) -> int:
         initial = best = self.progress()
@@ -153,11 +163,12 @@ class Supervisor:
     def _attempt(self) -> int:
         """Starts the run once and waits for its end."""
         command = self.command if self.fleet is None else self.fleet.command(self.command, self.folder)
-        saved = (path.stat().st_mtime for path in (self.folder / "checkpoints").glob("step_????????"))
-        if self.attempts and any(time > self.started for time in saved):
+        if self.attempts and self._saved() - self.found:
             command = [*command, "checkpoint.resume=auto"]  # whatever the first start was to begin from
         self.attempts += 1
         self.stalled = False
+        note = self.folder / LOST
+        note.unlink(missing_ok=True)
         pipe = None if self.listener is None else subprocess.PIPE
         try:
             self.child = subprocess.Popen(
@@ -165,7 +176,7 @@ class Supervisor:
                 stdout=pipe,
                 stderr=pipe and subprocess.STDOUT,
                 text=True,
-                env=os.environ | ({"PYTHONUNBUFFERED": "1"} if pipe else {}),  # a listener hears what is said when it is said
+                env=environment(unbuffered=pipe is not None),  # a listener hears what is said when it is said
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -175,6 +186,7 @@ class Supervisor:
         if self.listener is not None:
             reader.start()
         news, since = self.progress(), time.monotonic()
+        lost: float | None = None
         while self.child.poll() is None:
             time.sleep(LOOK_SECONDS)
             if (latest := self.progress()) != news:
@@ -183,6 +195,10 @@ class Supervisor:
                 say(f"nothing new in {self.folder} for {self.stall:.0f} s: the run is ended")
                 self.stalled = True
                 end_tree(self.child.pid)
+            if lost is None and note.exists():
+                lost = time.monotonic()
+            if lost is not None and time.monotonic() - lost > LOST_SECONDS:
+                end_tree(self.child.pid)
             if self.fleet is not None and not self.resizing and not self.requests and self.fleet.changed():
                 say("other machines from now on: the run is asked to stop at its next step, and goes on with them")
                 self.resizing = True
@@ -190,7 +206,16 @@ class Supervisor:
         if self.listener is not None:
             reader.join(END_SECONDS)
         self.watch.tell(0)
+        self._read_note(note)
         return self.child.returncode
+
+    def _read_note(self, note: Path) -> None:
+        """Reads which hosts the run has lost: others come before them at the next start."""
+        with contextlib.suppress(FileNotFoundError):
+            found = json.loads(note.read_text(encoding="utf-8"))
+            say(found["verdict"])
+            if self.fleet is not None:
+                self.fleet.losses.update(found["hosts"])
 
     def _listen(self, lines: IO[str]) -> None:
         assert self.listener is not None
@@ -201,6 +226,13 @@ class Supervisor:
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.requests:
             time.sleep(LOOK_SECONDS)
+
+
+def environment(*, unbuffered: bool) -> dict[str, str]:
+    """A launcher's: this process's own, with what lets ssh notice a host that is gone unless that is said already."""
+    own = {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
+    said = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    return os.environ | own | {"PDSH_SSH_ARGS_APPEND": f"{said} {NOTICE}".strip()}  # ssh takes the first of two settings
 
 
 def end_tree(pid: int, number: signal.Signals = signal.SIGTERM) -> None:

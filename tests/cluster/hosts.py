@@ -26,7 +26,7 @@ StrictModes no
 PermitRootLogin prohibit-password
 PasswordAuthentication no
 UseDNS no
-SetEnv PATH={path}
+SetEnv {variables}
 """
 SSH = """Host *
  IdentityFile {folder}/key
@@ -34,15 +34,13 @@ SSH = """Host *
  UserKnownHostsFile /dev/null
  LogLevel ERROR
  BatchMode yes
- ServerAliveInterval 3
- ServerAliveCountMax 3
 """
 INIT = """hostname $1
 mount --bind {folder}/hosts /etc/hosts
 mount --bind {folder}/ssh_config /etc/ssh/ssh_config
 mount -t tmpfs none /run && mkdir /run/sshd
 ip link set lo up
-exec /usr/sbin/sshd -D -e -f {folder}/sshd_config
+exec /usr/sbin/sshd -D -e -f {folder}/sshd_config_$1
 """
 
 
@@ -57,7 +55,8 @@ def missing(*more: str) -> str:
 class Hosts:
     """Hosts node0, node1, …, which can be cut off, ended and started again."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, variables: dict[int, dict[str, str]] | None = None) -> None:
+        """`variables`: what the environment holds of commands that come to a host by ssh."""
         self.folder, self.count = folder, count
         self.prefix = f"mc{os.getpid()}n"  # of the network namespaces
         self.inits: dict[int, subprocess.Popen[bytes]] = {}
@@ -68,9 +67,13 @@ class Hosts:
         (folder / "authorized").chmod(0o600)
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
         lines = ["127.0.0.1 localhost", *(f"{self.address(i)} node{i}" for i in range(count))]
-        files = {"hosts": "\n".join(lines) + "\n", "sshd_config": SSHD, "ssh_config": SSH, "init.sh": INIT}
+        files = {"hosts": "\n".join(lines) + "\n", "ssh_config": SSH.format(folder=folder), "init.sh": INIT.format(folder=folder)}
+        for host in range(count):
+            own = {"PATH": path} | (variables or {}).get(host, {})
+            settings = " ".join(f"{name}={value}" for name, value in own.items())
+            files[f"sshd_config_node{host}"] = SSHD.format(folder=folder, variables=settings)
         for name, text in files.items():
-            (folder / name).write_text(text if name == "hosts" else text.format(folder=folder, path=path))
+            (folder / name).write_text(text)
 
     def address(self, host: int) -> str:
         """A host's address on the bridge."""
@@ -176,9 +179,9 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def hosts(folder: Path, count: int) -> Iterator[Hosts]:
+def hosts(folder: Path, count: int, variables: dict[int, dict[str, str]] | None = None) -> Iterator[Hosts]:
     """Hosts that end with the block."""
-    found = Hosts(folder, count)
+    found = Hosts(folder, count, variables)
     try:
         found.start()
         yield found

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.distributed.processes import ENDED, descendants, process_state
 from megacore.survive.hosts import Fleet
-from megacore.survive.supervisor import Supervisor
+from megacore.survive.supervisor import Supervisor, environment
 from megacore.train.stopping import STOP
 from tests.pool import CONTEXT
 
@@ -35,6 +36,8 @@ while step < 20:
         out.write(json.dumps({"step": step}) + "\\n")
     if step % 2 == 0:
         (saved / f"step_{step:08d}").mkdir(exist_ok=True)
+    if step == plan.get("lost", [0])[0] and start == 1:
+        (folder / "lost.json").write_text(json.dumps({"hosts": plan["lost"][1:], "verdict": f"host {plan['lost'][1]} is lost"}))
     if step in plan.get("fail", []) and not (folder / f"failed_{step}").exists():
         (folder / f"failed_{step}").touch()
         os.kill(os.getpid(), 9)
@@ -134,6 +137,38 @@ def test_other_machines_take_over_while_it_runs(tmp_path: Path) -> None:
     shapes = [[word.partition("=")[2] for word in line if word.startswith(("parallel.tensor", "parallel.pipeline"))] for line in starts]
     assert shapes == [["2", "2"], ["2", "1"], ["2", "2"]]
     assert (tmp_path / "run/hostfile").read_text() == "localhost slots=4\n" and not (tmp_path / "run" / STOP).exists()
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A host that was lost may answer again, and be lost again: one that has not failed comes first."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train": {"global_batch_size": 8}, "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}))
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nb slots=2\nc slots=2\n")
+    fleet = Fleet(hostfile, str(config), [], f"{sys.executable} -c '' {{host}}", spares=1)
+    run = tmp_path / "run"
+    supervisor = supervised(run, {"fail": [3], "pace": 0.02, "lost": [3, "b"]}, "--hostfile", str(hostfile), fleet=fleet)
+    used = []
+    command = fleet.command
+
+    def noted(*args: Any) -> list[str]:
+        words = command(*args)
+        used.append((run / "hostfile").read_text().split()[::2])
+        return words
+
+    fleet.command = noted  # type: ignore[method-assign]
+    assert supervisor.run() == 0
+    assert used == [["a", "b"], ["a", "c"]]
+    said = capfd.readouterr()
+    assert "supervise: host b is lost\n" in said.err and "; spare: c\n" in said.out and "; spare: b\n" in said.out
+
+
+def test_ssh_is_told_to_notice_a_host_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pdsh would wait for ever for it. What the user says comes first: of two settings ssh takes the first."""
+    monkeypatch.delenv("PDSH_SSH_ARGS_APPEND", raising=False)
+    assert environment(unbuffered=False)["PDSH_SSH_ARGS_APPEND"].startswith("-o ConnectTimeout")
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
+    assert environment(unbuffered=True)["PDSH_SSH_ARGS_APPEND"].startswith("-p 2222 -o ConnectTimeout")
 
 
 def test_a_supervisor_that_is_killed_lets_its_run_stop(tmp_path: Path) -> None:

@@ -254,6 +254,7 @@ NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     *(("drill", config("--soak", value), f"config error: --soak: {float(value)} is not usable") for value in ("-1", "nan", "0", "inf")),
     *(("drill", config("--fault", "kill:step=2", "--ranks", value), f"config error: --ranks: {value} is") for value in ("0", "-1", HUGE)),
     ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
+    ("pretrain", config("parallel.heartbeat_seconds=0.1"), "config error: parallel.heartbeat_seconds: 0.1 is not valid"),
     ("pretrain", config("parallel.hang_seconds=1e300"), "config error: parallel.hang_seconds: 1e+300 is not valid"),
     ("drill", config(), "config error: --fault: neither a fault nor --soak is given"),
     ("drill", config("--fault", "kill:step=2", "--launcher", "torchrun '"), "config error: --launcher: `torchrun '` is no command"),
@@ -262,7 +263,8 @@ NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     ("drill", config("--fault", "hang:seconds=nan,step=2"), "its seconds are not usable"),
     ("drill", config("--fault", "kill:rank=0.5,step=2"), "kill:rank=0.5,step=2 is none"),
     *(("supervise", (f"--{option}", value, "nosuch", *SUPERVISED), f"config error: --{option}: {value} is not usable")
-      for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"])) for value in values),
+      for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"]), ("spares", ["-1"]))
+      for value in values),
     ("supervise", ("--probe", "'", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe: ' is no command"),
     ("supervise", ("--probe", "", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe:  is no command: it is"),
     *(("supervise", ("--probe", "false {host}", "deepspeed", "--hostfile", f"@{name}", *SUPERVISED), f"config error: --hostfile: {line}")

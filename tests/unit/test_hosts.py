@@ -63,7 +63,7 @@ def test_the_hostfile_of_a_command(command: str, found: tuple[int, str] | None) 
     assert hostfile_option(command.split()) == (found and (found[0], Path(found[1])))
 
 
-def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path) -> None:
+def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# ours\nlocalhost slots=4\nnode1 slots=4 # new\n\nnode2 slots=4\n")
     assert read_hostfile(hostfile) == {"localhost": 4, "node1": 4, "node2": 4}
@@ -73,6 +73,7 @@ def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path) -
     assert command[:3] == ["deepspeed", "--hostfile", str(tmp_path / "hostfile")]
     assert read_hostfile(tmp_path / "hostfile") == {"localhost": 4, "node2": 4}
     assert "parallel.data=auto" in command and not fleet.changed()
+    assert "; no answer from node1 (status 1)\n" in capsys.readouterr().out
     hostfile.write_text("localhost slots=2\n")
     assert fleet.changed()
     fleet.command(command, tmp_path)

@@ -1,0 +1,231 @@
+"""The heartbeats of hosts: three real processes of three hosts, whose ranks are connections of the test's own or processes."""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megacore.distributed.place import Place, free_port
+from megacore.survive import heartbeat, pulse
+from tests.pool import CONTEXT, ROOT
+
+SECONDS = 1.5  # of silence, after which a host is lost here
+TOKEN = "ours"
+LATE = 10 * SECONDS  # a verdict that is not there by then never comes
+
+
+class Rank:
+    """A rank that says to its host's process what `pulse.Pulse` does."""
+
+    def __init__(self, door: str, rank: int, pid: int = 0) -> None:
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection.connect("\0" + door)
+        self.connection.settimeout(LATE)
+        self.lines = self.connection.makefile("rb")
+        self.tell(rank=rank, pid=pid)
+        self.port = json.loads(self.lines.readline())["port"]
+
+    def tell(self, **message: Any) -> None:
+        self.connection.send(json.dumps({"token": TOKEN, **message}).encode() + b"\n")
+
+    def verdict(self) -> str:
+        """What it is told, at the latest after `LATE` seconds; empty if the process ends without a verdict."""
+        line = self.lines.readline()
+        return str(json.loads(line)["verdict"]) if line else ""
+
+    def calm(self, seconds: float) -> bool:
+        """Whether it is told nothing for so long."""
+        self.connection.settimeout(seconds)
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return True
+        finally:
+            self.connection.settimeout(LATE)
+
+    def leave(self) -> None:
+        self.tell(farewell=True)
+        self.end()
+
+    def end(self) -> None:
+        """Ends without a farewell, as a killed process does."""
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class Host:
+    """A host's process."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.said = folder / f"{name}.txt"
+        with self.said.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", heartbeat.__name__], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        settings = {"name": name, "token": TOKEN, "seconds": SECONDS, "folder": str(folder)}
+        self.process.stdin.write(json.dumps(settings) + "\n")
+        self.process.stdin.close()
+        self.door = self.process.stdout.readline().strip()
+
+    def ended(self) -> int:
+        """Its status once it has ended."""
+        return self.process.wait(LATE)
+
+
+@contextlib.contextmanager
+def run_of(folder: Path, ranks: dict[str, list[int]]) -> Iterator[tuple[dict[str, Host], dict[int, Rank]]]:
+    """Hosts with their ranks, the first with rank 0, all of which have heard of each other."""
+    hosts = {name: Host(name, folder) for name in ranks}
+    try:
+        found = {rank: Rank(hosts[name].door, rank) for name, those in ranks.items() for rank in those}
+        for those in ranks.values():
+            if 0 not in those:
+                found[those[0]].tell(hub=["127.0.0.1", found[0].port])
+        time.sleep(3 * SECONDS / heartbeat.BEATS)
+        yield hosts, found
+    finally:
+        for host in hosts.values():
+            host.process.kill()
+            host.process.wait()
+
+
+THREE = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+
+
+@pytest.mark.parametrize("lost", ["b", "a"])
+def test_a_silent_host_is_named_by_all_others(tmp_path: Path, lost: str) -> None:
+    """A collective would wait for it half an hour. The silent one's own ranks end too: nobody reads what they compute."""
+    with run_of(tmp_path, THREE) as (hosts, ranks):
+        began = time.monotonic()
+        hosts[lost].process.send_signal(signal.SIGSTOP)
+        others = [rank for name, those in THREE.items() if name != lost for rank in those]
+        verdicts = {ranks[rank].verdict() for rank in others}
+        assert time.monotonic() - began < 2 * SECONDS
+        if lost == "b":
+            assert verdicts == {f"nothing was heard from host b (ranks 2-3) for {SECONDS:.0f} s: down, or the network to it is cut"}
+            assert json.loads((tmp_path / heartbeat.LOST).read_text())["hosts"] == ["b"]
+        else:
+            right = "host {} hears nothing from host a (ranks 0-1): it is down, or the network between them is cut"
+            assert verdicts == {right.format(name) for name in "bc"}
+        for rank in others:
+            ranks[rank].end()
+        for name in set(THREE) - {lost}:
+            assert hosts[name].ended() == 0
+            said = hosts[name].said.read_text()
+            own = heartbeat.named(THREE[name])
+            assert said.count("\n") == 1 and f"host {lost} (" in said and said.endswith(f"; {name} ends its {own}\n")
+        hosts[lost].process.send_signal(signal.SIGCONT)
+        lone = [ranks[rank] for rank in THREE[lost]]
+        assert all(rank.verdict() for rank in lone)
+        for rank in lone:
+            rank.end()
+        assert hosts[lost].ended() == 0
+
+
+def test_a_host_that_pauses_is_not_lost(tmp_path: Path) -> None:
+    """A machine may stand still for some seconds, and its clock jump: neither is a fault, however often."""
+    with run_of(tmp_path, THREE) as (hosts, ranks):
+        for name in "bab":
+            hosts[name].process.send_signal(signal.SIGSTOP)
+            assert ranks[4].calm(0.6 * SECONDS)
+            hosts[name].process.send_signal(signal.SIGCONT)
+            assert ranks[4].calm(0.5 * SECONDS)
+        for rank in ranks.values():
+            assert rank.calm(0.01)
+            rank.leave()
+        assert [host.ended() for host in hosts.values()] == [0, 0, 0]
+        assert [host.said.read_text() for host in hosts.values()] == ["", "", ""]
+
+
+def test_an_ended_rank_is_named_if_the_others_go_on(tmp_path: Path) -> None:
+    """With NCCL a killed rank's peers may wait for ever, and the launcher of another host sees nothing."""
+    with run_of(tmp_path, THREE) as (hosts, ranks):
+        ranks[3].end()
+        assert ranks[0].calm(0.2 * SECONDS), "those that lost it may know more, and speak first"
+        others = [rank for number, rank in ranks.items() if number != 3]
+        right = "rank 3 on host b has ended, and others go on: killed, or out of memory?"
+        assert {rank.verdict() for rank in others} == {right}
+        for rank in others:
+            rank.end()
+        assert [host.ended() for host in hosts.values()] == [0, 0, 0]
+
+
+def test_ranks_that_leave_at_different_times_are_missed_by_nobody(tmp_path: Path) -> None:
+    """One host may still write a checkpoint when others have done. No process stays behind."""
+    with run_of(tmp_path, THREE) as (hosts, ranks):
+        for rank in (0, 1, 2, 3):
+            ranks[rank].leave()
+        assert ranks[4].calm(1.5 * SECONDS)
+        for rank in (4, 5):
+            ranks[rank].leave()
+        assert [host.ended() for host in hosts.values()] == [0, 0, 0]
+        assert not any(host.said.read_text() for host in hosts.values())
+
+
+def test_a_rank_that_cannot_end_is_killed(tmp_path: Path) -> None:
+    """A stopped process ends by no message; it would hold its GPU, and its host could not be used again."""
+    sleeper = subprocess.Popen(["sleep", "60"])
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    with run_of(tmp_path, {"a": [0], "b": [1], "c": [2]}) as (hosts, ranks):
+        stuck = Rank(hosts["c"].door, 3, sleeper.pid)
+        ranks[1].end()
+        assert stuck.verdict()
+        assert sleeper.wait(LATE) == -signal.SIGKILL
+
+
+def test_strangers_are_not_heard(tmp_path: Path) -> None:
+    """Whoever finds the port must not be able to end a run, or to crash the process that watches over it."""
+    with run_of(tmp_path, {"a": [0], "b": [1]}) as (_, ranks), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for message in (b"", b"\xff{", b"[]", b'{"token": "theirs", "verdict": "end"}'):
+            stranger.sendto(message, ("127.0.0.1", ranks[0].port))
+        assert ranks[0].calm(2 * SECONDS) and ranks[1].calm(0.1)
+
+
+def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
+    """A rank on a host of its own, which joins as training does, and then does as `fault` says."""
+    pulse.machine = lambda: f"host{rank}"  # type: ignore[assignment]
+    pulse.LOOK_SECONDS = 0.05
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+    ours = pulse.Pulse(store, Place(rank, 2, 0, 1, "127.0.0.1", port), SECONDS, Path(folder))
+    while ours.connection is None or not store.check(["doctor/heartbeat/hub"]):
+        time.sleep(0.05)
+    time.sleep(0.5 * SECONDS)
+    if rank == 1 and fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "busy":  # a compiler, or a collection of garbage: nothing else in this process runs
+        ctypes.PyDLL(None).sleep(int(2 * SECONDS))
+    else:
+        time.sleep(LATE)
+    ours.close()
+    if rank == 0:
+        time.sleep(0.5)  # it holds the store
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("fault", "statuses"), [("busy", [0, 0]), ("killed", [1, -signal.SIGKILL])])
+def test_a_busy_rank_is_left_alone_and_a_killed_one_is_not(tmp_path: Path, fault: str, statuses: list[int]) -> None:
+    """The whole way, from the store in which ranks meet to the end of a process."""
+    port = free_port()
+    ranks = [CONTEXT.Process(target=beating_rank, args=(rank, port, str(tmp_path), fault)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(3 * LATE)
+    assert [rank.exitcode for rank in ranks] == statuses
+
+
+@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 3], "ranks 0-3"), ([0, 2, 3, 9], "ranks 0, 2-3, 9")])
+def test_ranks_in_words(ranks: list[int], text: str) -> None:
+    assert heartbeat.named(ranks) == text
