@@ -44,5 +44,6 @@ setup(
         "benchmark": ["transformers>=4.56"],
         "kubernetes": ["pyyaml>=6"],
         "monitoring": ["prometheus-client>=0.20"],
+        "ray": ["ray[default,train]>=2.60"],
     },
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
@@ -40,8 +41,8 @@ def run(argv: list[str], place: Place) -> int:
         return train(loaded.config, place, stop)
 
 
-def train(config: Config, place: Place, stop: StopRequest) -> int:
-    """Joins the mesh and trains."""
+def train(config: Config, place: Place, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
+    """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
     from megacore.survive.joining import joined, own_mistakes
@@ -62,7 +63,10 @@ def train(config: Config, place: Place, stop: StopRequest) -> int:
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device) as (mesh, ledger):
-        return note_trainer(Trainer(config, mesh, inputs, exporter), ledger).run(stop)
+        trainer = note_trainer(Trainer(config, mesh, inputs, exporter), ledger)
+        if on_saved is not None:
+            trainer.saving.on_saved = on_saved
+        return trainer.run(stop)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ class Place:
     local_world_size: int = 1
     master_address: str = "127.0.0.1"
     master_port: int = 29500
+    guest: bool = False  # whether the process belongs to another program, which ends it itself
 
 
 # Each launcher's variables for (rank, world size, local rank, ranks on this machine). The first launcher found counts.
@@ -32,8 +33,12 @@ LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's, and Intel's
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+
+SETTING = {"mpirun": "-x MASTER_ADDR=<the first host>", "mpiexec": "-genv MASTER_ADDR <the first host>"}  # a variable of all ranks
+LOCAL_TOO = ("torchrun", "mpiexec")  # deepspeed has a name of its own for the last; srun sets MPICH's first two for programs of MPI
 
 
 def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
@@ -42,7 +47,7 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
     Raises `ConfigError` if they are unreadable or incomplete, or if there are several machines and none is named as the first.
     """
     for launcher, names in LAUNCHERS.items():
-        if names[0] not in env or names[1] not in env or (launcher == "torchrun" and names[3] not in env):
+        if names[0] not in env or names[1] not in env or (launcher in LOCAL_TOO and names[3] not in env):
             continue
         try:
             rank, world_size, local_rank = (int(env.get(name, "0")) for name in names[:3])
@@ -56,9 +61,9 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
         if not 0 < port < 65536:
             raise ConfigError("environment", f"MASTER_PORT={port} is no port", "from 1 to 65535")
         address = env.get("MASTER_ADDR") or (first_host(env) if launcher == "srun" else None)
-        if address is None and launcher == "mpirun" and local_world_size < world_size:
-            wrong = "mpirun started ranks on several machines, and MASTER_ADDR is not set"
-            raise ConfigError("environment", wrong, "mpirun -x MASTER_ADDR=<the first host> …")
+        if address is None and launcher in SETTING and local_world_size < world_size:
+            wrong = f"{launcher} started ranks on several machines, and MASTER_ADDR is not set"
+            raise ConfigError("environment", wrong, f"{launcher} {SETTING[launcher]} …")
         return Place(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
     refuse_half_a_place(env)
     return Place()

@@ -20,7 +20,7 @@ GRACE_SECONDS = 5.0  # for a launcher to end the other ranks of a job in which o
 MEETING_SECONDS = 60.0  # for rank 0 of another machine to listen where the ranks meet
 SAID_SECONDS = 60.0  # within which the ranks of one job find the same mistake
 LEFT_OVER_SECONDS = 86400.0
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def say_once(error: UserError, place: Place) -> None:

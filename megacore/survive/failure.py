@@ -30,11 +30,15 @@ def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor |
     """Prints this rank's traceback, then its reason in one line, and ends the process with status 1. It does not clean up, because
     leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks.
     If this rank only lost its peer, the doctor speaks instead, if there is one. A `UserError` is one line and status 2. After Ctrl-C
-    the status is `INTERRUPTED`, and nothing is printed."""
+    the status is `INTERRUPTED`, and nothing is printed.
+
+    In another program's process it returns, so that the program gets the exception."""
     if isinstance(error, KeyboardInterrupt):
         os._exit(INTERRUPTED)
     if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
         error.of_this_machine = True
+        if place.guest:
+            return
         say_once(error, place)
         sys.stdout.flush()
         os._exit(2)
@@ -51,4 +55,5 @@ def fail(error: BaseException, place: Place, mesh: Mesh | None, doctor: Doctor |
     if doctor is not None:
         doctor.last_words(reason)
     sys.stdout.flush()
-    os._exit(1)
+    if not place.guest:
+        os._exit(1)

@@ -1,6 +1,7 @@
 """Saves a run's checkpoints, reports them, and handles saves that fail."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megacore.checkpoint import Ranks, Saved, Saver
@@ -31,6 +32,7 @@ class Saving:
         self.latest: Path | None = None  # the newest that was saved, and its step
         self.latest_step = 0
         self.said: Path | None = None
+        self.on_saved: Callable[[Path], None] = lambda path: None  # called once for each checkpoint, on rank 0 as soon as it is seen
         self.seconds = 0.0  # that training has waited since the last reading
 
     def save(self, step: int, samples: int) -> None:
@@ -81,6 +83,7 @@ class Saving:
         if saved.path != self.said:
             self.said = saved.path
             self.logs.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
+            self.on_saved(saved.path)
 
     def read_seconds(self) -> float:
         """Seconds that training has waited for saves since the last reading."""

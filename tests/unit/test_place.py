@@ -17,6 +17,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
+MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "8",
@@ -33,6 +34,7 @@ def test_each_launcher() -> None:
     assert place_from_environment(TORCHRUN) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
     assert place_from_environment(DEEPSPEED) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
     assert place_from_environment(MPIRUN | MASTER) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
+    assert place_from_environment(MPICH | MASTER) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
     assert place_from_environment(SRUN) == Place(5, 8, 1, 4, "node003", 29501)
     assert place_from_environment(SRUN | MASTER) == Place(5, 8, 1, 4, "10.0.0.1", 1234)
 
@@ -46,6 +48,13 @@ def test_no_launcher_is_one_process() -> None:
 def test_torchrun_inside_slurm_or_mpirun_counts() -> None:
     """srun often starts one torchrun a machine: its ranks, not Slurm's tasks, are the ranks."""
     assert place_from_environment(SRUN | MPIRUN | TORCHRUN) == place_from_environment(TORCHRUN)
+
+
+def test_mpich_inside_slurm_and_slurms_own_mpi() -> None:
+    """MPICH starts its ranks from one task on each machine; srun sets MPICH's rank and size itself, and its tasks are the ranks."""
+    task = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert place_from_environment(task | MPICH | MASTER) == place_from_environment(MPICH | MASTER)
+    assert place_from_environment(SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}) == place_from_environment(SRUN)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,8 @@ def test_half_a_place_is_refused(env: dict[str, str], named: str) -> None:
 
 def test_mpirun_over_several_machines_needs_the_first_ones_address() -> None:
     """Ranks of the second machine would wait for a rank 0 on their own."""
-    assert "MASTER_ADDR" in refusal(MPIRUN)
+    assert "mpirun -x MASTER_ADDR=" in refusal(MPIRUN)
+    assert "mpiexec -genv MASTER_ADDR " in refusal(MPICH)
     assert place_from_environment(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}).master_address == "127.0.0.1"
 
 

@@ -1,0 +1,252 @@
+"""Trains a GPT under Ray Train: what launch/pretrain.py does, with a worker of Ray's for every rank."""
+
+import argparse
+import json
+import math
+import os
+import queue
+import re
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.cli import Parser, exit_with
+from megacore.config import Config, load
+from megacore.config.schema import resolved
+from megacore.distributed.place import free_port, place_from_environment
+from megacore.errors import ConfigError, UserError
+from megacore.files import check_folder
+from megacore.survive.hosts import load_any, plan
+from megacore.train.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
+EXAMPLE = "python launch/ray_train.py --workers 8 --config configs/gpt_7b.json checkpoint.every=500"
+MORE = """Ray places the workers on its cluster (RAY_ADDRESS, or a cluster of this machine alone) and starts them again after a failure.
+They go on from the newest checkpoint. The checkout, the data and log.dir must be in folders that all machines share.
+--workers 8:16 takes what the cluster has, from 8 to 16: a lost machine is done without, a new one is used from the next start on.
+Each start lays the run out for its ranks, as launch/supervise.py does. To stop the run, make a file STOP in log.dir.
+Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
+TAIL_BYTES = 65536  # at the end of metrics.jsonl, in which a checkpoint's step is looked for
+REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument("--workers", type=workers_of, metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)")
+    parser.add_argument("--cpus", type=int, default=1, metavar="N", help="CPU cores for each worker (1)")
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="gives up after so many failures (3); -1: never")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
+    args = parser.parse_intermixed_args(argv)
+    for option, least in (("cpus", 1), ("restarts", -1)):
+        if getattr(args, option) < least:
+            raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", f"{least} or more")
+    return args
+
+
+def workers_of(text: str) -> tuple[int, int]:
+    """The least and the most workers. Raises `ConfigError` for what is neither N nor MIN:MAX."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if least > most:
+        raise ConfigError("--workers", f"{text} is no number of workers", "a number such as 8, or least:most such as 8:16")
+    return least, most
+
+
+def lay_out(path: str, overrides: list[str], workers: int, elastic: bool) -> tuple[Config, int]:
+    """The config on `workers` workers, and how many of them are ranks. If the number of workers is `elastic`, the layout may differ
+    from the config's own, and some workers may be no ranks. Raises `ConfigError` if no layout fits."""
+    if not elastic:
+        return load(path, overrides, workers).config, workers
+    planned = plan(path, overrides, workers)
+    return load(path, [*overrides, *planned.overrides], planned.ranks).config, planned.ranks
+
+
+def scale(wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[str, float]) -> tuple[int, int]:
+    """The least and the most workers on a cluster with these resources. Raises `ConfigError` if they are not enough."""
+    room = int(resources.get("CPU", 0) // cpus)
+    if gpu:
+        room = min(room, int(resources.get("GPU", 0)))
+    least, most = wanted or (max(1, room), max(1, room))
+    if least > room:
+        each = f"{cpus} CPU{'s' * (cpus > 1)}{' and a GPU' * gpu}"
+        has = " and ".join(f"{int(resources.get(name, 0))} {name}s" for name in ("CPU", "GPU"))
+        wrong = f"{least} workers of {each} do not fit on the cluster, which has {has}"
+        raise ConfigError("--workers", wrong, f"at most {room}" if room else "machines that have them")
+    return least, most
+
+
+def run(argv: list[str]) -> int:
+    """Trains, and returns the exit status."""
+    args = parse(argv)
+    device = load_any(args.config, args.overrides).train.device
+    elastic = args.workers is not None and args.workers[0] < args.workers[1]
+    for workers in args.workers or ():  # refused before Ray starts anything
+        lay_out(args.config, args.overrides, workers, elastic)
+    os.environ.setdefault("RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "86400")  # workers wait as long as there is no checkpoint to report
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a config's paths count from where the command was typed
+    try:
+        import ray
+        from ray.train import TrainingFailedError
+    except ImportError as error:
+        raise ConfigError("ray", f"Ray Train cannot be imported ({error})", "pip install -e '.[ray]'") from None
+    path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
+    ray.init(logging_level="WARNING", runtime_env={"env_vars": {"PYTHONPATH": path}})
+    try:
+        resources = ray.cluster_resources()
+        gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
+        workers = scale(args.workers, gpu, args.cpus, resources)
+        config, _ = lay_out(args.config, args.overrides, workers[0], elastic)
+        folder = Path(resolved(config.log.dir)).absolute()
+        check_folder("log.dir", folder)
+        start = {"cwd": os.getcwd(), "config": args.config, "overrides": args.overrides, "folder": str(folder), "elastic": elastic}
+        status: int = trainer(start, workers, gpu, args.cpus, args.restarts).fit().return_value
+        return status
+    except TrainingFailedError as error:
+        status, line = end_of(error)
+    finally:
+        ray.shutdown()  # behind which nobody else speaks
+    print(line, file=sys.stderr)
+    return status
+
+
+def end_of(error: Exception) -> tuple[int, str]:
+    """The exit status after Ray has given up with this error, and the line that says why."""
+    _, refused, line = str(error).partition(REFUSED)
+    if refused:
+        return 2, line.splitlines()[0]
+    failures: dict[int, Exception] = getattr(error, "worker_failures", {})
+    for rank, failure in sorted(failures.items()):
+        return 1, f"rank {rank} failed: {str(failure).strip().splitlines()[-1]}"
+    return 1, f"failed: {error}"
+
+
+def trainer(start: dict[str, Any], workers: tuple[int, int], gpu: bool, cpus: int, restarts: int) -> "TorchTrainer":
+    """Ray's trainer, which calls `work(start)` in every worker."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+    from ray.train.backend import Backend
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    class NoGroup(Backend):
+        """Makes no process group: the mesh makes its own."""
+
+        share_cuda_visible_devices = True  # as under torchrun: a rank takes the GPU of its local rank
+
+    class Ranks(TorchConfig):
+        """Ray's settings for PyTorch, with that."""
+
+        backend_cls = property(lambda self: NoGroup)
+
+    class Refusals(UserCallback):
+        """Ends the run at a mistake that every start would meet again."""
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            for error in worker_exceptions.values():
+                _, refused, line = str(error).partition(REFUSED)
+                if refused:
+                    raise RuntimeError(REFUSED + line)
+
+    folder = Path(start["folder"])
+    return TorchTrainer(
+        work,
+        train_loop_config=start,
+        torch_config=Ranks(),
+        scaling_config=ScalingConfig(
+            num_workers=workers if start["elastic"] else workers[0],
+            use_gpu=gpu,
+            resources_per_worker={"CPU": cpus} | ({"GPU": 1} if gpu else {}),
+            elastic_resize_monitor_interval_s=math.inf,  # a healthy run is not disturbed
+        ),
+        # log.dir is Ray's folder of the run too: it refers to our checkpoints there, and copies none.
+        run_config=RunConfig(
+            name=folder.name, storage_path=str(folder.parent), failure_config=FailureConfig(max_failures=restarts), callbacks=[Refusals()]
+        ),
+    )
+
+
+def work(start: dict[str, Any]) -> int:
+    """One worker's part in the run, in a thread of a process of Ray's. Returns the exit status of launch/pretrain.py."""
+    from ray.train import get_context
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.util import get_node_ip_address
+
+    os.chdir(start["cwd"])
+    context, folder = get_context(), Path(start["folder"])
+    rank, local_rank = context.get_world_rank(), context.get_local_rank()
+    address, port = broadcast_from_rank_zero((get_node_ip_address(), free_port()))
+    reports = Reports(rank, folder)
+    try:
+        overrides = [*start["overrides"], f"log.dir={folder}"]
+        config, world = lay_out(start["config"], overrides, context.get_world_size(), start["elastic"])
+        if rank >= world:
+            reports.send()
+            return 0
+        beside = min(context.get_local_world_size(), world - (rank - local_rank))
+        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": beside, "MASTER_PORT": port}
+        os.environ.update({"MASTER_ADDR": address} | {name: str(number) for name, number in numbers.items()})
+        from launch.pretrain import train
+
+        place = replace(place_from_environment(), guest=True)
+        # Only a main thread can take signals, so the file alone stops the run.
+        return reports.during(lambda: train(config, place, StopRequest(folder if rank == 0 else None), reports.waiting.put))
+    except UserError as error:
+        raise RuntimeError(f"{REFUSED}{error}") from error
+
+
+class Reports:
+    """Tells Ray of checkpoints. All workers must make each report together, so a thread makes them and training waits for none."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        """`folder`: the run's."""
+        self.rank, self.folder = rank, folder
+        self.waiting: queue.SimpleQueue[Path | None] = queue.SimpleQueue()  # checkpoints to be reported by rank 0; None after the last
+        self.error: BaseException | None = None
+
+    def during(self, training: Callable[[], int]) -> int:
+        """Trains, and reports meanwhile. Returns what training returns, once all is reported."""
+        thread = threading.Thread(target=self._send, name="reports", daemon=True)
+        thread.start()
+        status = training()
+        self.waiting.put(None)
+        thread.join()
+        if self.error is not None:
+            raise self.error
+        return status
+
+    def _send(self) -> None:
+        try:
+            self.send()
+        except BaseException as error:  # raised at the end of training
+            self.error = error
+
+    def send(self) -> None:
+        """Makes all reports. The folder that Ray is told of is the checkpoint itself."""
+        from ray.train import Checkpoint, CheckpointUploadMode, report
+        from ray.train.collective import broadcast_from_rank_zero
+
+        while path := broadcast_from_rank_zero(str(self.waiting.get() or "") if self.rank == 0 else None):
+            metrics, checkpoint = (figures(self.folder, Path(path)), Checkpoint.from_directory(path)) if self.rank == 0 else ({}, None)
+            report(metrics, checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def figures(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """What a run has logged of a checkpoint's step; the step alone where it has logged nothing."""
+    step = int(checkpoint.name.rpartition("_")[2])
+    with (folder / "metrics.jsonl").open("rb") as file:
+        begin = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(begin)
+        lines = file.read().splitlines()[begin > 0 :]  # the first may be a part
+    found = [logged for logged in map(json.loads, lines) if logged["step"] == step and "loss" in logged]
+    return found[-1] if found else {"step": step}
+
+
+if __name__ == "__main__":
+    exit_with(run)

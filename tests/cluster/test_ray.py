@@ -1,0 +1,167 @@
+"""launch/ray_train.py on a Ray cluster of two nodes on this machine: calm, with a killed worker, with a lost node and a new one."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.checkpoint.compare import compare
+from megacore.checkpoint.find import locate
+from megacore.checkpoint.read import Reader
+from megacore.distributed.processes import descendants
+from tests.pool import ROOT
+from tests.training import metrics, write_config, write_corpus
+
+ABSENT = "" if importlib.util.find_spec("ray") else "Ray is not installed (pip install -e '.[ray]')"
+WHY_NOT = ABSENT or ("" if os.environ.get("MEGACORE_CLUSTER") else "minutes long: bash tests/cluster/run.sh")
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"Ray: {WHY_NOT}")
+STEPS = 20
+WORKERS = 4
+CPUS = 2  # of a node
+COUNTED_AFTER = 25.0  # seconds; Ray looks for new nodes every 20
+RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of two nodes that can be lost, and of a head without room for workers."""
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        for _ in range(WORKERS // CPUS):
+            found.add_node(num_cpus=CPUS)
+        yield found
+    finally:
+        found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of slow steps, so that there is time to disturb them, and its corpus."""
+    found = tmp_path_factory.mktemp("ray")
+    train = {"steps": STEPS, "seq_len": 128, "global_batch_size": 16}
+    sections = {"model": {"hidden_size": 128, "max_positions": 128}, "checkpoint": {"every": 5}}
+    write_config(found, write_corpus(found, tokens=20_000), train=train, **sections)
+    return found
+
+
+def calm(folder: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
+    """A run without Ray that nobody disturbs."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    script = [str(ROOT / "launch" / "pretrain.py"), "--config", "config.json", f"log.dir={name}", *overrides]
+    done = subprocess.run([sys.executable, *launcher, *script], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / name
+
+
+def start(cluster: Any, folder: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
+    """A run on the cluster, in `folder`/`name`."""
+    command = [sys.executable, ROOT / "launch" / "ray_train.py", "--config", "config.json", f"log.dir={name}", *arguments]
+    with (folder / f"{name}.txt").open("w") as said:
+        return subprocess.Popen(
+            command, cwd=folder, env=ENVIRONMENT | {"RAY_ADDRESS": cluster.address}, text=True, stdout=said, stderr=said
+        )
+
+
+def finish(process: "subprocess.Popen[str]", folder: Path, name: str, status: int = 0) -> str:
+    """What a run has said by its end."""
+    said = folder / f"{name}.txt"
+    try:
+        process.wait(150)
+    finally:
+        process.kill()
+    assert process.returncode == status, said.read_text()[-3000:]
+    return said.read_text()
+
+
+def await_step(folder: Path, name: str, step: int) -> None:
+    """Waits until a run has done some steps."""
+    deadline, records = time.monotonic() + 90, folder / name / "metrics.jsonl"
+    while not records.exists() or not (done := metrics(folder / name)) or done[-1]["step"] < step:
+        assert time.monotonic() < deadline, f"step {step} was not reached\n{(folder / f'{name}.txt').read_text()[-3000:]}"
+        time.sleep(0.1)
+
+
+def sizes(folder: Path, name: str) -> list[int]:
+    """The numbers of data ranks with which a run has begun, start after start."""
+    said = (folder / f"{name}.txt").read_text()
+    return [int(line.partition(" × data ")[2].split()[0]) for line in said.splitlines() if "mesh: " in line]
+
+
+def await_size(folder: Path, name: str, wanted: list[int]) -> None:
+    """Waits until a run has begun with these sizes."""
+    deadline = time.monotonic() + 90
+    while sizes(folder, name) != wanted:
+        assert time.monotonic() < deadline, (folder / f"{name}.txt").read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def workers(cluster: Any) -> list[int]:
+    """The processes of Ray's workers that train."""
+    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.worker_nodes]
+    below = [pid for raylet in raylets for pid in descendants(raylet)]
+    return [pid for pid in below if b"RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Steps and losses."""
+    return [(line["step"], line["loss"]) for line in metrics(run)]
+
+
+def differences(ours: Path, theirs: Path) -> list[float]:
+    """Relative differences of tensors between the last checkpoints of two runs; empty if they are bitwise equal."""
+    return [part.relative for part in compare(Reader(locate(theirs)), Reader(locate(ours)))]
+
+
+def test_a_killed_worker_goes_on(cluster: Any, folder: Path) -> None:
+    """A rank that dies would end the run, or change it. The calm runs, in the same layout and of one process, are without Ray."""
+    layout = ["parallel.tensor=2", "parallel.pipeline=2"]
+    run = start(cluster, folder, "killed", "--workers", str(WORKERS), *layout)
+    await_step(folder, "killed", 8)
+    os.kill(workers(cluster)[-1], signal.SIGKILL)
+    said = finish(run, folder, "killed")
+    assert "resumed after step" in said
+    same, one = calm(folder, "same", *layout, ranks=WORKERS), calm(folder, "one_fp32")
+    assert losses(folder / "killed") == losses(same) and len(losses(same)) == STEPS
+    assert not differences(folder / "killed", same)
+    assert [loss for _, loss in losses(same)] == pytest.approx([loss for _, loss in losses(one)], rel=1e-5)
+    state = json.loads((folder / "killed" / "checkpoint_manager_snapshot.json").read_text())
+    assert f"step_{STEPS:08d}" in json.dumps(state)  # Ray knows our last checkpoint
+
+
+def test_a_lost_node_is_done_without_and_a_new_one_is_used(cluster: Any, folder: Path) -> None:
+    """A run would wait for a machine that does not come back, or never use one that came."""
+    run = start(cluster, folder, "elastic", "--workers", f"{CPUS}:{WORKERS}", "train.precision=fp64")
+    await_step(folder, "elastic", 6)
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    await_size(folder, "elastic", [4, 2])
+    cluster.add_node(num_cpus=CPUS)
+    await_step(folder, "elastic", 8)
+    for number, seconds in ((signal.SIGSTOP, COUNTED_AFTER), (signal.SIGKILL, 0.0)):
+        for pid in workers(cluster):
+            os.kill(pid, number)
+        time.sleep(seconds)
+    finish(run, folder, "elastic")
+    assert sizes(folder, "elastic") == [4, 2, 4]
+    one = calm(folder, "one_fp64", "train.precision=fp64")
+    assert [loss for _, loss in losses(folder / "elastic")] == pytest.approx([loss for _, loss in losses(one)], rel=1e-9)
+    assert max(differences(folder / "elastic", one), default=0.0) < 1e-9
+
+
+def test_mistakes_are_one_line(cluster: Any, folder: Path) -> None:
+    """Ray would start a run again and again whose data are missing, or wait for machines that the cluster does not have."""
+    said = finish(start(cluster, folder, "no_data", "--workers", "2", "data.train=nowhere"), folder, "no_data", status=2)
+    assert said.splitlines()[-1].startswith("data error: nowhere"), said
+    assert "[FailurePolicy] RETRY" not in said
+    said = finish(start(cluster, folder, "too_many", "--workers", "8"), folder, "too_many", status=2)
+    assert said.splitlines()[-1].startswith("config error: --workers: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs"), said
