@@ -9,11 +9,17 @@ import time
 from pathlib import Path
 from typing import IO
 
+from megacore.checkpoint import Ranks
+from megacore.distributed.comm import broadcast_text
+from megacore.distributed.mesh import Mesh
 from megacore.errors import ConfigError
+from megacore.files import read_text
 
 logger = logging.getLogger(__name__)
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # from file systems that are mounted without locks
+LOCK = "lock"
+SHARING_PATIENCE = 5.0  # seconds for another machine to see what rank 0 has written
 PATIENCE = 5.0  # seconds for a run that was just killed to release it
 
 
@@ -35,7 +41,7 @@ class FolderLock:
     def _take(self) -> None:
         if self.file is not None or not self.folder.is_dir() or not os.access(self.folder, os.W_OK):
             return
-        file = (self.folder / "lock").open("a+", encoding="utf-8")
+        file = (self.folder / LOCK).open("a+", encoding="utf-8")
         deadline = time.monotonic() + self.patience
         while True:
             try:
@@ -54,6 +60,31 @@ class FolderLock:
                     raise ConfigError("log.dir", wrong, "its end, or another log.dir") from None
                 time.sleep(0.1)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
+        os.fsync(file.fileno())  # a network file system would keep it on this machine: `apart_from_owner` reads it on the others
         self.file = file
+
+
+def apart_from_owner(folder: Path, mesh: Mesh, patience: float = SHARING_PATIENCE) -> str:
+    """What is wrong if the machines of a job do not share `folder`, which rank 0 has locked; empty if they do. Collective: each machine
+    looks for what rank 0 wrote into the lock."""
+    place, file = mesh.place, folder / LOCK
+    if place.local_world_size >= place.world_size:
+        return ""
+    owner = broadcast_text(read_owner(file) if place.rank == 0 else "", mesh.world, mesh.device)
+    apart, deadline = "", time.monotonic() + patience
+    if owner and place.local_rank == 0:
+        while read_owner(file) != owner and not apart:
+            time.sleep(0.2)  # a network file system may show a new file late
+            if time.monotonic() > deadline:
+                apart = f"{folder.absolute()} on {socket.gethostname()} is not the folder that rank 0's machine has"
+    return Ranks(mesh).first(apart)
+
+
+def read_owner(file: Path) -> str:
+    """What a lock says of its owner; empty if there is none."""
+    try:
+        return read_text(file, most=1000).strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -14,7 +14,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.comm import all_gather, all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import logical_name, shard_of
-from megacore.errors import LogError
+from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.pipeline.runtime import Microbatch
 from megacore.plan.partition import placement_of, stage_layers
 from megacore.train.evaluation import evaluate
@@ -22,6 +22,7 @@ from megacore.train.exporter import Exporter
 from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
+from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.mailbox import Figures, Mailbox
 from megacore.train.meters import StepTimer, Utilisation, peak_memory
@@ -48,6 +49,7 @@ class Watch:
         return {}
 
 
+SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
 
 
@@ -58,6 +60,9 @@ class Trainer:
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.exporter = exporter or Exporter(None, mesh.place, mesh.device)
         self.is_writer = mesh.place.rank == 0
+        self.apart = apart_from_owner(Path(resolved(config.log.dir)), mesh)
+        if self.apart and (config.checkpoint.every or config.checkpoint.last):
+            raise ConfigError("log.dir", self.apart, SHARED)
 
         self.train_step = TrainStep(config, mesh, draw=False)
         self.engine = self.train_step.engine
@@ -222,6 +227,8 @@ class Trainer:
         held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
         layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
         self.logs.say(f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}")
+        if self.apart:
+            self.logs.say(f"WARNING: {self.apart}: this run can save no checkpoint, not even when it is asked to stop")
         if self.step == train.steps:
             self.logs.say(f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)")
         elif self.step:
@@ -291,7 +298,9 @@ class Trainer:
         return self.saving.latest or self.resumed
 
     def save(self) -> None:
-        """Saves a checkpoint of the step just done."""
+        """Saves a checkpoint of the step just done. Raises `CheckpointError` where machines share no folder for it."""
+        if self.apart:
+            raise CheckpointError(resolved(self.config.log.dir), f"nothing was saved: {self.apart}", SHARED)
         self.saving.save(self.step, (self.step + self.ahead) * self.config.train.global_batch_size)
 
     def resume(self) -> int:

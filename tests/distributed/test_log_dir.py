@@ -1,0 +1,46 @@
+"""Ranks find out together whether their machines share the run's folder."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import load
+from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.place import place_from_environment
+from megacore.train.lock import FolderLock, apart_from_owner
+from tests.training import write_config
+
+
+def look(config_path: str, folders: list[str], local_world_size: int) -> str:
+    """What a rank learns of its folder, as if `local_world_size` ranks were on each machine."""
+    place = place_from_environment()
+    place = replace(place, local_world_size=local_world_size, local_rank=place.rank % local_world_size)
+    folder = Path(folders[place.rank])
+    lock = FolderLock(folder)
+    if place.rank == 0:
+        lock.take()
+    config = load(config_path, [], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    try:
+        return apart_from_owner(folder, mesh, patience=1.0)
+    finally:
+        mesh.close()
+        if lock.file is not None:
+            lock.file.close()
+
+
+@pytest.mark.parametrize(
+    ("folders", "on_a_machine", "apart"),
+    [("aa", 1, False), ("ab", 1, True), ("ac", 1, True), ("ab", 2, False)],
+    ids=["shared", "own", "own, of an earlier run", "one machine"],
+)
+def test_folders_apart_are_noticed_on_every_rank(run_ranks: Any, tmp_path: Path, folders: str, on_a_machine: int, apart: bool) -> None:
+    """Ranks of one machine alone would hang in a save; and a lock that an earlier run left must not pass for this run's."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    (tmp_path / "c" / "lock").write_text("process 12 on node0 since 2026-01-01 00:00:00\n")
+    said = run_ranks(2, look, write_config(tmp_path, "nothing"), [str(tmp_path / name) for name in folders], on_a_machine)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"{tmp_path}/{folders[1]} on ") if apart else said[0] == ""
