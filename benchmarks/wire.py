@@ -49,7 +49,7 @@ class Wire(AbstractContextManager["Wire"]):
     """Counts what is sent while it is entered, and names every call and every wait by `part`."""
 
     def __init__(self, mesh: Mesh, part: Part) -> None:
-        self.part = part
+        self.part: Part = lambda name: part(name.split()[0])  # both levels of dp are one part of a step
         groups = (*mesh.groups.values(), mesh.tied, mesh.world)
         self.groups = [group for group in groups if group is not None and group.size > 1]
         self.sums = ""  # what is summed now, if not what the group is named after

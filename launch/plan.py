@@ -42,6 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(DEVICE_PEAKS)}")
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
+    parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
@@ -65,7 +66,7 @@ def times(config: Config) -> tuple[float, list[float]]:
     return makespan, busy
 
 
-def report(config: Config, device: str | None, lines: Lines) -> None:
+def report(config: Config, device: str | None, lines: Lines, host_size: int) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -94,7 +95,7 @@ def report(config: Config, device: str | None, lines: Lines) -> None:
     console.print()
     console.print(stage_table(config))
     if world > 1 and config.engine.kind == "native":
-        console.print(traffic_table(config, lines))
+        console.print(traffic_table(config, lines, host_size))
     elif world > 1:
         console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
 
@@ -134,16 +135,16 @@ def stage_table(config: Config) -> "Table":
     return table
 
 
-def traffic_table(config: Config, lines: Lines) -> "Table":
+def traffic_table(config: Config, lines: Lines, host_size: int) -> "Table":
     """A table of what each rank of the pipeline sends in a step, by group; with fitted lines also the time, without overlap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    traffic = rank_traffic(config)
+    traffic = rank_traffic(config, host_size)
     sent, seconds = [sent_by_group(transfers) for transfers in traffic], [seconds_by_group(transfers, lines) for transfers in traffic]
     caption = "Sent by each rank of the pipeline in a step, in MB" + (";\nand in seconds, one transfer after the other." if lines else ".")
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    groups = [name for name in ("tp", "dp", "pp", "tied") if any(name in own for own in sent)]
+    groups = [name for name in ("tp", "dp", "dp within a host", "dp between hosts", "pp", "tied") if any(name in own for own in sent)]
     table.add_column("pp", justify="right")
     for name in groups:
         table.add_column(name, justify="right", no_wrap=True)
@@ -172,6 +173,8 @@ def run(argv: list[str]) -> None:
     args = parse(argv)
     if args.world is not None and args.world < 1:
         raise ConfigError("--world", f"{args.world} ranks cannot run anything", "a positive number")
+    if args.host_size < 1:
+        raise ConfigError("--host-size", f"{args.host_size} ranks cannot run anything", "a positive number")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
     if args.device and peak_flops(args.device, config.train.precision) is None:
@@ -183,7 +186,7 @@ def run(argv: list[str]) -> None:
         if (actions := 2 * config.num_microbatches * config.parallel.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
-    report(config, args.device, lines)
+    report(config, args.device, lines, args.host_size)
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
 

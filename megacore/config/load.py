@@ -162,7 +162,7 @@ def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
         fields = referred(part, schema)["properties"].items()
         return "{" + ", ".join(f"{name}: {field['const']}" if "const" in field else name for name, field in fields) + "}"
     if "const" in part or "enum" in part:
-        return " or ".join(part.get("enum") or [part["const"]])
+        return " or ".join(map(str, part.get("enum") or [part["const"]]))
     bounds = [f"{word} {part[bound]:g}" for bound, word in BOUNDS.items() if bound in part]
     return f"{TYPES[part['type']]} {' and '.join(bounds)}".strip()
 

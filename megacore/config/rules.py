@@ -92,6 +92,7 @@ def check(config: Config, world_size: int) -> None:
     check_batch(config)
     check_optim(config)
     check_fsdp(config)
+    check_links(config)
     if config.engine.kind == "deepspeed":
         ds_settings(config)
 
@@ -217,6 +218,25 @@ def check_optim(config: Config) -> None:
     if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + decay_steps:
         wrong = f"warmup {optim.warmup_steps} and decay {decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
+
+
+def check_links(config: Config) -> None:
+    """Refuses ways to sum gradients that an engine does not have."""
+    engine = config.engine
+    own = {
+        "fsdp": ("fsdp sums gradients in fp32", "1, and engine.shard_size, which divides within a host"),
+        "deepspeed": ("DeepSpeed has a setting of its own, with which it also sums in 16 bits", "1"),
+    }
+    if engine.kind != "native":
+        wrong, right = own[engine.kind]
+        if engine.reduce_dtype != "fp32":
+            instead = "fp32" if engine.kind == "fsdp" else "fp32, and communication_data_type in engine.config"
+            raise ConfigError("engine.reduce_dtype", wrong, f"{instead}; or engine.kind=native")
+        if engine.reduce_levels != 1:
+            raise ConfigError("engine.reduce_levels", f"the {engine.kind} engine sums in one level", f"{right}; or engine.kind=native")
+    if engine.reduce_dtype != "fp32" and config.train.precision == "fp64":
+        wrong = f"fp64 is for proofs to 1e-9, and {engine.reduce_dtype} rounds to 2^-8"
+        raise ConfigError("engine.reduce_dtype", wrong, "fp32, or train.precision=bf16")
 
 
 def check_fsdp(config: Config) -> None:

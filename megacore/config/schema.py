@@ -238,6 +238,14 @@ class Engine(Section):
         None,
         description="native: size of a gradient bucket, reduced as a whole, in MiB of fp32; null: 25, or 4 a data rank if that is more",
     )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="native: the dtype in which gradients travel between data ranks; they are added up in fp32. "
+        "With two levels bf16 is for the links between hosts",
+    )
+    reduce_levels: Literal[1, 2] = Field(
+        1, description="native: 2: gradients are summed within each host first, and then between hosts, so that these send less"
+    )
 
 
 class Cpu(Section):

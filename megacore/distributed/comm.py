@@ -79,6 +79,12 @@ def reduce_scatter_inside(x: Tensor, group: Group) -> Work:
     return Done() if group.wire is None else group.wire.start_reduce_scatter(x, own_part(x, group))
 
 
+def reduce_scatter_into(x: Tensor, out: Tensor, group: Group) -> Work:
+    """Begins to sum `[size · n]` over the group, of more than one rank; `out`, perhaps of a wider dtype, gets this rank's `[n]` of it."""
+    assert group.wire is not None
+    return group.wire.start_reduce_scatter(x, out)
+
+
 def all_gather_inside(x: Tensor, group: Group) -> Work:
     """Begins to fill `[size · n]` with every rank's own `[n]` of it."""
     return Done() if group.wire is None else group.wire.start_all_gather(own_part(x, group), x)

@@ -3,6 +3,7 @@
 A `Mesh` is built once, after the config is checked, and handed down. A layer takes the `Group` that it needs.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from megacore.config import Config
 from megacore.distributed.axes import AXES, Axis, coordinates, describe, place_text, ranks_along
 from megacore.distributed.cpu import set_up_cpu
+from megacore.distributed.levels import Levels, by_host
 from megacore.distributed.meeting import meet, use_device
-from megacore.distributed.place import Place
+from megacore.distributed.place import Place, host_name
 from megacore.distributed.shard import Along, Shard
 from megacore.distributed.shared_memory import join
 from megacore.distributed.wire import Group, Wire
@@ -100,6 +102,9 @@ class Mesh:
         for product in (*self._used(config), *used):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
         self.tied = self._ends(config)
+        self.levels = Levels(SOLO, self.gradient_group)
+        if config.engine.reduce_levels == 2:
+            self._divide_by_host()
         if config.parallel.shared_memory:
             self._share_memory(config)
         if self.backend == "nccl":
@@ -205,6 +210,19 @@ class Mesh:
             return None
         return self._create("tied", ends)
 
+    def _divide_by_host(self) -> None:
+        """Makes the groups of two levels, if every data rank's host has as many of them."""
+        if self.world.wire is None:
+            return
+        name = hashlib.sha256(host_name().encode()).digest()[:7]
+        own = torch.tensor([int.from_bytes(name)], device=self.device)
+        hosts = own.new_empty(self.world.size)
+        self.world.wire.start_all_gather(own, hosts).wait()
+        if (found := by_host(self.gradient_group.ranks, hosts.tolist(), self.place.rank)) is not None:
+            for level, ranks in zip(("dp within a host", "dp between hosts"), found, strict=True):
+                self.groups[(level,)] = self._create(level, ranks)
+            self.levels = Levels(*(self.groups[(level,)] for level in ("dp within a host", "dp between hosts")))
+
     def _share_memory(self, config: Config) -> None:
         """Gives tensor ranks on one machine's CPU shared memory for the exchanges of every layer."""
         train, tp, timeout = config.train, self.tp, config.parallel.timeout_seconds
@@ -257,6 +275,8 @@ class Mesh:
         """One line: the axes and their sizes, what ranks communicate by, and on a CPU how many threads each has."""
         memory = " and shared memory" if self.tp.wire is not None and self.tp.wire.shared else ""
         ranks = f"{self.place.world_size} ranks, {self.backend}{memory}" if self.place.world_size > 1 else "1 rank"
+        if self.levels.within.size > 1:
+            ranks += f", gradients summed within hosts ({self.levels.within.size} ranks) and between them ({self.levels.between.size})"
         threads = f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
         return f"{describe(self.axes, self.sizes)} = {ranks}{threads}"
 

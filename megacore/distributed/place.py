@@ -69,6 +69,11 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
     return Place()
 
 
+def host_name(env: Mapping[str, str] = os.environ) -> str:
+    """The name of this machine; MEGACORE_HOST gives another, where several have one name or one stands for several."""
+    return env.get("MEGACORE_HOST") or socket.gethostname()
+
+
 def refuse_half_a_place(env: Mapping[str, str]) -> None:
     """Raises `ConfigError` for a rank without a world size, or the reverse, because every rank would train alone.
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from megacore.distributed.comm import all_gather_inside
-from megacore.distributed.mesh import Group
-from megacore.distributed.wire import Work
+from megacore.distributed.comm import all_gather_inside, own_part
+from megacore.distributed.levels import Levels
+from megacore.distributed.wire import Staged, Work
 from megacore.engine.optimizer import FlatBuffer
 from megacore.model.gpt import Stage
 from megacore.plan.choices import compiles
@@ -19,8 +19,8 @@ class ParameterGatherer:
     Modules that wait: each block, the final norm (for the head too), and the stage for all else (embeddings, positions).
     """
 
-    def __init__(self, stages: Sequence[Stage], buffers: list[FlatBuffer], group: Group) -> None:
-        self.group = group
+    def __init__(self, stages: Sequence[Stage], buffers: list[FlatBuffer], levels: Levels) -> None:
+        self.levels = levels
         # Buckets are laid out in the order of backward.
         buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.buckets = sorted(buckets, key=lambda pair: -pair[1].completes)
@@ -47,7 +47,7 @@ class ParameterGatherer:
     def start(self) -> None:
         """Begins to gather every bucket."""
         for i, (buffer, bucket) in enumerate(self.buckets):
-            self.work[i] = all_gather_inside(buffer.values[bucket.start : bucket.stop], self.group)
+            self.work[i] = start_gather(buffer.values[bucket.start : bucket.stop], self.levels)
 
     def _wait(self, wanted: Any) -> None:
         for i in wanted:
@@ -59,3 +59,12 @@ class ParameterGatherer:
     def finish(self) -> None:
         """Waits for whatever is under way."""
         self._wait(range(len(self.work)))
+
+
+def start_gather(x: Tensor, levels: Levels) -> Work:
+    """Begins to fill `x` ``[levels.size · n]`` with every rank's own ``[n]`` of it (`levels.owners`): between hosts first, so that each
+    link between hosts carries a part once."""
+    within, between = levels.within, levels.between
+    if within.size == 1:
+        return all_gather_inside(x, between)
+    return Staged([lambda: all_gather_inside(own_part(x, within), between), lambda: all_gather_inside(x, within)])

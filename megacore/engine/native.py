@@ -29,12 +29,15 @@ class NativeEngine(Stepper):
     """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
-        self.modules, self.mesh, group = stages, mesh, mesh.gradient_group
-        self.sharded = config.engine.shard_optimizer and group.size > 1
+        self.modules, self.mesh, levels = stages, mesh, mesh.levels
+        self.sharded = config.engine.shard_optimizer and levels.size > 1
         self.divided = mesh.token_axes if self.sharded else ()  # axes over which a rank's part of the state is its own
-        self.buffers = fill_buffers(stages, resolved(config.engine.bucket_mib), group if self.sharded else SOLO, mesh.token_axes)
-        self.reducer = GradientReducer(self.buffers, mesh)
-        self.gatherer = ParameterGatherer(stages, self.buffers, group) if self.sharded else None
+        owners = levels.owners if self.sharded else SOLO
+        narrow = torch.bfloat16 if config.engine.reduce_dtype == "bf16" and levels.size > 1 else None
+        parts = levels.size if narrow is not None or levels.within.size > 1 else 1
+        self.buffers = fill_buffers(stages, resolved(config.engine.bucket_mib), owners, mesh.token_axes, parts)
+        self.reducer = GradientReducer(self.buffers, mesh, narrow)
+        self.gatherer = ParameterGatherer(stages, self.buffers, levels) if self.sharded else None
         super().__init__(
             config,
             mesh.device,

@@ -64,6 +64,7 @@ class FlatBuffer:
         str, ...
     ]  # axes over which gradients are summed, besides those that divide tokens; one buffer each, so that ranks lay them out alike
     owners: Group  # the ranks that divide every bucket; a group of one does not divide it
+    parts: int  # into which every bucket can be divided, by its owners or on the wire
     bucket_bytes: float
     device: torch.device
     slots: list[Slot] = field(default_factory=list)
@@ -82,9 +83,9 @@ class FlatBuffer:
             self._close()
 
     def _close(self) -> None:
-        """Pads the last bucket to a size that the owners can divide."""
+        """Pads the last bucket to a size that can be divided."""
         bucket = self.buckets[-1]
-        unit = ALIGNMENT * self.owners.size
+        unit = ALIGNMENT * self.parts
         self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
         bucket.stop = self.size
 
@@ -153,11 +154,13 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def fill_buffers(stages: Sequence[Stage], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = ()) -> list[FlatBuffer]:
+def fill_buffers(
+    stages: Sequence[Stage], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = (), parts: int = 1
+) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
-    `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. A parameter that
-    two stages of the rank share belongs to the first of them.
+    `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. `parts`: see
+    `FlatBuffer`. A parameter that two stages of the rank share belongs to the first of them.
     """
     owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):
@@ -168,7 +171,8 @@ def fill_buffers(stages: Sequence[Stage], bucket_mib: float, owners: Group = SOL
     for position, (parameter, (name, chunks)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
         kind = (chunks[0], shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
-        buffers.setdefault(kind, FlatBuffer(*kind, owners, bucket_mib * 2**20, stages[0].device)).add(name, parameter, position, chunks)
+        fresh = FlatBuffer(*kind, owners, max(parts, owners.size), bucket_mib * 2**20, stages[0].device)
+        buffers.setdefault(kind, fresh).add(name, parameter, position, chunks)
     for buffer in buffers.values():
         buffer.allocate()
     return list(buffers.values())

@@ -1,15 +1,24 @@
 """Bucketed gradient accumulation and reduction, overlapped with the last microbatch's backward."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from megacore.distributed.comm import all_reduce, all_reduce_start, reduce_scatter_inside
+from megacore.distributed.comm import (
+    all_gather_inside,
+    all_reduce,
+    all_reduce_start,
+    own_part,
+    reduce_scatter_inside,
+    reduce_scatter_into,
+)
+from megacore.distributed.levels import Levels
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.wire import Work
+from megacore.distributed.wire import Staged, Work
 from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
 from megacore.tensor_parallel.gradient import Deferral, MainGradient
 
@@ -22,8 +31,9 @@ class GradientReducer:
     With a sharded optimizer a bucket is reduce-scattered: a rank then has only the sum of the part that it updates.
     """
 
-    def __init__(self, buffers: list[FlatBuffer], mesh: Mesh) -> None:
-        self.buffers, self.mesh, self.group = buffers, mesh, mesh.gradient_group
+    def __init__(self, buffers: list[FlatBuffer], mesh: Mesh, narrow: torch.dtype | None = None) -> None:
+        """`narrow`: the dtype in which gradients travel, if not their own (see `start_sum`)."""
+        self.buffers, self.mesh, self.group, self.narrow = buffers, mesh, mesh.gradient_group, narrow
         self.buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.buckets.sort(key=lambda pair: (bool(sums_first(pair[0])), pair[1].completes))
         self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
@@ -91,7 +101,16 @@ class GradientReducer:
         gradients = buffer.gradients[bucket.start : bucket.stop]
         for axis in sums_first(buffer):
             all_reduce(gradients, self.mesh.group(axis))
-        self.work.append((all_reduce_start if buffer.owners.size == 1 else reduce_scatter_inside)(gradients, self.group))
+        whole, levels = buffer.owners.size == 1, self.mesh.levels
+        if self.narrow is None and levels.within.size == 1:
+            self.work.append((all_reduce_start if whole else reduce_scatter_inside)(gradients, self.group))
+            return
+        # Buckets start in one order on every rank, so this order of their later operations is the same everywhere too. By now the
+        # operation of an earlier bucket, for which this waits, has usually ended.
+        for work in self.work:
+            assert isinstance(work, Staged)
+            work.advance()
+        self.work.append(start_sum(gradients, levels, self.narrow, whole=whole))
 
     def finish(self) -> None:
         """Starts the remaining buckets, and waits until every gradient is the global sum."""
@@ -99,6 +118,10 @@ class GradientReducer:
             main.take(parameter)  # zero for a parameter on which no loss depends
         for buffer, bucket in self.buckets[self.next :]:
             self._start(buffer, bucket)
+        staged = [work for work in self.work if isinstance(work, Staged)]
+        while any(bucket_sum.left for bucket_sum in staged):  # in turn, so that one bucket travels while another is added up
+            for bucket_sum in staged:
+                bucket_sum.advance()
         for work in self.work:
             work.wait()
         self.work.clear()
@@ -121,3 +144,40 @@ def sums_first(buffer: FlatBuffer) -> Collection[str]:
     """The axes over which a buffer's gradients are summed before the sum over ranks that see other tokens. The sum of the two copies
     of tied embeddings is an action of the plan, after all others."""
     return [axis for axis in buffer.summed_over if axis != "tied"]
+
+
+def start_sum(x: Tensor, levels: Levels, narrow: torch.dtype | None, *, whole: bool) -> Staged:
+    """Begins to sum `x` ``[levels.size · n]`` over all ranks of `levels`. Afterwards `x` holds the sum, or with `whole` false this rank's
+    ``[n]`` of it (`levels.owners`); the rest is undefined. All ranks get the same bits.
+
+    within     reduce-scatter: a rank sums its part of the host's gradients
+    between    sum of that part over hosts
+    within     all-gather, if `whole`
+
+    With `narrow`, a 16-bit dtype, numbers travel between hosts (in one level: between all ranks) rounded to it: their parts are
+    exchanged and added up in the dtype of `x`, and if `whole` the sums are rounded and gathered. With a unit roundoff u (2^-8 in
+    bf16) each element of the sum of parts p errs by at most u·Σ|p|·(2 + u), however many ranks there are. In a sum that is itself
+    in 16 bits, each addition would round once more.
+    """
+    within, between = levels.within, levels.between
+    part, arrived = own_part(x, within), x
+    operations: list[Callable[[], Work]] = []
+    if within.size > 1:
+        operations.append(lambda: reduce_scatter_inside(x, within))
+    if narrow is None:
+        operations.append(lambda: (all_reduce_start if whole else reduce_scatter_inside)(part, between))
+    elif between.size > 1:
+        arrived = torch.empty_like(x, dtype=narrow)
+        rounded = own_part(arrived, within)
+
+        def exchange() -> Work:
+            return reduce_scatter_into(rounded.copy_(part), own_part(part, between), between)
+
+        def gather() -> Work:
+            own_part(rounded, between).copy_(own_part(part, between))
+            return all_gather_inside(rounded, between)
+
+        operations += [exchange, gather] if whole else [exchange]
+    if whole and within.size > 1:
+        operations.append(lambda: all_gather_inside(arrived, within))
+    return Staged(operations, (lambda: x.copy_(arrived)) if whole and arrived is not x else (lambda: None))

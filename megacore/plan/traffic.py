@@ -11,6 +11,7 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | with full recomputation | one sum more, 2·T·h·(t-1)/t (two, or 12 together, as published: the block's last is not needed again) |
 | pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
+| data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
 
 `rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
@@ -32,7 +33,8 @@ class Transfer:
     Elements are those of the tensor that is reduced or sent, or of the whole that is gathered or scattered.
     """
 
-    group: str  # tp, dp, pp, tied (the two ends of the pipeline), loss or norm (all ranks, over which these are summed)
+    # tp, dp (or dp within a host, dp between hosts), pp, tied (the pipeline's two ends), loss or norm (summed over all ranks)
+    group: str
     operation: str  # all_reduce, all_gather, reduce_scatter or send
     size: int  # ranks of the group
     elements: int
@@ -63,9 +65,10 @@ def ring_share(operation: str, size: int) -> float:
     return rounds.get(operation, (size - 1) / size)
 
 
-def rank_traffic(config: Config) -> list[list[Transfer]]:
+def rank_traffic(config: Config, host_size: int = 8) -> list[list[Transfer]]:
     """The transfers of each rank of the pipeline in a step of the native engine, on its fullest tensor rank.
 
+    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
     Padding is left out: the native engine aligns every parameter to 64 elements, and divides buckets evenly.
     """
     placement = placement_of(config)
@@ -76,7 +79,7 @@ def rank_traffic(config: Config) -> list[list[Transfer]]:
     for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
         first, last = 0 in stages, final in stages
         ties = config.model.tie_embeddings and len(ends) > 1 and rank in ends
-        found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends), *_data(config, held, ties)]
+        found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends), *_data(config, held, ties, host_size)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -106,7 +109,33 @@ def _pipeline(config: Config, sends: int) -> Transfer:
     return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
 
 
-def _data(config: Config, held: Held, ties: bool) -> list[Transfer]:
+def data_ranks_of_a_host(config: Config, host_size: int) -> int:
+    """The data ranks that sum gradients within a host of `host_size` ranks: 1 with one level, or where two are not possible."""
+    data, each = config.data_size, host_size // config.parallel.tensor
+    return each if config.engine.reduce_levels == 2 and 1 < each < data and data % each == 0 else 1
+
+
+def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> list[Transfer]:
+    """Gradients, and with a sharded optimizer parameters, over data ranks, in one level or two (`engine.reduce.start_sum`)."""
+    gradient, parameter = GRADIENT_BYTES[config.train.precision], ELEMENT_BYTES[config.train.precision]
+    narrow = config.engine.reduce_dtype == "bf16"
+    travels, gathered = (2, 2) if narrow else (gradient, gradient)
+    if config.engine.shard_optimizer:
+        gathered = parameter
+    within = data_ranks_of_a_host(config, host_size)
+    between, part = config.data_size // within, parameters // within
+    name = "dp between hosts" if within > 1 else "dp"
+    if narrow or config.engine.shard_optimizer:
+        scatter = Transfer(name, "reduce_scatter", between, part, travels, calls)
+        found = [scatter, Transfer(name, "all_gather", between, part, gathered, calls)]
+    else:
+        found = [Transfer(name, "all_reduce", between, part, gradient, calls)]
+    host = "dp within a host"
+    inside = [Transfer(host, "reduce_scatter", within, parameters, gradient, calls)]
+    return [*found, *inside, Transfer(host, "all_gather", within, parameters, gathered, calls)]
+
+
+def _data(config: Config, held: Held, ties: bool, host_size: int) -> list[Transfer]:
     """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends, the loss and the norm."""
     parallel, model = config.parallel, config.model
     d, t, p = int(parallel.data), parallel.tensor, parallel.pipeline
@@ -114,13 +143,7 @@ def _data(config: Config, held: Held, ties: bool) -> list[Transfer]:
     bucket = resolved(config.engine.bucket_mib) * 2**20
     calls = max(1, round(parameters * gradient / bucket))  # approximately: matrices and other parameters have separate buckets
     sharded = config.engine.shard_optimizer and d > 1
-    if sharded:
-        found = [
-            Transfer("dp", "reduce_scatter", d, parameters, gradient, calls),
-            Transfer("dp", "all_gather", d, parameters, ELEMENT_BYTES[config.train.precision], calls),
-        ]
-    else:
-        found = [Transfer("dp", "all_reduce", d, parameters, gradient, calls)]
+    found = _over_data(config, parameters, calls, host_size)
     found.append(Transfer("tp", "all_reduce", t, held.partial(), gradient, 1))
     if ties:
         rows = -(-model.vocab_size // t) * model.hidden_size

@@ -19,15 +19,22 @@ ROUNDING, ROUNDINGS = 2.0**-9, 30
 # hundred healthy models. A tensor of few elements may also be small by chance: 16 elements erred by 14 times.
 SEVERAL, FEW = 8.0, 8.0
 FIGURES = 2.0  # losses and norms are sums over all tokens or elements, in which errors cancel: healthy ones erred by 1 at most
+# Where gradients travel in bf16, a replay in fp64 rounds the same numbers as the run, but for the last bits of their fp32 sums. These,
+# 2^-21 of a number at most, decide the rounding of one in 2^12, which then errs by a unit in bf16's last place, 2^-7 at most.
+FLIP, FLIPPED = 2.0**-7, 2.0**-12
 
 
 class Bounds:
     """The bound of each difference, in a model of `layers`, with `sizes` elements in each parameter.
 
+    `rounds`: gradients travel in bf16.
     `cancelled`: by step and parameter, the factor by which a first moment would be larger if the gradients of its steps did not cancel.
     """
 
-    def __init__(self, precision: str, layers: int, sizes: dict[str, int], cancelled: dict[tuple[int, str], float]) -> None:
+    def __init__(
+        self, precision: str, layers: int, sizes: dict[str, int], cancelled: dict[tuple[int, str], float], *, rounds: bool = False
+    ) -> None:
+        self.rounds = rounds
         self.exact, self.sizes, self.cancelled = precision == "fp64", sizes, cancelled
         self.typical = math.sqrt(ROUNDINGS * (layers + 1)) * ROUNDING  # the relative error of a gradient in bf16
         self.explained: dict[tuple[str, int], float] = {}  # bf16: the largest error of one process, by kind and step
@@ -48,6 +55,8 @@ class Bounds:
             return BOUND
         kind = difference.kind
         if kind.startswith("own ") or difference.name.startswith("own "):
+            if kind == "own gradient" and self.rounds:
+                return FLIP * math.sqrt(FLIPPED + FEW / self.sizes[difference.name])
             return 0.0 if kind == "own copy" else EXACT
         explained = BF16_FACTOR * self.explained.get((kind, difference.step), BF16_ULP)
         if kind == "figure":

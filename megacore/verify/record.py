@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megacore.checkpoint.weights import WEIGHTS
-from megacore.config import load
+from megacore.config import Config, load
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.place import place_from_environment
@@ -72,7 +72,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
         record = Record(out, place.rank)
         record.tensors("parameter 0", spread(trainer))
         exact = config.train.precision == "fp64" or config.engine.kind != "native" or config.optim.kind != "adamw"
-        evidence = None if exact else Evidence(trainer.train_step.stages, mesh)
+        evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
         take_steps(trainer, record, evidence, out, traced_step)
         record.figures(trainer.step, valid_loss=trainer.validate())
     record.flights = flights.spanning()
@@ -128,8 +128,10 @@ def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", ou
 class Evidence:
     """Collects what `replay` needs: the gradients that backward gave, and the parameters that computed."""
 
-    def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, config: Config) -> None:
         self.mesh = mesh
+        self.rounds = config.engine.reduce_dtype == "bf16" and mesh.levels.size > 1  # gradients are rounded where they travel
+        self.gathers = not config.engine.shard_optimizer  # so are their sums
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
         self.watches = [GradientWatch(parameter, self.sums[name].add_) for name, parameter in self.parameters.items()]
@@ -153,11 +155,24 @@ class Evidence:
             record.tensors(f"copy {step}", {name: (copy, shards[name]) for name, copy in held.items()})
         for step, given in self.given.items():
             for name, total in given.items():
-                for axis in shards[name].partial_over:
-                    group = self.mesh.tied if axis == "tied" else self.mesh.group(axis)
-                    assert group is not None
-                    all_reduce(total, group)
+                self._sum(total, shards[name].partial_over)
             record.tensors(f"given {step}", {name: (total, shards[name]) for name, total in given.items()})
+
+    def _sum(self, total: Tensor, axes: Sequence[str]) -> None:
+        """Sums a gradient over its axes, in the engine's order, and rounds it where the engine does."""
+        data = [axis for axis in axes if axis in self.mesh.token_axes]
+        for axis in axes:
+            if axis not in (*data, "tied") or (axis in data and not self.rounds):
+                all_reduce(total, self.mesh.group(axis))
+        if data and self.rounds:
+            all_reduce(total, self.mesh.levels.within)
+            total.copy_(total.bfloat16())
+            all_reduce(total, self.mesh.levels.between)
+            if self.gathers:
+                total.copy_(total.bfloat16())
+        if "tied" in axes:
+            assert self.mesh.tied is not None
+            all_reduce(total, self.mesh.tied)
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: parameter.detach().float() for name, parameter in self.parameters.items()}

@@ -34,6 +34,7 @@ from megacore.verify.trace import Trace
 # Overrides of the case's config that choose the plainest way to compute. `worker.py` applies them.
 PLAIN = (
     "train.precision=fp64",
+    "engine.reduce_dtype=fp32",
     "train.recompute=none",
     "train.offload_activations=false",
     "model.attention=eager",

@@ -121,7 +121,8 @@ class Prover:
         self.reference = self._run(self.workers, "reference", Layout("reference"))
         sizes = {name: self.reference.whole[f"parameter 0|{name}"].size for name in self.order}
         moments = cancelled(self.reference, self.config.optim, self.order)
-        self.bounds = Bounds(options.precision, self.config.model.num_layers, sizes, moments)
+        rounds = self.config.engine.reduce_dtype == "bf16"
+        self.bounds = Bounds(options.precision, self.config.model.num_layers, sizes, moments, rounds=rounds)
         self.alone: Records | None = None
         if options.precision != "fp64":
             self.alone = self._run(self.workers, "one", Layout("one"))
@@ -216,6 +217,7 @@ class Prover:
             "kind": "reference" if layout.name == "reference" else "layout",
             "config": str(self.case),
             "overrides": layout.overrides(),
+            "tensor": layout.tensor,
             "out": str(out),
             "rounding": self.options.precision,
             "traced_step": traced_step,

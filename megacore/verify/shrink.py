@@ -66,7 +66,10 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         },
         "data": {"train": None, "valid": None, "tokenizer": None},
         "checkpoint": {"every": 0, "last": False, "resume": "never", "weights": None},
-        "engine": {"bucket_mib": 0.01},  # several buckets, so that their order matters
+        "engine": {
+            "bucket_mib": 0.01,  # several buckets, so that their order matters
+            "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
+        },
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "prometheus_port": None},
     }

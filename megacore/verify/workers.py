@@ -42,7 +42,9 @@ class Workers(workers.Workers):
                     wrong = f"{self.checkout} speaks version {hello['protocol']} of verify's protocol, and this one version {PROTOCOL}"
                     raise ConfigError("--against", wrong, "a checkout with the same version")
             port = free_port()
-            self.ask([task | {"environment": rank_environment(rank, world, port)} for rank in range(world)], timeout)
+            # Ranks take turns on two hosts, so that data ranks of one host are no neighbours.
+            hosts = [{"MEGACORE_HOST": f"host {rank // task.get('tensor', 1) % 2}"} for rank in range(world)]
+            self.ask([task | {"environment": rank_environment(rank, world, port) | hosts[rank]} for rank in range(world)], timeout)
         except BaseException as error:
             self.close()  # the others may wait for the one that failed
             if isinstance(error, workers.WorkerFailed):

@@ -1,5 +1,6 @@
 """A step's traffic, counted where it is sent, is what the formulas say, element for element; and its time adds up."""
 
+import os
 from collections import Counter
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from megacore.plan.traffic import Transfer, rank_traffic, sent_by_group
 from megacore.tensor_parallel import linear
 
 TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2
+HOST_SIZE = 2  # ranks on a host
 
 SIZES: dict[str, Any] = {  # every parameter is a multiple of 128 elements, so that nothing is padded
     "model": {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": 4, "vocab_size": 1024},
@@ -39,6 +41,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "dp": {"parallel": {"data": 2}},
     "dp, sharded optimizer": {"parallel": {"data": 2}, "engine": {"shard_optimizer": True}, "train": {"precision": "bf16"}},
     "pp × dp, sharded optimizer": {"parallel": {"pipeline": 2, "data": 2}, "engine": {"shard_optimizer": True}},
+    "dp, 16 bits on the wire": {"parallel": {"data": 2}, "engine": {"reduce_dtype": "bf16"}},
+    "dp in two levels": {"parallel": {"data": 4}, "engine": {"reduce_levels": 2}},
+    "dp in two levels, 16 bits, sharded optimizer": {
+        "parallel": {"data": 4},
+        "engine": {"reduce_levels": 2, "reduce_dtype": "bf16", "shard_optimizer": True},
+    },
+    "dp in two levels, 16 bits": {"parallel": {"data": 4}, "engine": {"reduce_levels": 2, "reduce_dtype": "bf16"}},
     "tp × pp, sequence": {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
 }
 
@@ -54,6 +63,7 @@ def configured(layout: dict[str, dict[str, Any]]) -> Config:
 def step_on_a_rank(layout: dict[str, dict[str, Any]], twice: bool = False) -> tuple[int, list[Transfer], dict[str, float]]:
     """The rank's stage, what it sent in a step, and the shares of the step's time; `twice`: row-parallel sums are done twice."""
     place, config = place_from_environment(), configured(layout)
+    os.environ["MEGACORE_HOST"] = f"host {place.rank // HOST_SIZE}"
     mesh = Mesh(config, place, pick_device(config, place))
     training = Training(config, mesh, RandomStream(config))
     training.step()
@@ -84,7 +94,7 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
     parallel = config.parallel
     ranks = pool.run(parallel.tensor * parallel.pipeline * int(parallel.data), step_on_a_rank, LAYOUTS[name])
     for stage, transfers, shares_of_time in ranks:
-        planned = rank_traffic(config)[stage]
+        planned = rank_traffic(config, HOST_SIZE)[stage]
         assert elements(transfers) == elements(planned)
         assert [t.calls for t in transfers if t.group == "pp"] == [t.calls for t in planned if t.group == "pp"]
         assert sum(shares_of_time.values()) == pytest.approx(100, abs=1)
@@ -101,7 +111,7 @@ def sent(layout: str, layers: int = LAYERS) -> list[dict[str, float]]:
     """Bytes by group that a rank of each stage sends."""
     return [
         sent_by_group(transfers)
-        for transfers in rank_traffic(configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}))
+        for transfers in rank_traffic(configured(LAYOUTS[layout] | {"model": SIZES["model"] | {"num_layers": layers}}), HOST_SIZE)
     ]
 
 
@@ -115,4 +125,8 @@ def test_formulas_are_the_published_ones() -> None:
     assert [stage["pp"] for stage in sent("pp")] == [activations, activations]
     (psi,) = rank_parameters(configured(LAYOUTS["dp"]))
     assert sent("dp")[0]["dp"] == 4 * 2 * psi * half
+    assert sent("dp, 16 bits on the wire")[0]["dp"] == 2 * 2 * psi * half
+    between = 4 * 2 * psi / 2 * half  # each of a host's two ranks sends its half
+    two = sent("dp in two levels")[0]
+    assert (two["dp within a host"], two["dp between hosts"]) == (4 * 2 * psi * half, between)
     assert sent("dp, sharded optimizer")[0]["dp"] == (4 + 2) * psi * half  # gradients in fp32, parameters in bf16

@@ -1,0 +1,138 @@
+"""What a slow link between two hosts costs, and what `engine.reduce_dtype` and `engine.reduce_levels` save. Needs root.
+
+Two hosts on one machine with two data ranks each (see `hosts`) train through torchrun: with the link limited by `tc … tbf`, and
+without a limit. Bytes are those that both hosts' interfaces have sent in a run, over its steps. The loss is that of a smaller model.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks import machine
+from megacore.cli import Parser, exit_with
+from megacore.config.load import resolve
+from megacore.errors import ConfigError
+from megacore.plan.traffic import rank_traffic, sent_by_group
+from tests.cluster.hosts import Hosts, hosts, missing
+from tests.pool import ROOT
+
+EXAMPLE = "python -m tests.cluster.links --rates 1gbit,unlimited --out benchmarks/results/links.json"
+HOSTS, RANKS = 2, 2  # ranks on each host
+VARIANTS = [(dtype, levels) for levels in (1, 2) for dtype in ("fp32", "bf16")]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 257},
+    "train": {"seq_len": 128, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16", "device": "cpu"},
+    "engine": {"bucket_mib": 4},
+    "checkpoint": {"last": False, "resume": "never"},
+    "parallel": {"timeout_seconds": 120},
+    "log": {"every": 1, "tensorboard": False},
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4},
+    "train": {"micro_batch_size": 2, "global_batch_size": 16},
+    "optim": {"lr": 3e-3, "warmup_steps": 20},
+    "engine": {"bucket_mib": 0.1},
+}
+SKIPPED = 3  # steps at the beginning of a run that are not timed
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, __doc__ or "")
+    parser.add_argument("--rates", default="1gbit,unlimited", metavar="RATE,…", help="of the link, as tc writes them (%(default)s)")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each timed run (%(default)s)")
+    parser.add_argument("--loss-steps", type=int, default=200, metavar="N", help="of each run whose loss counts; 0: none (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="adds the figures to this file")
+    return parser.parse_args(argv)
+
+
+def limit(link: Hosts, rate: str) -> None:
+    """Limits what every host sends."""
+    for host in range(HOSTS):
+        subprocess.run(link.inside(host, "tc", "qdisc", "del", "dev", "eth0", "root"), capture_output=True)
+        if rate != "unlimited":
+            tbf = f"tc qdisc add dev eth0 root tbf rate {rate} burst 256k latency 50ms"
+            subprocess.run(link.inside(host, *tbf.split()), check=True)
+
+
+def sent(link: Hosts) -> int:
+    """Bytes that all hosts have sent."""
+    counter = "/sys/class/net/eth0/statistics/tx_bytes"
+    mount = "mount -t sysfs none /sys 2>/dev/null; cat " + counter  # each network has a /sys of its own
+    return sum(int(subprocess.check_output(link.inside(host, "unshare", "-m", "sh", "-c", mount))) for host in range(HOSTS))
+
+
+def train(link: Hosts, folder: Path, settings: dict[str, dict[str, Any]], steps: int, *overrides: str) -> tuple[list[dict[str, Any]], int]:
+    """A run's logged steps, and the bytes that hosts have sent."""
+    (folder / "config.json").write_text(json.dumps(settings))
+    name, before = f"run{time.monotonic_ns()}", sent(link)
+    script = [str(ROOT / "launch/pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={folder}/{name}", f"train.steps={steps}"]
+    meet = ["--nnodes", str(HOSTS), "--nproc-per-node", str(RANKS), "--master-addr", "node0", "--master-port", "29411"]
+    started = [
+        link.popen(host, sys.executable, "-m", "torch.distributed.run", *meet, "--node-rank", str(host), *script, *overrides)
+        for host in range(HOSTS)
+    ]
+    ended = [process.communicate(timeout=500) for process in started]
+    assert all(process.returncode == 0 for process in started), ended
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], sent(link) - before
+
+
+def merged(*settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sections' keys of later settings over those of earlier ones."""
+    found: dict[str, dict[str, Any]] = {}
+    for sections in settings:
+        for name, section in sections.items():
+            found[name] = found.get(name, {}) | section
+    return found
+
+
+def predicted(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The bytes that a rank sends over data ranks in a step, by group."""
+    config = resolve(json.loads(json.dumps(settings)), [], "links", HOSTS * RANKS).config
+    return {name: sent for name, sent in sent_by_group(rank_traffic(config, RANKS)[0]).items() if name.startswith("dp")}
+
+
+def run(argv: list[str]) -> None:
+    """Measures, and prints a line for each run."""
+    args = parse(argv)
+    if why_not := missing("tc"):
+        raise ConfigError("hosts", why_not, "root, and Debian's iproute2 and openssh-server")
+    figures: dict[str, Any] = machine.describe() | {"settings": SETTINGS, "hosts": HOSTS, "ranks on each": RANKS, "speed": [], "loss": []}
+    with tempfile.TemporaryDirectory() as name, hosts(Path(name), HOSTS) as link:
+        folder = Path(name)
+        prepare = [ROOT / "launch/prepare.py", "--input", ROOT / "megacore", "--output", folder / "code", "--tokenizer", "bytes"]
+        subprocess.run([sys.executable, *prepare], check=True, stdout=subprocess.DEVNULL)
+        common = merged(SETTINGS, {"data": {"train": f"{folder}/code"}})
+        for rate in args.rates.split(","):
+            limit(link, rate)
+            for dtype, levels in VARIANTS:
+                settings = merged(common, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
+                lines, bytes_sent = train(link, folder, settings, args.steps)
+                speed = median(line["tokens_per_second"] for line in lines[SKIPPED:])
+                row = {"link": rate, "dtype": dtype, "levels": levels, "tokens_per_second": speed}
+                row |= {"link_bytes_per_step": bytes_sent / args.steps, "predicted_bytes_per_rank": predicted(settings)}
+                figures["speed"].append(row)
+                print(f"{rate:>10} {dtype} {levels}: {speed:8.0f} tokens/s, {row['link_bytes_per_step'] / 1e6:6.1f} MB a step", flush=True)
+        limit(link, "unlimited")
+        for dtype, levels in VARIANTS if args.loss_steps else []:
+            settings = merged(common, SMALL, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
+            lines, _ = train(link, folder, settings, args.loss_steps)
+            last = [line["loss"] for line in lines[-10:]]
+            figures["loss"].append({"dtype": dtype, "levels": levels, "first": lines[0]["loss"], "last_ten": last})
+            print(
+                f"{dtype} {levels}: loss {last[-1]:.6f} at step {args.loss_steps}, of the last ten {mean(last):.6f}",
+                flush=True,
+            )
+    if args.out is not None:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    exit_with(run)
