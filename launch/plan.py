@@ -14,7 +14,8 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
 from megacore.files import read_text
-from megacore.plan.flops import DEVICE_PEAKS, flops_per_token, peak_flops
+from megacore.plan.devices import device_names, peak_flops
+from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
 from megacore.plan.partition import measured, placement_of, plan_of, stage_costs, stage_layers
@@ -40,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__, epilog=EPILOG)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
-    parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(DEVICE_PEAKS)}")
+    parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}")
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
@@ -178,7 +179,7 @@ def run(argv: list[str]) -> None:
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
     if args.device and peak_flops(args.device, config.train.precision) is None:
-        known = [name for name, peaks in DEVICE_PEAKS.items() if config.train.precision in peaks]
+        known = [name for name in device_names() if peak_flops(name, config.train.precision)]
         raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:

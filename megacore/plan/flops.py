@@ -1,11 +1,10 @@
-"""Counts the floating-point operations of a model from its config, and knows the peaks of devices.
+"""Counts the floating-point operations of a model from its config.
 
 Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads × head size (usually h),
 k = key/value heads × head size.
 A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
 """
 
-import re
 from dataclasses import dataclass
 
 from megacore.config.schema import Config, resolved
@@ -108,54 +107,3 @@ def head_cost(config: Config) -> Cost:
     """The cost of LM head and loss on the last stage. They are never recomputed."""
     product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
     return Cost(product + loss, 2 * product + loss)
-
-
-# Peak operations a second of one device, dense (datasheets often print twice that, for 2:4 sparsity), fp16 and bf16 with
-# fp32 accumulation, fp32 without TF32, fp64 on tensor cores where they have it. A precision that is not listed is unknown.
-DEVICE_PEAKS: dict[str, dict[str, float]] = {
-    # NVIDIA Tesla V100 datasheet (SXM2); no bf16
-    "v100": {"fp16": 125e12, "fp32": 15.7e12, "fp64": 7.8e12},
-    # NVIDIA T4 datasheet
-    "t4": {"fp16": 65e12, "fp32": 8.1e12},
-    # NVIDIA A100 datasheet, the same for 40 and 80 GB, SXM and PCIe
-    "a100": {"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12},
-    # NVIDIA A40 datasheet
-    "a40": {"fp16": 149.7e12, "bf16": 149.7e12, "fp32": 37.4e12},
-    # NVIDIA L4 datasheet (242 sparse)
-    "l4": {"fp16": 121e12, "bf16": 121e12, "fp32": 30.3e12},
-    # NVIDIA L40 and L40S datasheets
-    "l40": {"fp16": 181.05e12, "bf16": 181.05e12, "fp32": 90.5e12},
-    "l40s": {"fp16": 362.05e12, "bf16": 362.05e12, "fp32": 91.6e12},
-    # NVIDIA Ampere GA102 and Ada architecture whitepapers (GeForce halves the rate with fp32 accumulation)
-    "rtx 3090": {"fp16": 71e12, "bf16": 71e12, "fp32": 35.6e12},
-    "rtx 4090": {"fp16": 165.2e12, "bf16": 165.2e12, "fp32": 82.6e12},
-    # NVIDIA H100 datasheet (SXM: 1979 sparse; PCIe: 1513 sparse; NVL: 1671 sparse), H200 and GH200 likewise
-    "h100": {"fp16": 989.5e12, "bf16": 989.5e12, "fp32": 67e12, "fp64": 67e12},
-    "h100 pcie": {"fp16": 756.5e12, "bf16": 756.5e12, "fp32": 51e12, "fp64": 51e12},
-    "h100 nvl": {"fp16": 835.5e12, "bf16": 835.5e12, "fp32": 60e12, "fp64": 60e12},
-    "h200": {"fp16": 989.5e12, "bf16": 989.5e12, "fp32": 67e12, "fp64": 67e12},
-    "h200 nvl": {"fp16": 835.5e12, "bf16": 835.5e12, "fp32": 60e12, "fp64": 60e12},
-    "gh200": {"fp16": 989.5e12, "bf16": 989.5e12, "fp32": 67e12, "fp64": 67e12},
-    # NVIDIA HGX B200 datasheet, an eighth of the board (36 PFLOP/s sparse)
-    "b200": {"fp16": 2250e12, "bf16": 2250e12, "fp32": 75e12, "fp64": 37e12},
-    # AMD Instinct MI300X datasheet, matrix operations
-    "mi300x": {"fp16": 1307.4e12, "bf16": 1307.4e12, "fp32": 163.4e12, "fp64": 163.4e12},
-}
-
-# Names of `torch.cuda.get_device_name()`, which must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice
-# "A100-SXM4-80GB MIG 1g.10gb" is another device, with another peak.
-DEVICE_NAMES: dict[str, str] = {
-    r"tesla v100-sxm2-(16|32)gb": "v100",
-    r"(tesla )?t4": "t4",
-    r"a100-(sxm4|pcie)-(40|80)gb|a100 80gb pcie": "a100",
-    r"h100 80gb hbm3": "h100",
-    r"gh200 480gb": "gh200",
-    r"amd instinct mi300x( oam)?": "mi300x",
-}
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak in operations a second of a device, by torch's name or that of `DEVICE_PEAKS`. None if unknown: never a guess."""
-    name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
-    known = next((key for pattern, key in DEVICE_NAMES.items() if re.fullmatch(pattern, name)), name)
-    return DEVICE_PEAKS.get(known, {}).get(precision)

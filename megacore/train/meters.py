@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from megacore.config import Config
-from megacore.plan.flops import flops_per_token, peak_flops
+from megacore.plan.devices import peak_flops
+from megacore.plan.flops import flops_per_token
 
 
 class StepTimer:

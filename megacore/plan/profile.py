@@ -1,0 +1,68 @@
+"""How one framework spends time around its products: a handful of constants, each with a meaning.
+
+`fitted.json` holds them, with what was fitted, on which rows, and by which command.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FITTED = Path(__file__).parent / "fitted.json"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Constants of a framework. Rates are fractions of what the device's maker states; overlaps are fractions that are hidden."""
+
+    name: str = "megacore"
+    stages: str = "cost"  # how layers are cut into stages: cost, even, or nanotron (see `stagework`)
+    product_rate: Mapping[str, float] = field(default_factory=dict)  # by device and precision, of the peak, for large products
+    attention_rate: float = 0.5  # of the 16-bit peak, in fused attention
+    memory_rate: float = 0.8  # of the memory's bandwidth
+    passes: float = 1.0  # times that a block's activations go through memory, of one pass an operation
+    logit_passes: float = 8.0  # times that the logits go through memory, forward and backward
+    accumulate_bytes: float = 8.0  # a parameter and microbatch, to add its gradient to the sum
+    optimizer_bytes: float = 30.0  # a parameter and step
+    link_rate: Mapping[str, float] = field(default_factory=dict)  # by link, of its bandwidth
+    link_latency: Mapping[str, float] = field(default_factory=dict)  # by link, seconds a hop, in place of the cluster's
+    call: float = 2e-5  # seconds that a collective takes besides hops and bytes
+    tensor_hidden: float = 0.0  # of the tensor ranks' collectives
+    data_hidden: float = 0.8  # of the last backward, behind which gradients are summed
+    gather_hidden: float = 0.0  # of one forward, behind which parameters are gathered
+    pipeline_hidden: float = 0.0  # of a transfer between stages
+    layer_host: float = 0.0  # seconds that the host needs to start a block, forward and backward
+    call_host: float = 0.0  # and for each of its collectives
+    hop_host: float = 0.0  # and for each hop of their rings, while transfers of a pipeline cross machines
+    transfer_host: float = 0.0  # for a transfer between stages, in which the host waits
+    microbatch_host: float = 0.0
+    step_host: float = 0.0
+    jitter: float = 0.0  # spread of a rank's step time: the slowest of N ranks is later by jitter · sqrt(2 ln N)
+
+    def with_constants(self, constants: Mapping[str, Any]) -> "Profile":
+        """This profile with other constants; those of a table are added to it."""
+        merged: dict[str, Any] = dict(constants)
+        for name, value in constants.items():
+            if isinstance(value, Mapping):
+                merged[name] = {**getattr(self, name), **value}
+        return replace(self, **merged)
+
+
+@cache
+def fitted() -> dict[str, Any]:
+    """The file of fitted constants."""
+    return json.loads(FITTED.read_text(encoding="utf-8"))
+
+
+def profile_names() -> list[str]:
+    """Frameworks whose constants are known."""
+    return list(fitted()["profiles"])
+
+
+def profile(name: str = "megacore") -> Profile:
+    """The profile of a framework."""
+    own = fitted()["profiles"][name]
+    known = {f.name for f in fields(Profile)}
+    return Profile(name).with_constants({key: value for key, value in own.items() if key in known})

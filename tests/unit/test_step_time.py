@@ -1,0 +1,186 @@
+"""The predicted step time: each term against arithmetic by hand, and mistakes that these numbers would show.
+
+No test needs a table of measurements: settings and devices are small and literal.
+"""
+
+from dataclasses import replace
+from math import ceil, log, sqrt
+from pathlib import Path
+
+import pytest
+
+from megacore.config.load import resolve
+from megacore.errors import ConfigError
+from megacore.plan.devices import Cluster, Device, Level, cluster_names, device_names, read_cluster, read_device
+from megacore.plan.operations import START, TILES, Machine
+from megacore.plan.profile import Profile, profile, profile_names
+from megacore.plan.schedule import build
+from megacore.plan.setting import Setting, setting_of
+from megacore.plan.simulate import simulate
+from megacore.plan.step_time import Stage, cut, predict
+
+# A device with round numbers, and 4 ranks a machine.
+DEVICE = Device("round", {"bf16": 1e12, "fp8": 2e12}, 1.0, 1e9, 10)
+SMOOTH = replace(DEVICE, multiprocessors=None)  # a product's time is its operations over the rate
+CLUSTER = Cluster("round", (Level("fast", 4, 100.0, 0.5), Level("slow", None, 10.0, 2.0)))
+PLAIN = Profile(
+    "plain", stages="even", product_rate={"any": 1.0}, attention_rate=1.0, memory_rate=1.0, passes=0.0, logit_passes=0.0,
+    accumulate_bytes=0.0, optimizer_bytes=0.0, call=0.0, data_hidden=0.0,
+)  # fmt: skip
+SETTING = Setting(layers=4, hidden=64, ffn=256, heads=4, kv_heads=4, head_size=16, vocab=128, seq=32, micro_batch=2, global_batch=8)
+
+
+def on(profile: Profile = PLAIN, device: Device = SMOOTH) -> Machine:
+    return Machine(device, CLUSTER, profile)
+
+
+def test_a_product_pays_for_whole_tiles_and_for_starting() -> None:
+    """Without waves and tiles a small product would look as fast as a large one, and tensor parallelism would seem free."""
+    machine = on(device=replace(DEVICE, memory_bytes_per_second=1e15))
+    rows, inner, columns = 1024, 4096, 1280  # 4 × 10 tiles of 256 × 128 on 10 units: exactly 4 waves
+    height, width, share = TILES[0]
+    assert (rows // height, columns // width, share) == (4, 10, 1.0)
+    assert machine.product(rows, inner, columns, "bf16") == pytest.approx(2 * rows * (inner + START) * columns / 1e12)
+    one_more = machine.product(rows, inner, columns + 1, "bf16")  # 44 tiles: 4.4 waves, half of what is missing is paid
+    waves = min(
+        (w + 0.5 * (ceil(w) - w)) * 10 * h * c / part for h, c, part in TILES for w in [ceil(rows / h) * ceil((columns + 1) / c) / 10]
+    )
+    assert one_more == pytest.approx(2 * waves * (inner + START) / 1e12)
+    assert one_more > 1.05 * machine.product(rows, inner, columns, "bf16")
+    short = machine.product(rows, 64, columns, "bf16")
+    assert short / machine.product(rows, 64 * 64, columns, "bf16") > 4 / 64, "a short inner dim is slower an operation"
+    assert machine.product(rows, inner, columns, "fp8") == pytest.approx(machine.product(rows, inner, columns, "bf16") / 2)
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    """A vector times a matrix reads the matrix: its operations alone would promise a hundred times the speed."""
+    moved = 2 * (1 * 4096 + 4096 * 4096 + 1 * 4096)
+    assert on(device=DEVICE).product(1, 4096, 4096, "bf16") >= moved / 1e9
+
+
+def test_rings_pay_for_each_level_of_links() -> None:
+    """Swapped levels would send a tensor group through the network, and a data group through a machine's own links."""
+    machine = on()
+    assert machine.collective(1.0, 0.0, 4) == machine.collective(1.0, 100.0, 1) == 0.0
+    # 4 neighbours: 3 hops of 0.5 s, and 3/4 of 400 bytes at 100 a second.
+    assert machine.collective(1.0, 400.0, 4) == pytest.approx(3 * 0.5 + 3.0)
+    assert machine.collective(2.0, 400.0, 4) == pytest.approx(2 * (3 * 0.5 + 3.0)), "a sum is a scatter and a gather"
+    # 8 neighbours on two machines: 3 hops inside and one between. Four network links carry the ring: 40 bytes a second.
+    assert machine.collective(1.0, 400.0, 8) == pytest.approx(3 * 0.5 + 2.0 + 400 * 7 / 8 / 40)
+    # 4 ranks that are 4 apart, one on each machine: the network alone, one link each.
+    assert machine.collective(1.0, 400.0, 4, stride=4) == pytest.approx(3 * 2.0 + 300 / 10)
+    # 4 ranks that are 2 apart: pairs in machines, joined by the network with two links.
+    assert machine.collective(1.0, 400.0, 4, stride=2) == pytest.approx(0.5 + 2.0 + 300 / 20)
+    swapped = Machine(SMOOTH, Cluster("swapped", tuple(reversed(CLUSTER.levels))), PLAIN)
+    assert swapped.collective(1.0, 400.0, 4) != machine.collective(1.0, 400.0, 4)
+    assert machine.transfer(50.0, 1) == pytest.approx(0.5 + 0.5) and machine.transfer(50.0, 4) == pytest.approx(2.0 + 5.0)
+
+
+def test_products_and_attention_are_the_models_operations() -> None:
+    """On a device without grain the products take what the FLOP count says: a product left out would show here."""
+    terms = predict(SETTING, SMOOTH, CLUSTER, PLAIN).terms
+    h, f, s, v, tokens = 64, 256, 32, 128, 8 * 32
+    block = 2 * h * 3 * h + 2 * h * h + 2 * 2 * h * f
+    assert terms["products"] == pytest.approx(3 * tokens * (4 * block + 2 * h * v) / 1e12)
+    assert terms["attention"] == pytest.approx(3.5 * tokens * 4 * (2 * s * h) / 1e12), "half of 4·s·h, and 2.5 times that backward"
+    assert sum(terms.values()) == pytest.approx(terms["products"] + terms["attention"])
+    gated, grouped = (
+        predict(replace(SETTING, gated=True), SMOOTH, CLUSTER, PLAIN),
+        predict(replace(SETTING, kv_heads=2), SMOOTH, CLUSTER, PLAIN),
+    )
+    assert gated.terms["products"] - terms["products"] == pytest.approx(3 * tokens * 4 * 2 * h * f / 1e12)
+    assert terms["products"] - grouped.terms["products"] == pytest.approx(3 * tokens * 4 * 2 * h * h / 1e12)
+    full = predict(replace(SETTING, recompute="full"), SMOOTH, CLUSTER, PLAIN)
+    assert full.terms["products"] == pytest.approx(tokens * (4 * 4 * block + 3 * 2 * h * v) / 1e12), (
+        "blocks run forward twice, the head once"
+    )
+    mixture = predict(replace(SETTING, experts=8, experts_a_token=2), SMOOTH, CLUSTER, PLAIN)
+    assert mixture.terms["products"] - terms["products"] == pytest.approx(3 * tokens * 4 * 2 * 2 * h * f / 1e12), "two experts a token"
+
+
+def test_tensor_collectives_are_counted_and_hidden() -> None:
+    """Four sums a block, as two scatters and two gathers each way; with sequence parallelism backward gathers two inputs again."""
+    tensor = replace(SETTING, tensor=2)
+    sums = predict(tensor, SMOOTH, CLUSTER, PLAIN).terms["tensor"]
+    moved, microbatches = 2 * 64 * 64, 4  # bytes of [tokens, hidden]
+    ring = 1 * 0.5 + moved / 2 / 100
+    assert sums == pytest.approx(microbatches * (4 * 4 * 2 * ring + 2 * 2 * ring)), "4 blocks of 4 sums, and the head's two"
+    sequence = predict(replace(tensor, sequence=True), SMOOTH, CLUSTER, PLAIN).terms["tensor"]
+    assert sequence == pytest.approx(microbatches * (4 * 10 * ring + 2 * ring))
+    hidden = predict(tensor, SMOOTH, CLUSTER, replace(PLAIN, tensor_hidden=0.5)).terms["tensor"]
+    assert hidden == pytest.approx(microbatches * (4 * 4 * ring + 2 * 2 * ring))
+
+
+@pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 4), (4, 4), (4, 16)])
+def test_the_bubble_is_that_of_the_simulated_schedule(pipeline: int, microbatches: int) -> None:
+    """The formula stands for a simulation of thousands of microbatches; it must agree where the simulation is small."""
+    setting = replace(SETTING, pipeline=pipeline, vocab=0, micro_batch=1, global_batch=microbatches)
+    free = replace(PLAIN, pipeline_hidden=1.0)
+    prediction = predict(setting, SMOOTH, CLUSTER, free)
+    work = sum(prediction.terms[name] for name in ("products", "attention")) / microbatches
+    timeline = simulate(build("1f1b", pipeline, microbatches), [work / 3] * pipeline, [2 * work / 3] * pipeline)
+    assert prediction.step == pytest.approx(timeline.makespan)
+    assert prediction.terms["bubble"] == pytest.approx((pipeline - 1) * work)
+    halves = predict(replace(setting, chunks=2, layers=8), SMOOTH, CLUSTER, free)
+    assert halves.terms["bubble"] == pytest.approx(2 * prediction.terms["bubble"] / 2), "twice the layers in two chunks: as long a bubble"
+
+
+def test_gradients_are_summed_behind_the_backward() -> None:
+    """Data parallelism costs what the last backward does not hide, and a divided optimizer gathers its parameters besides."""
+    data = replace(SETTING, data=4, global_batch=8)
+    parameters = 4 * (4 * 64 * 64 + 2 * 64 * 256) + 2 * 128 * 64
+    ring = 3 * 0.5
+    sums = predict(data, SMOOTH, CLUSTER, PLAIN).terms["data"]
+    assert sums == pytest.approx(2 * (ring + 4 * parameters * 3 / 4 / 100))
+    divided = predict(replace(data, zero=1), SMOOTH, CLUSTER, PLAIN).terms["data"]
+    assert divided == pytest.approx((ring + 4 * parameters * 3 / 4 / 100) + (ring + 2 * parameters * 3 / 4 / 100))
+    slow = replace(SMOOTH, peak_flops={"bf16": 1.0})  # so slow that its backward hides anything
+    assert predict(data, slow, CLUSTER, replace(PLAIN, data_hidden=1.0)).terms["data"] == 0.0
+
+
+def test_the_host_and_the_slowest_rank_cost_time() -> None:
+    """A block that the host starts more slowly than the device runs it takes the host's time."""
+    plain = predict(SETTING, SMOOTH, CLUSTER, PLAIN)
+    busy = predict(SETTING, SMOOTH, CLUSTER, replace(PLAIN, layer_host=1.0))
+    head = 4 * 3 * 2 * 64 * 128 * 64 / 1e12
+    assert busy.step == pytest.approx(4 * 4 * 1.0, rel=1e-6) and head < plain.step < 1e-3
+    assert predict(SETTING, SMOOTH, CLUSTER, replace(PLAIN, step_host=3.0)).step == pytest.approx(plain.step + 3.0)
+    many = predict(replace(SETTING, data=4), SMOOTH, CLUSTER, replace(PLAIN, jitter=0.1))
+    assert many.step == pytest.approx(predict(replace(SETTING, data=4), SMOOTH, CLUSTER, PLAIN).step * (1 + 0.1 * sqrt(2 * log(4))))
+
+
+def test_stages_are_cut_by_the_frameworks_rule() -> None:
+    """nanotron lets a stage pass its share, so that the head stands alone: as if cut evenly, its pipelines would look faster."""
+    setting = replace(SETTING, layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=32, head_size=64, vocab=131072, gated=True, pipeline=8)
+    assert [stage.blocks for stage in cut(setting, "nanotron")] == [3, 3, 2, 3, 2, 3, 0, 0]
+    assert [stage.head for stage in cut(setting, "nanotron")].index(True) == 6
+    assert cut(setting, "even") == [Stage(2, i == 0, i == 7) for i in range(8)]
+    assert cut(setting, "cost")[-1].blocks < 2, "the head costs four blocks"
+
+
+def test_a_config_becomes_a_setting() -> None:
+    """What the planner predicts for a config is what the config trains."""
+    config = resolve(
+        {"model": {"num_layers": 4, "activation": "swiglu", "hidden_size": 64, "num_heads": 4}}, ["parallel.tensor=2"], "x", 4
+    ).config
+    setting = setting_of(config)
+    assert (setting.layers, setting.tensor, setting.data, setting.world, setting.gated) == (4, 2, 2, 4, True)
+    assert setting.microbatches == config.num_microbatches and setting.precision == "bf16" and setting.zero == 0
+
+
+def test_known_devices_and_clusters_can_be_read(tmp_path: Path) -> None:
+    """A file with a slip would fail at the first prediction for that device, or silently halve a time."""
+    for name in device_names():
+        device = read_device(name)
+        assert device.name == name and device.peak_flops and device.memory_gib and device.power_watts
+    for name in cluster_names():
+        levels = read_cluster(name).levels
+        assert levels[0].bytes_per_second > levels[-1].bytes_per_second
+    for known in profile_names():
+        assert profile(known).name == known
+    (tmp_path / "bad.json").write_text('{"name": "x", "levels": []}')
+    for read, path, said in ((read_device, "h1000", "not known"), (read_cluster, str(tmp_path / "bad.json"), "no cluster file")):
+        with pytest.raises(ConfigError, match=said):
+            read(path)
+    with pytest.raises(ConfigError, match="no device file"):
+        read_device(str(tmp_path / "bad.json"))
