@@ -23,7 +23,7 @@ from benchmarks.rounds import ROOT, Contender, Failed, Record, race
 from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.plan.schedule import build
+from megacore.plan.generators import build
 from megacore.plan.simulate import simulate
 
 EXAMPLE = "python -m benchmarks.speed --quick"

@@ -184,7 +184,7 @@ def run(argv: list[str]) -> None:
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:
         check_plot("--plot", args.plot)
-        if (actions := 2 * config.num_microbatches * config.parallel.chunks) > MOST_DRAWN:
+        if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
     report(config, args.device, lines, args.host_size)

@@ -6,7 +6,7 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
-from megacore.config.schema import Config, Llama3Rope, YarnRope, resolved
+from megacore.config.schema import CHUNKS, Config, Llama3Rope, YarnRope, resolved
 from megacore.errors import ConfigError
 
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
@@ -38,6 +38,8 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if model.ffn_size is None:
         gated = -(-8 * model.hidden_size // 3)
         derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
+    if parallel.chunks is None:
+        derived["parallel.chunks"] = CHUNKS[parallel.schedule]
     if parallel.data == "auto":
         derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline))
     if config.engine.bucket_mib is None:
@@ -99,8 +101,10 @@ def check(config: Config, world_size: int) -> None:
 
 def check_available(config: Config) -> None:
     """Refuses settings that exclude one another, or that this version does not run."""
-    if config.parallel.chunks != 1:
-        raise ConfigError("parallel.chunks", f"{config.parallel.schedule} has one chunk a stage, not {config.parallel.chunks}", "1")
+    needed, open_ended = CHUNKS[config.parallel.schedule], config.parallel.schedule == "interleaved"
+    if config.chunks < needed or (config.chunks > needed and not open_ended):
+        wrong = f"{config.parallel.schedule} has {'at least ' if open_ended else ''}{needed} a rank, not {config.chunks}"
+        raise ConfigError("parallel.chunks", wrong, f"{needed}{' or more' if open_ended else ''}, or null")
     if config.train.compile is True and config.model.dropout:
         raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")
     if config.train.compile is True and config.train.offload_activations:
@@ -137,9 +141,11 @@ def check_model(config: Config) -> None:
         raise ConfigError("model.vocab_size", wrong, "a larger vocabulary or a smaller parallel.tensor")
     if model.num_layers > MOST_LAYERS:
         raise ConfigError("model.num_layers", f"{model.num_layers:,} layers are more than any run has", f"at most {MOST_LAYERS:,}")
-    if model.num_layers < parallel.pipeline:
-        wrong = f"{parallel.pipeline} stages cannot each have one of {model.num_layers} layers"
-        raise ConfigError("parallel.pipeline", wrong, f"at most model.num_layers {model.num_layers}")
+    if model.num_layers < parallel.pipeline * config.chunks:
+        chunks = f" × {config.chunks} chunks" if config.chunks > 1 else ""
+        wrong = f"{parallel.pipeline} stages{chunks} cannot each have one of {model.num_layers} layers"
+        right = f"{'times parallel.chunks ' if chunks else ''}at most model.num_layers {model.num_layers}"
+        raise ConfigError("parallel.pipeline", wrong, right)
     if parallel.pipeline > MOST_STAGES:
         raise ConfigError("parallel.pipeline", f"{parallel.pipeline} stages are more than any run has", f"at most {MOST_STAGES}")
     if parallel.sequence:

@@ -18,6 +18,10 @@ WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 T = TypeVar("T")
 
 
+# The chunks of the model that a rank has under each schedule; under `interleaved` at least.
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+
+
 def resolved(value: T | None) -> T:
     """A value that `rules.derive` has set, because the config may leave it open."""
     assert value is not None, "config was not resolved"
@@ -129,8 +133,8 @@ class Parallel(Section):
     pipeline: PositiveInt = 1
     data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline)")
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    chunks: PositiveInt = Field(1, description="model chunks a stage: 1 under these schedules")
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    chunks: PositiveInt | None = Field(None, description="model chunks a rank; null: as many as the schedule needs at least")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     shared_memory: bool = Field(
         True, description="tensor ranks on one machine's CPU communicate through memory, not through gloo's sockets"
@@ -279,6 +283,11 @@ class Config(Section):
         """Data-parallel ranks."""
         assert isinstance(self.parallel.data, int), "config was not resolved"
         return self.parallel.data
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the model that each rank of the pipeline has."""
+        return resolved(self.parallel.chunks)
 
     @property
     def num_microbatches(self) -> int:

@@ -59,7 +59,7 @@ def norm_list(config: Config, name: str) -> list[Parameter]:
 
 def ends_list(config: Config, stage: int) -> list[Parameter]:
     """A stage's parameters outside its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
-    model, last = config.model, config.parallel.pipeline * config.parallel.chunks - 1
+    model, last = config.model, config.parallel.pipeline * config.chunks - 1
     vocabulary = (model.vocab_size, model.hidden_size)
     found = [Parameter("embedding.weight", vocabulary, 0)] if stage == 0 or (stage == last and model.tie_embeddings) else []
     if stage == 0 and model.position == "learned":
@@ -111,7 +111,7 @@ def block_parameters(config: Config, tensor: int = 1) -> int:
 
 def parameters(config: Config) -> int:
     """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
-    last = config.parallel.pipeline * config.parallel.chunks - 1
+    last = config.parallel.pipeline * config.chunks - 1
     ends = {p.name: p for stage in (0, last) for p in ends_list(config, stage)}
     return config.model.num_layers * block_parameters(config) + elements(ends.values())
 

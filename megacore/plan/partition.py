@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 
 from megacore.config.schema import Config
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
-from megacore.plan.schedule import Placement, Plan, build, placement
+from megacore.plan.generators import build, placement
+from megacore.plan.schedule import Placement, Plan
 
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
@@ -70,7 +71,7 @@ def _cost(layer_cost: float, extra: float, layers: int) -> float:
 def plan_of(config: Config) -> Plan:
     """The plan of a step, for every rank of a resolved config's pipeline."""
     parallel = config.parallel
-    return build(parallel.schedule, parallel.pipeline, config.num_microbatches, parallel.chunks, tied=config.model.tie_embeddings)
+    return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, tied=config.model.tie_embeddings)
 
 
 @lru_cache(maxsize=16)
@@ -88,7 +89,7 @@ def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list
     parallel, ranks, microbatches = config.parallel, config.parallel.pipeline, config.num_microbatches
 
     def plan(count: int) -> Plan:
-        return _built(parallel.schedule, ranks, count, parallel.chunks, config.model.tie_embeddings)
+        return _built(parallel.schedule, ranks, count, config.chunks, config.model.tie_embeddings)
 
     few = microbatches % ranks + ROUNDS * ranks
     if microbatches <= few + ranks:
@@ -100,12 +101,12 @@ def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list
 
 def placement_of(config: Config) -> Placement:
     """The stages that each rank of a resolved config's pipeline holds."""
-    return placement(config.parallel.schedule, config.parallel.pipeline, config.parallel.chunks)
+    return placement(config.parallel.schedule, config.parallel.pipeline, config.chunks)
 
 
 def stage_layers(config: Config) -> list[range]:
     """The layers of every stage of a resolved config."""
-    stages = config.parallel.pipeline * config.parallel.chunks
+    stages = config.parallel.pipeline * config.chunks
     layer, first, last = layer_cost(config).total, embedding_cost(config).total, head_cost(config).total
     return split_layers(config.model.num_layers, stages, layer, first, last)
 

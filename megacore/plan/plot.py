@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
 from megacore.files import check_output
-from megacore.plan.schedule import Op
-from megacore.plan.simulate import COMPUTE, SENDS, Span, Timeline, peak_live
+from megacore.plan.schedule import COMPUTE, SENDS, Op
+from megacore.plan.simulate import Span, Timeline, peak_live
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

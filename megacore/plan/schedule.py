@@ -1,19 +1,35 @@
 """Pipeline schedules as data: the actions of every rank of the pipeline, in order.
 
 The model is split into *stages*, numbered from the embedding to the loss. A plan says which stages a rank holds; they are its
-*chunks*. A generator (`GENERATORS`) returns the compute actions of every rank. `lower` adds the transfers and reductions. The same
+*chunks*. A generator (`generators.py`) returns the compute actions of every rank. `lower` adds the transfers and reductions. The same
 lowered plan is validated (`validate.py`), simulated (`simulate.py`), drawn (`plot.py`) and executed (`runtime.py`): nothing else
 decides the order.
 
-To add a schedule: write a generator, add it to `GENERATORS`; the tests validate and run every entry.
+What a rank does at each action, in the order of its list:
+
+- FORWARD, BACKWARD, BACKWARD_INPUT: it waits for what the action takes from another rank, computes, and leaves the result to the
+  send behind it, or to the next chunk of the same rank. For each microbatch and chunk a plan has either one BACKWARD, or
+  BACKWARD_INPUT (the gradient of the chunk's input, for which others wait) and somewhere behind it BACKWARD_WEIGHT (the gradients of
+  its weights, for which nobody waits). A rank's backwards may be of both kinds.
+- RECV_…: it posts the receive into a buffer of its own, and goes on. The compute action that takes the message waits for it.
+- SEND_…: it posts the send, and goes on. It keeps the buffer until the send is complete. For that it waits when it posts the send
+  `IN_FLIGHT` places later to the same rank, and at the end of the plan. So at most `IN_FLIGHT` buffers wait for a rank that is late.
+- REDUCE_…: it waits for the sums over other ranks, which it begins earlier: those of a chunk's buckets after its action with `last`.
+
+The messages from one rank to another are a *channel*: they arrive in the order in which they are sent, and both ranks post them in
+that order. Channels do not wait for each other, in either direction. On NCCL this takes a communicator (so a stream) for each
+ordered pair of ranks: operations of one communicator run one after the other, so a receive that was posted ahead would hold up
+every send behind it, and two ranks that send to each other would hang unless both post send and receive as one batch.
+gloo matches messages by the pair of ranks, in order, in both directions at once.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-IN_FLIGHT = 2  # sends to one rank that may be under way: the buffers of one that leaves, and of one that waits
+IN_FLIGHT = 2  # sends of one channel that may be under way: the buffers of one that leaves, and of one that waits
 
 
 class Op(Enum):
@@ -31,15 +47,21 @@ class Op(Enum):
     REDUCE_TIED = "reduce_tied"  # between the ranks that share the embedding
 
 
-TRANSFERS = frozenset({Op.SEND_ACTIVATION, Op.RECV_ACTIVATION, Op.SEND_GRADIENT, Op.RECV_GRADIENT})
+BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # give the gradient of a chunk's input
+COMPLETING = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # add to the gradients of its weights
+COMPUTE = frozenset({Op.FORWARD, *BACKWARDS, *COMPLETING})
+SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
+RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
+TRANSFERS = SENDS | RECEIVES
+REDUCTIONS = frozenset({Op.REDUCE_GRADIENTS, Op.REDUCE_TIED})
 
 
 @dataclass(frozen=True)
 class Action:
     """One action of a rank.
 
-    `microbatch` and `chunk` are -1 for reductions. `peer` is the other rank of a transfer. `last` marks
-    the final backward of a chunk. Its gradients are then complete, so their reduction may start.
+    `microbatch` and `chunk` are -1 for reductions. `peer` is the other rank of a transfer. `last` marks the final BACKWARD or
+    BACKWARD_WEIGHT of a chunk. Its gradients are then complete, so their reduction may start.
     """
 
     op: Op
@@ -69,48 +91,35 @@ class Plan:
         """The number of stages."""
         return len(self.where)
 
+    @property
+    def splits(self) -> bool:
+        """Whether any backward is split."""
+        return any(action.op is Op.BACKWARD_INPUT for actions in self.actions for action in actions)
+
 
 def looped(ranks: int, chunks: int = 1) -> Placement:
     """Deals stages to the ranks in turn: rank r holds stages r, r + ranks, r + 2·ranks, … for each of its chunks."""
     return tuple(tuple(range(rank, ranks * chunks, ranks)) for rank in range(ranks))
 
 
-def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    """All forwards, then all backwards in reverse (Huang et al. 2019, GPipe). A rank holds every microbatch's activations."""
-    assert chunks == 1
-    forward = [Action(Op.FORWARD, m, 0) for m in range(microbatches)]
-    backward = [Action(Op.BACKWARD, m, 0) for m in reversed(range(microbatches))]
-    return Plan(tuple(tuple(forward + backward) for _ in range(ranks)), looped(ranks))
+def v_shaped(ranks: int) -> Placement:
+    """Deals stages there and back: rank r holds stages r and 2·ranks - 1 - r, so the first rank has both ends of the model."""
+    return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
-def one_forward_one_backward(ranks: int, microbatches: int, chunks: int = 1) -> Plan:
-    """1F1B (Narayanan et al. 2019, PipeDream-Flush): rank i holds at most min(ranks - i, microbatches) activations."""
-    assert chunks == 1
-    plan = []
-    for rank in range(ranks):
-        warmup = min(ranks - rank - 1, microbatches)
-        actions = [Action(Op.FORWARD, m, 0) for m in range(warmup)]
-        for m in range(microbatches - warmup):
-            actions += [Action(Op.FORWARD, warmup + m, 0), Action(Op.BACKWARD, m, 0)]
-        actions += [Action(Op.BACKWARD, m, 0) for m in range(microbatches - warmup, microbatches)]
-        plan.append(tuple(actions))
-    return Plan(tuple(plan), looped(ranks))
+def neighbours(plan: Plan, rank: int, chunk: int) -> tuple[int | None, int | None]:
+    """The ranks with the stage before a chunk and with the one after it. None if there is no such stage, or the same rank holds it."""
+    stage = plan.placement[rank][chunk]
+    before, after = (plan.where[s][0] if s in plan.where else None for s in (stage - 1, stage + 1))
+    return None if before == rank else before, None if after == rank else after
 
 
-GENERATORS: dict[str, Callable[[int, int, int], Plan]] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
-
-
-def build(name: str, ranks: int, microbatches: int, chunks: int = 1, *, tied: bool = False) -> Plan:
-    """The lowered plan of a named schedule, which the runtime executes.
-
-    `tied`: the embedding is shared between the first and the last stage.
-    """
-    return lower(GENERATORS[name](ranks, microbatches, chunks), tied=tied)
-
-
-def placement(name: str, ranks: int, chunks: int = 1) -> Placement:
-    """The stages that each rank holds under a named schedule, for any number of microbatches."""
-    return GENERATORS[name](ranks, 1, chunks).placement
+def message(plan: Plan, rank: int, action: Action) -> tuple[str, int, int]:
+    """A name for a transfer's content, the same for sender and receiver: kind, boundary (the stage below it) and microbatch."""
+    stage = plan.placement[rank][action.chunk]
+    kind = "activation" if action.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "gradient"
+    boundary = stage if action.op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
+    return kind, boundary, action.microbatch
 
 
 def forward_only(placement: Placement, microbatches: int) -> Plan:
@@ -122,38 +131,68 @@ def forward_only(placement: Placement, microbatches: int) -> Plan:
     return lower(Plan(tuple(ranks), placement))
 
 
-def lower(plan: Plan, *, tied: bool = False) -> Plan:
-    """Adds receives before compute actions, sends after them, and reductions at the end.
+def unsplit(plan: Plan) -> Plan:
+    """The plan of compute actions with every backward whole, where its BACKWARD_INPUT was: for layers that cannot split theirs."""
+    whole = {Op.BACKWARD_INPUT: Op.BACKWARD}
+    rows = ((Action(whole.get(a.op, a.op), a.microbatch, a.chunk) for a in own if a.op is not Op.BACKWARD_WEIGHT) for own in plan.actions)
+    return Plan(tuple(tuple(row) for row in rows), plan.placement)
 
-    Between two compute actions all transfers are adjacent, and a maximal run of adjacent transfers is one batch. So a rank's sends to
-    the next stage and receives from it are posted together, and 1F1B cannot deadlock. Chunks of one rank need no message.
+
+def lower(plan: Plan, *, tied: bool = False) -> Plan:
+    """Adds transfers to a plan of compute actions, and reductions at the end. `tied`: first and last stage share the embedding.
+
+    A send follows the action that computes its message. A receive is posted one compute action ahead of the action that takes its
+    message, so that the message travels while the rank computes; and earlier where the other rank sends this message before one that
+    is taken earlier. Chunks of one rank need no message.
     """
-    ends = (plan.where[0][0], plan.where[plan.stages - 1][0])
+    sent: dict[tuple[int, int], list[Hashable]] = defaultdict(list)  # by channel, in order
+    sends: list[list[list[Action]]] = []  # of every rank, behind each compute action
+    for rank, actions in enumerate(plan.actions):
+        sends.append([_transfers(plan, rank, action, sending=True) for action in actions])
+        for send in (send for behind in sends[-1] for send in behind):
+            sent[rank, send.peer].append(message(plan, rank, send))
     lowered = []
     for rank, actions in enumerate(plan.actions):
+        receives = _posted(plan, rank, sent)
+        final = {action.chunk: i for i, action in enumerate(actions) if action.op in COMPLETING}
         out: list[Action] = []
-        final = {a.chunk: i for i, a in enumerate(actions) if a.op is Op.BACKWARD}
         for i, action in enumerate(actions):
-            before, after = neighbours(plan, rank, action.chunk)
-            m, chunk = action.microbatch, action.chunk
-            if action.op is Op.FORWARD:
-                out += [Action(Op.RECV_ACTIVATION, m, chunk, before)] if before is not None else []
-                out.append(action)
-                out += [Action(Op.SEND_ACTIVATION, m, chunk, after)] if after is not None else []
-            elif action.op is Op.BACKWARD:
-                out += [Action(Op.RECV_GRADIENT, m, chunk, after)] if after is not None else []
-                out.append(Action(Op.BACKWARD, m, chunk, last=final[chunk] == i))
-                out += [Action(Op.SEND_GRADIENT, m, chunk, before)] if before is not None else []
-        if final:
-            out.append(Action(Op.REDUCE_GRADIENTS))
-            if tied and ends[0] != ends[1] and rank in ends:
-                out.append(Action(Op.REDUCE_TIED))
-        lowered.append(tuple(out))
+            completes = action.op in COMPLETING and final[action.chunk] == i
+            out += [*receives[i], Action(action.op, action.microbatch, action.chunk, last=completes), *sends[rank][i]]
+        lowered.append((*out, *_reductions(plan, rank, bool(final), tied)))
     return Plan(tuple(lowered), plan.placement)
 
 
-def neighbours(plan: Plan, rank: int, chunk: int) -> tuple[int | None, int | None]:
-    """The ranks with the stage before a chunk and with the one after it. None if there is no such stage, or the same rank holds it."""
-    stage = plan.placement[rank][chunk]
-    before, after = (plan.where[s][0] if s in plan.where else None for s in (stage - 1, stage + 1))
-    return None if before == rank else before, None if after == rank else after
+def _transfers(plan: Plan, rank: int, action: Action, *, sending: bool) -> list[Action]:
+    """The message that a compute action gives to another rank, or takes from one, if there is one."""
+    before, after = neighbours(plan, rank, action.chunk)
+    forward = action.op is Op.FORWARD
+    if not forward and action.op not in BACKWARDS:
+        return []
+    peer = after if forward == sending else before
+    op = (Op.SEND_ACTIVATION if sending else Op.RECV_ACTIVATION) if forward else (Op.SEND_GRADIENT if sending else Op.RECV_GRADIENT)
+    return [] if peer is None else [Action(op, action.microbatch, action.chunk, peer)]
+
+
+def _posted(plan: Plan, rank: int, sent: dict[tuple[int, int], list[Hashable]]) -> list[list[Action]]:
+    """The receives that a rank posts before each of its compute actions."""
+    actions = plan.actions[rank]
+    posts: list[list[Action]] = [[] for _ in actions]
+    channels: dict[int, list[tuple[int, Action]]] = defaultdict(list)  # by sender, with the place where each is due
+    for i, action in enumerate(actions):
+        for receive in _transfers(plan, rank, action, sending=False):
+            channels[receive.peer].append((max(0, i - 1), receive))
+    for sender, receives in channels.items():
+        place = {content: at for at, content in enumerate(sent[sender, rank])}
+        receives.sort(key=lambda due: place.get(message(plan, rank, due[1]), len(place)))
+        due = len(actions)
+        for at, receive in reversed(receives):
+            due = min(due, at)
+            posts[due].insert(0, receive)
+    return posts
+
+
+def _reductions(plan: Plan, rank: int, trains: bool, tied: bool) -> list[Action]:
+    ends = (plan.where[0][0], plan.where[plan.stages - 1][0])
+    shared = [Action(Op.REDUCE_TIED)] if tied and ends[0] != ends[1] and rank in ends else []
+    return [Action(Op.REDUCE_GRADIENTS), *shared] if trains else []

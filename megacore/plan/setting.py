@@ -114,7 +114,7 @@ def setting_of(config: Config) -> Setting:
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         data=config.data_size,
-        chunks=parallel.chunks,
+        chunks=config.chunks,
         sequence=parallel.sequence,
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,

@@ -1,40 +1,20 @@
-"""Predicts the time of a lowered schedule, without a device.
+"""Predicts the time and the memory of a lowered schedule, without a device.
 
-`simulate` gives every action a start and an end. It reads the same plan as the runtime, with the same rule: a maximal run of
-adjacent transfers is one batch, posted together.
+`simulate` gives every action a start and an end. It reads the same plan as the runtime, with the same rules (`schedule.py`): a rank
+posts receives and sends and goes on; a message leaves when both ends have posted it and the one before it has arrived; the action
+that takes a message waits for it; a send waits for the one `IN_FLIGHT` places before it on its channel.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from megacore.plan.schedule import TRANSFERS, Action, Op, Plan
-
-SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
-COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD})
-REDUCTIONS = frozenset({Op.REDUCE_GRADIENTS, Op.REDUCE_TIED})
-
-
-def message(plan: Plan, rank: int, action: Action) -> tuple[str, int, int]:
-    """A name for a transfer's content, the same for sender and receiver: kind, boundary (the stage below it) and microbatch."""
-    stage = plan.placement[rank][action.chunk]
-    kind = "activation" if action.op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION) else "gradient"
-    boundary = stage if action.op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
-    return kind, boundary, action.microbatch
-
-
-def in_batches(actions: Sequence[Action]) -> list[list[Action]]:
-    """Groups a rank's actions: each maximal run of adjacent transfers is one batch, and any other action is alone."""
-    out: list[list[Action]] = []
-    for transfers, group in groupby(actions, key=lambda a: a.op in TRANSFERS):
-        run = list(group)
-        out += [run] if transfers else [[action] for action in run]
-    return out
+from megacore.plan.schedule import COMPUTE, IN_FLIGHT, REDUCTIONS, SENDS, Action, Op, Plan, message
 
 
 @dataclass(frozen=True)
 class Span:
-    """An action with its times. A send lasts until it arrives; a receive lasts while its rank waits."""
+    """An action with its times. A transfer lasts from when this rank posted it until it arrives."""
 
     action: Action
     start: float
@@ -67,56 +47,122 @@ class Timeline:
 
 
 def peak_live(plan: Plan) -> list[int]:
-    """For every rank, the most forwards (microbatch and chunk) whose activations await their backward at one time."""
+    """For every rank, the most forwards (microbatch and chunk) that await their gradients of weights at one time."""
     return [int(peak) for peak in peak_held(plan, [1] * plan.stages)]
 
 
-def peak_held(plan: Plan, sizes: Sequence[float]) -> list[float]:
-    """For every rank, the most that its live forwards hold at one time, if one of stage i holds ``sizes[i]``."""
-    peaks = []
+def peak_held(plan: Plan, sizes: Sequence[float], waiting: Sequence[float] | None = None) -> list[float]:
+    """For every rank, the most that its live forwards hold at one time.
+
+    One of stage i holds ``sizes[i]`` from its forward on, and ``waiting[i]`` between BACKWARD_INPUT and BACKWARD_WEIGHT; without
+    `waiting` as much as before.
+    """
+    return [max((held for _, held in row), default=0.0) for row in held_over(plan, sizes, waiting)]
+
+
+def held_over(plan: Plan, sizes: Sequence[float], waiting: Sequence[float] | None = None) -> list[list[tuple[Action, float]]]:
+    """For every rank, each compute action with what its live forwards hold just behind it. For the sizes see `peak_held`.
+
+    (The most is held behind a forward: while an action runs, nothing is let go of that it has not used.)
+    """
+    waiting = sizes if waiting is None else waiting
+    rows = []
     for stages, actions in zip(plan.placement, plan.actions, strict=True):
-        held = peak = 0.0
+        split = {(a.microbatch, a.chunk) for a in actions if a.op is Op.BACKWARD_INPUT}
+        held, row = 0.0, []
         for action in actions:
             if action.op in COMPUTE:
-                held += sizes[stages[action.chunk]] * (1 if action.op is Op.FORWARD else -1)
-                peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+                stage = stages[action.chunk]
+                if action.op is Op.FORWARD:
+                    held += sizes[stage]
+                elif action.op is Op.BACKWARD_INPUT:
+                    held += waiting[stage] - sizes[stage]
+                else:
+                    held -= waiting[stage] if (action.microbatch, action.chunk) in split else sizes[stage]
+                row.append((action, held))
+        rows.append(row)
+    return rows
 
 
-def simulate(plan: Plan, forward: Sequence[float], backward: Sequence[float], transfer: float = 0.0) -> Timeline:
-    """Times every action of a valid plan. One action of stage i takes `forward[i]` or `backward[i]`.
+@dataclass
+class Channel:
+    """The messages from one rank to another, in the order of their posts: when each end posted, and when each arrived."""
 
-    A message leaves when its batch is posted, and arrives `transfer` later. A rank waits for the receives of a batch and not for its
-    sends. Reductions take no time. Raises `ValueError` if the plan deadlocks.
+    sent: list[float]
+    awaited: list[float]
+    arrived: list[float]
+
+
+def simulate(
+    plan: Plan,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    transfer: float | Sequence[float] = 0.0,
+    weight: Sequence[float] | None = None,
+    in_flight: int = IN_FLIGHT,
+) -> Timeline:
+    """Times every action of a valid plan.
+
+    One action of stage i takes ``forward[i]`` or ``backward[i]``. Of a split backward BACKWARD_WEIGHT takes ``weight[i]``, by default
+    half of it, and BACKWARD_INPUT the rest. A message between stages i and i + 1 takes `transfer`, or ``transfer[i]``. Reductions
+    take no time. Raises `ValueError` if the plan deadlocks.
     """
-    runs = [in_batches(actions) for actions in plan.actions]
-    spans: list[list[Span]] = [[] for _ in runs]
-    position, clock = [0] * len(runs), [0.0] * len(runs)
-    arrival: dict[tuple[str, int, int], float] = {}
-    cost = {Op.FORWARD: forward, Op.BACKWARD: backward}
-    moved = True
-    while moved:
-        moved = False
-        for rank, batches in enumerate(runs):
-            while position[rank] < len(batches):
-                batch, now = batches[position[rank]], clock[rank]
-                sends = {message(plan, rank, a): now + transfer for a in batch if a.op in SENDS}
-                moved |= not sends.keys() <= arrival.keys()
-                arrival.update(sends)
-                receives = [message(plan, rank, a) for a in batch if a.op in TRANSFERS - SENDS]
-                if any(m not in arrival for m in receives):
-                    break
-                for action in batch:
-                    if action.op in TRANSFERS:
-                        end = max(now, arrival[message(plan, rank, action)])
-                    else:
-                        end = now + cost[action.op][plan.placement[rank][action.chunk]] if action.op in cost else now
-                    spans[rank].append(Span(action, now, end))
-                    if action.op not in SENDS:
-                        clock[rank] = max(clock[rank], end)
-                position[rank] += 1
-                moved = True
-    if any(at < len(batches) for at, batches in zip(position, runs, strict=True)):
-        raise ValueError("the plan deadlocks: see validate")
-    return Timeline(plan, tuple(tuple(row) for row in spans))
+    weights = [cost / 2 for cost in backward] if weight is None else weight
+    inputs = [whole - late for whole, late in zip(backward, weights, strict=True)]
+    cost = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: inputs, Op.BACKWARD_WEIGHT: weights}
+    travels = [transfer] * (plan.stages - 1) if isinstance(transfer, int | float) else list(transfer)
+    ranks = len(plan.actions)
+    starts: list[list[float]] = [[] for _ in range(ranks)]
+    ends: list[list[float | tuple[Channel, int]]] = [[] for _ in range(ranks)]  # of a transfer: where its arrival will stand
+    clock = [0.0] * ranks
+    channels: dict[tuple[int, int], Channel] = defaultdict(lambda: Channel([], [], []))
+    taken: list[dict[tuple[bool, int, int], tuple[Channel, int]]] = [{} for _ in range(ranks)]  # receives, by what takes them
+    ready = deque(range(ranks))
+    while ready:
+        rank = ready.popleft()
+        placed, actions = plan.placement[rank], plan.actions[rank]
+        while len(starts[rank]) < len(actions):
+            action, now = actions[len(starts[rank])], clock[rank]
+            end: float | tuple[Channel, int] = now
+            if action.op in COMPUTE:
+                needed = taken[rank].get((action.op is Op.FORWARD, action.microbatch, action.chunk))
+                if needed is not None and action.op is not Op.BACKWARD_WEIGHT:
+                    channel, at = needed
+                    if at >= len(channel.arrived):
+                        break
+                    now = max(now, channel.arrived[at])
+                end = clock[rank] = now + cost[action.op][placed[action.chunk]]
+            elif action.op not in REDUCTIONS:
+                sends = action.op in SENDS
+                channel = channels[(rank, action.peer) if sends else (action.peer, rank)]
+                posts = channel.sent if sends else channel.awaited
+                if sends and len(posts) >= in_flight:
+                    if len(posts) - in_flight >= len(channel.arrived):
+                        break
+                    now = clock[rank] = max(now, channel.arrived[len(posts) - in_flight])
+                end = channel, len(posts)
+                posts.append(now)
+                if not sends:
+                    taken[rank][action.op is Op.RECV_ACTIVATION, action.microbatch, action.chunk] = end
+                if len(channel.arrived) < min(len(channel.sent), len(channel.awaited)):
+                    at = len(channel.arrived)
+                    leaves = max(channel.sent[at], channel.awaited[at], channel.arrived[-1] if at else 0.0)
+                    channel.arrived.append(leaves + travels[message(plan, rank, action)[1]])
+                    ready.append(action.peer)
+            starts[rank].append(now)
+            ends[rank].append(end)
+    stuck = {rank: actions[len(starts[rank])] for rank, actions in enumerate(plan.actions) if len(starts[rank]) < len(actions)}
+    if stuck:
+        raise ValueError(f"deadlock: {'; '.join(f'pp rank {rank} waits in {describe(action)}' for rank, action in stuck.items())}")
+    rows = []
+    for actions, own_starts, own_ends in zip(plan.actions, starts, ends, strict=True):
+        over = [end if isinstance(end, float) else end[0].arrived[end[1]] for end in own_ends]
+        rows.append(tuple(map(Span, actions, own_starts, over)))
+    return Timeline(plan, tuple(rows))
+
+
+def describe(action: Action) -> str:
+    """An action in words, for messages."""
+    if action.op in REDUCTIONS:
+        return action.op.value
+    return f"{action.op.value} of microbatch {action.microbatch}" + (f", chunk {action.chunk}" if action.chunk else "")

@@ -23,7 +23,7 @@ from megacore.config.schema import Config, resolved
 from megacore.plan.memory import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.plan.parameters import Held, held_by
 from megacore.plan.partition import measured, placement_of
-from megacore.plan.simulate import SENDS
+from megacore.plan.schedule import SENDS
 
 
 @dataclass(frozen=True)

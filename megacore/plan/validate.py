@@ -1,28 +1,31 @@
 """Proves that a lowered schedule computes everything once and cannot deadlock, without a device."""
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from megacore.plan.schedule import TRANSFERS, Action, Op, Plan, neighbours
-from megacore.plan.simulate import COMPUTE, REDUCTIONS, SENDS, in_batches, message
+from megacore.plan.schedule import BACKWARDS, COMPLETING, REDUCTIONS, SENDS, TRANSFERS, Action, Op, Plan, message, neighbours
+from megacore.plan.simulate import describe, simulate
 
 # Ops that must come before an op of the same microbatch and chunk on the same rank, if the rank has them at all.
 NEEDS = {
     Op.FORWARD: (Op.RECV_ACTIVATION,),
     Op.SEND_ACTIVATION: (Op.FORWARD,),
     Op.BACKWARD: (Op.FORWARD, Op.RECV_GRADIENT),
-    Op.SEND_GRADIENT: (Op.BACKWARD,),
+    Op.BACKWARD_INPUT: (Op.FORWARD, Op.RECV_GRADIENT),
+    Op.BACKWARD_WEIGHT: (Op.BACKWARD_INPUT,),
+    Op.SEND_GRADIENT: (Op.BACKWARD, Op.BACKWARD_INPUT),
 }
 
 
 def validate(plan: Plan, microbatches: int, forward_only: bool = False) -> None:
     """Raises `ValueError`, naming rank and action, unless the lowered plan is complete, ordered, matched and free of deadlock.
 
-    Complete: one rank holds each stage, and every rank does exactly the actions that `microbatches` need in its chunks, each once.
-    Ordered: receive, compute, send; backward after its forward; a chunk after the chunk of the same rank whose result it takes;
-    `last` on a chunk's final backward; reductions once, after every backward. Matched: a rank receives messages from another in the
-    order in which they are sent, as NCCL pairs them. Free of deadlock under rendezvous, where every batch of transfers waits until
-    all of its peers have posted theirs. No backend waits longer; buffered sends wait less.
+    Complete: one rank holds each stage, and every rank does exactly the actions that `microbatches` need in its chunks, each once; of
+    each backward the whole, or its two parts. Ordered: receive, compute, send; backward after its forward, of the input before of the
+    weights; a chunk after the chunk of the same rank whose result it takes; `last` on the action that completes a chunk's gradients;
+    reductions once, behind these. Matched: a rank receives messages from another in the order in which they are sent, as NCCL pairs
+    them. Free of deadlock under the rules of `schedule.py`: a message is under way only when both ends have posted it, and a rank
+    waits for the sends before it posts more than `IN_FLIGHT`. A plan that needs more buffers is refused, also where a backend has them.
     """
     held = sorted(stage for stages in plan.placement for stage in stages)
     if held != list(range(len(held))) or len(plan.placement) != len(plan.actions) or not all(plan.placement):
@@ -33,12 +36,14 @@ def validate(plan: Plan, microbatches: int, forward_only: bool = False) -> None:
         _check_reductions(rank, actions, forward_only)
     _check_tied(plan)
     _check_matched(plan)
-    _check_progress(plan)
+    idle = [0.0] * plan.stages
+    simulate(plan, idle, idle)
 
 
 def _required(plan: Plan, rank: int, microbatches: int, forward_only: bool) -> set[tuple[Op, int, int, int]]:
     """(op, microbatch, chunk, peer) of everything but reductions that a rank must do."""
     required = set()
+    split = {(a.microbatch, a.chunk) for a in plan.actions[rank] if a.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
     for chunk in range(len(plan.placement[rank])):
         before, after = neighbours(plan, rank, chunk)
         for m in range(microbatches):
@@ -46,7 +51,8 @@ def _required(plan: Plan, rank: int, microbatches: int, forward_only: bool) -> s
             required |= set() if before is None else {(Op.RECV_ACTIVATION, m, chunk, before)}
             required |= set() if after is None else {(Op.SEND_ACTIVATION, m, chunk, after)}
             if not forward_only:
-                required.add((Op.BACKWARD, m, chunk, -1))
+                parts = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if (m, chunk) in split else (Op.BACKWARD,)
+                required |= {(op, m, chunk, -1) for op in parts}
                 required |= set() if before is None else {(Op.SEND_GRADIENT, m, chunk, before)}
                 required |= set() if after is None else {(Op.RECV_GRADIENT, m, chunk, after)}
     return required
@@ -66,19 +72,20 @@ def _check_complete(rank: int, actions: Sequence[Action], required: set[tuple[Op
 def _check_order(plan: Plan, rank: int) -> None:
     actions, stages = plan.actions[rank], plan.placement[rank]
     has = {(a.op, a.microbatch, a.chunk) for a in actions}
-    final = {a.chunk: i for i, a in enumerate(actions) if a.op is Op.BACKWARD}
+    final = {a.chunk: i for i, a in enumerate(actions) if a.op in COMPLETING}
     seen = set()
     for i, action in enumerate(actions):
         needs = [(op, action.microbatch, action.chunk) for op in NEEDS.get(action.op, ())]
-        if action.op in COMPUTE:  # the chunk on this rank whose result it takes over without a message, if there is one
+        if action.op is Op.FORWARD or action.op in BACKWARDS:  # the chunk on this rank whose result it takes over, if there is one
             source = stages[action.chunk] + (-1 if action.op is Op.FORWARD else 1)
-            needs += [(action.op, action.microbatch, chunk) for chunk, stage in enumerate(stages) if stage == source]
+            kinds = (Op.FORWARD,) if action.op is Op.FORWARD else BACKWARDS
+            needs += [(op, action.microbatch, chunk) for chunk, stage in enumerate(stages) if stage == source for op in kinds]
         for need in needs:
             if need in has and need not in seen:
                 other = "its " if need[2] == action.chunk else f"chunk {need[2]}'s "
                 raise ValueError(f"pp rank {rank}, {describe(action)}: comes before {other}{need[0].value}")
-        if action.last != (action.op is Op.BACKWARD and final[action.chunk] == i):
-            wrong = "`last` must mark the final backward of its chunk, and only that"
+        if action.last != (action.op in COMPLETING and final[action.chunk] == i):
+            wrong = "`last` must mark what completes the gradients of its chunk, and only that"
             raise ValueError(f"pp rank {rank}, {describe(action)}: {wrong}")
         seen.add((action.op, action.microbatch, action.chunk))
 
@@ -90,9 +97,9 @@ def _check_reductions(rank: int, actions: Sequence[Action], forward_only: bool) 
         raise ValueError(f"pp rank {rank}, reduce_gradients: done {counts[Op.REDUCE_GRADIENTS]} times, not {wanted}")
     if counts[Op.REDUCE_TIED] > wanted:
         raise ValueError(f"pp rank {rank}, reduce_tied: done {counts[Op.REDUCE_TIED]} times, not {wanted}")
-    backwards_left = counts[Op.BACKWARD]
+    backwards_left = sum(counts[op] for op in COMPLETING)
     for action in actions:
-        backwards_left -= action.op is Op.BACKWARD
+        backwards_left -= action.op in COMPLETING
         if action.op in REDUCTIONS and backwards_left:
             wrong = f"comes before {backwards_left} backwards whose gradients it would miss"
             raise ValueError(f"pp rank {rank}, {describe(action)}: {wrong}")
@@ -120,42 +127,3 @@ def _check_matched(plan: Plan) -> None:
             if message(plan, sender, send) != message(plan, receiver, receive):
                 wrong = f"pp rank {sender} does {describe(send)} at its place in the order"
                 raise ValueError(f"pp rank {receiver}, {describe(receive)}: {wrong}")
-
-
-def _check_progress(plan: Plan) -> None:
-    """Runs the plan under rendezvous. Raises if it stops before its end."""
-    runs = [in_batches(actions) for actions in plan.actions]
-    position = [0] * len(runs)
-    posted: set[tuple[int, Hashable]] = set()
-    ends = (plan.where[0][0], plan.where[plan.stages - 1][0])
-
-    def meets(rank: int, action: Action) -> tuple[int, Hashable] | None:
-        """The rank that an action waits for, and the message that both post."""
-        if action.op is Op.REDUCE_TIED:
-            return ends[rank == ends[0]], "tied embeddings"
-        return (action.peer, message(plan, rank, action)) if action.op in TRANSFERS else None
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, batches in enumerate(runs):
-            while position[rank] < len(batches):
-                meetings = [meeting for action in batches[position[rank]] if (meeting := meets(rank, action))]
-                new = {(rank, what) for _, what in meetings} - posted
-                posted |= new
-                moved |= bool(new)
-                if any(meeting not in posted for meeting in meetings):
-                    break
-                position[rank] += 1
-                moved = True
-    stuck = [(rank, batches[at]) for rank, (batches, at) in enumerate(zip(runs, position, strict=True)) if at < len(batches)]
-    if stuck:
-        waits = (f"pp rank {rank} waits in {', '.join(map(describe, batch))}" for rank, batch in stuck)
-        raise ValueError(f"deadlock: {'; '.join(waits)}")
-
-
-def describe(action: Action) -> str:
-    """An action in words, for messages."""
-    if action.op in REDUCTIONS:
-        return action.op.value
-    return f"{action.op.value} of microbatch {action.microbatch}" + (f", chunk {action.chunk}" if action.chunk else "")

@@ -14,7 +14,7 @@ from megacore.distributed.place import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import schedule
+from megacore.plan import generators
 from megacore.plan.schedule import IN_FLIGHT, Action, Op
 from megacore.plan.simulate import peak_live
 from tests.training import VOCAB_SIZE, write_config
@@ -52,7 +52,7 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
     for microbatches in numbers:
         stages = build_stages(config, mesh)
         runtime = Watched(stages, NativeEngine(config, stages, mesh), mesh.pp)
-        plan = schedule.build(name, STAGES, microbatches, tied=True)
+        plan = generators.build(name, STAGES, microbatches, tied=True)
         shape = (microbatches, 2, config.train.micro_batch_size, config.train.seq_len)
         tokens = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
         batch = [Microbatch(inputs, targets) for inputs, targets in tokens]
@@ -80,7 +80,7 @@ def test_live_activations(run_ranks: Callable[..., Any], tmp_path: Path, name: s
     for i, microbatches in enumerate(numbers):
         found = [results[i] for results in by_stage]
         live = [f["peak_live"] for f in found]
-        assert live == peak_live(schedule.build(name, STAGES, microbatches))
+        assert live == peak_live(generators.build(name, STAGES, microbatches))
         assert live == [microbatches if name == "gpipe" else min(STAGES - stage, microbatches) for stage in range(STAGES)]
         for stage, f in enumerate(found):
             sends, receives = stage < STAGES - 1, stage > 0

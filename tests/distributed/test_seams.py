@@ -23,7 +23,7 @@ from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.initial import initialise
 from megacore.pipeline.runtime import Microbatch
-from megacore.plan import schedule
+from megacore.plan import generators, schedule
 from megacore.plan.schedule import Action, Op, Placement, Plan, looped
 from megacore.plan.validate import validate
 from megacore.train.step import TrainStep
@@ -233,7 +233,7 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
     def generator(ranks: int, microbatches: int, chunks: int) -> Plan:
         return in_ticks(PLACEMENTS[name](ranks), microbatches)
 
-    with mock.patch.dict(schedule.GENERATORS, {"1f1b": generator}):
+    with mock.patch.dict(generators.GENERATORS, {"1f1b": generator}):
         return train(config, Mesh(config, place, CPU))
 
 

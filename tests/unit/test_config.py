@@ -91,7 +91,7 @@ ROPE_SCALING = (
         ("data.train", '[["a", 1]]', "a string or a list of [weight, prefix] or null"),
         ("data.valid", "[]", "a string or a list of [weight, prefix] or null"),
         ("checkpoint.async", '"yes"', "true or false"),
-        ("parallel.schedule", '"interleaved"', "1f1b or gpipe"),  # and nothing that would be refused next
+        ("parallel.schedule", '"zb_h9"', "1f1b or gpipe or interleaved"),  # and nothing that would be refused next
     ],
 )
 def test_wrong_type_or_bound(load_raw: Load, key: str, value: str, accepted: str) -> None:
@@ -102,7 +102,14 @@ def test_wrong_type_or_bound(load_raw: Load, key: str, value: str, accepted: str
 
 # Every rule of rules.py: overrides that break it and nothing before it, ranks, the key it names, and what it says is right.
 RULES: list[tuple[str, int, str, str]] = [
-    ("parallel.chunks=2", 1, "parallel.chunks", "1"),
+    ("parallel.chunks=2", 1, "parallel.chunks", "1, or null"),
+    ("parallel.schedule=interleaved parallel.chunks=1", 1, "parallel.chunks", "2 or more, or null"),
+    (
+        "model.num_layers=4 parallel.schedule=interleaved parallel.pipeline=3",
+        3,
+        "parallel.pipeline",
+        "times parallel.chunks at most model.num_layers 4",
+    ),
     ("engine.kind=deepspeed", 1, "engine.config", "an object or a file's path, such as configs/deepspeed/zero2.json"),
     ("optim.max_rollbacks=1", 1, "optim.max_rollbacks", "0, or checkpoint.every=1000"),
     ("train.compile=true train.offload_activations=true", 1, "train.compile", "false, or train.offload_activations=false"),
@@ -226,6 +233,8 @@ def test_override_beats_file_beats_default_and_origins_say_so(load_raw: Load) ->
         ("optim.schedule=wsd optim.warmup_steps=950", 1, "optim.decay_steps", 50),  # no room for a tenth
         ("train.steps=20 optim.warmup_steps=30", 1, "optim.decay_steps", 30),
         ("", 1, "engine.bucket_mib", 25),
+        ("", 1, "parallel.chunks", 1),
+        ("parallel.schedule=interleaved", 1, "parallel.chunks", 2),
         ("train.global_batch_size=512 train.micro_batch_size=1 parallel.tensor=2", 1024, "engine.bucket_mib", 4 * 512),
     ],
 )

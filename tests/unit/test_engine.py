@@ -22,7 +22,7 @@ from megacore.engine.optimizer import LossScale, fill_buffers, learning_rate
 from megacore.engine.reduce import GradientReducer
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import schedule
+from megacore.plan import generators
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def batch_of(config: Config, step: int) -> list[Microbatch]:
 
 def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) -> Tensor:
     """Forward and backward of a step's whole batch; its mean loss."""
-    plan = schedule.build(config.parallel.schedule, 1, config.num_microbatches, tied=config.model.tie_embeddings)
+    plan = generators.build(config.parallel.schedule, 1, config.num_microbatches, tied=config.model.tie_embeddings)
     weight = 1 / (config.train.global_batch_size * config.train.seq_len)
     return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), weight) * weight
 

@@ -8,16 +8,17 @@ import pytest
 
 from megacore.config import Config, load
 from megacore.plan import partition
+from megacore.plan.generators import GENERATORS, build
 from megacore.plan.memory import rank_memory
 from megacore.plan.partition import measured, plan_of
-from megacore.plan.schedule import GENERATORS, Plan, build
-from megacore.plan.simulate import SENDS, peak_held, peak_live, simulate
+from megacore.plan.schedule import SENDS, Plan
+from megacore.plan.simulate import peak_held, peak_live, simulate
 from megacore.plan.traffic import rank_traffic
 from tests import training
 
 
 def config_of(folder: Path, schedule: str, ranks: int, microbatches: int) -> Config:
-    sizes = [f"model.num_layers={ranks}", f"parallel.pipeline={ranks}", f"parallel.schedule={schedule}"]
+    sizes = [f"model.num_layers={2 * ranks}", f"parallel.pipeline={ranks}", f"parallel.schedule={schedule}"]
     batch = [f"train.global_batch_size={microbatches}", "train.micro_batch_size=1"]
     return load(training.write_config(folder, "nothing"), [*sizes, *batch], ranks).config
 
@@ -41,7 +42,7 @@ def test_counts_are_those_of_the_whole_plan(schedule: str, ranks: int, microbatc
 def test_times_are_those_of_the_whole_plan(schedule: str, tmp_path: Path) -> None:
     """With stages of unequal cost: the slowest one sets the pace."""
     config = config_of(tmp_path, schedule, 4, 102)
-    forward = [1.0, 1.5, 1.2, 2.0]
+    forward = [1.0, 1.5, 1.2, 2.0, 0.9, 1.1, 1.0, 1.3][: 4 * config.chunks]
 
     def makespan(plan: Plan) -> Sequence[float]:
         return [simulate(plan, forward, [2 * cost for cost in forward]).makespan]

@@ -6,9 +6,10 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from megacore.plan.generators import build
 from megacore.plan.plot import BOXES_A_STAGE, BREAK, MOST_BOXES, Cut, draw, find_cut
-from megacore.plan.schedule import build
-from megacore.plan.simulate import COMPUTE, Timeline, simulate
+from megacore.plan.schedule import COMPUTE, Op
+from megacore.plan.simulate import Timeline, simulate
 
 COSTS = {"equal": (1.0, 1.0), "a heavy last stage": (1.0, 1.37), "a heavy first stage": (1.21, 1.0)}
 
@@ -34,7 +35,7 @@ def test_filling_and_draining_are_drawn(stages: int, costs: str) -> None:
     assert cut.gap == BREAK
     for row in drawn.spans:
         work = [span for span in row if span.action.op in COMPUTE]
-        first = {op: next(span for span in work if span.action.op is op) for op in COMPUTE}
+        first = {op: next(span for span in work if span.action.op is op) for op in (Op.FORWARD, Op.BACKWARD)}
         assert all(span.end <= cut.start for span in first.values()), "the first microbatch's forward and backward"
         assert work[-1].start >= cut.end, "the last backward"
     end = max(row[-1].end for row in drawn.spans)

@@ -17,7 +17,7 @@ from megacore.distributed.place import Place
 from megacore.engine.native import NativeEngine
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import schedule
+from megacore.plan import generators, schedule
 from megacore.plan.simulate import peak_live
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from tests.training import VOCAB_SIZE, write_config
@@ -44,14 +44,14 @@ def batch_of(config: Config, microbatches: int) -> list[Microbatch]:
     return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(tokens)]
 
 
-@pytest.mark.parametrize("name", schedule.GENERATORS)
+@pytest.mark.parametrize("name", generators.GENERATORS)
 @pytest.mark.parametrize("microbatches", [1, 5])
 def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure, name: str, microbatches: int) -> None:
     """A microbatch lost, repeated or weighted otherwise; the order of a schedule must not matter."""
     config = configure("model.dropout=0.1")
     stage, engine = engine_of(config)
     batch = batch_of(config, microbatches)
-    loss = Runtime([stage], engine, SOLO).run(schedule.build(name, 1, microbatches), batch, 0.125)
+    loss = Runtime([stage], engine, SOLO).run(generators.build(name, 1, microbatches, 1), batch, 0.125)
 
     copy = whole_model(config)
     losses = torch.stack([copy.loss(copy(m.inputs, m.key), m.targets) for m in batch])
@@ -78,14 +78,14 @@ def watched(stage: nn.Module) -> Iterator[list[StorageWeakRef]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("name", schedule.GENERATORS)
+@pytest.mark.parametrize("name", generators.GENERATORS)
 @pytest.mark.parametrize("microbatches", [1, 6])
 def test_activations_die_with_their_backward(configure: Configure, name: str, microbatches: int) -> None:
     """Memory would grow with the microbatches: under 1F1B one stage holds one at a time, under GPipe all of them."""
     config = configure()
     stage, engine = engine_of(config)
     runtime = Runtime([stage], engine, SOLO)
-    plan = schedule.build(name, 1, microbatches)
+    plan = generators.build(name, 1, microbatches, 1)
     most = 0
     forward, gc_was_enabled = runtime.methods[schedule.Op.FORWARD], gc.isenabled()
     gc.disable()  # freed by reference counts alone, not when the collector happens to run
@@ -126,4 +126,4 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     assert runtime.peak_live == 0 and not runtime.roots
     stage.train()
     with pytest.raises(AssertionError, match="a plan with backward needs an engine"):
-        runtime.run(schedule.build("1f1b", 1, 3), batch, 1.0)
+        runtime.run(generators.build("1f1b", 1, 3), batch, 1.0)
