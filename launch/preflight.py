@@ -2,54 +2,116 @@
 
 import argparse
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
+from megacore.config.load import smallest_world
 from megacore.config.schema import resolved
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-from megacore.preflight.facts import Question
-from megacore.preflight.judge import Finding, judge
-from megacore.preflight.reach import SSH, Hosts, fresh_name
-from megacore.preflight.report import as_json, lines, settings_lines, table, verdict
+from megacore.preflight.facts import Question, facts
+from megacore.preflight.judge import Finding, judge, judge_together
+from megacore.preflight.launching import MARK, dry_run, launch_together
+from megacore.preflight.ranks import Meeting, fresh_name, try_links
+from megacore.preflight.reach import SSH, Hosts
+from megacore.preflight.report import as_json, lines, settings_lines, table, together_lines, verdict
 from megacore.survive.hosts import check_ranks, chosen_hosts, read_hostfile
 
 EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
-MORE = """Exit status: 0 all hosts pass, 1 some should be left out, 2 bad config, hostfile or arguments."""
+MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks of any launcher look at their
+machines (srun python launch/preflight.py --config …), and a process alone looks at this machine.
+Exit status: 0 all hosts pass, 1 some should be left out, 2 bad config, hostfile or arguments."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
-    parser.add_argument("--hostfile", required=True, metavar="FILE", help="lines such as `node1 slots=8`")
+    parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
-    parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts to leave out, as for deepspeed: node1@node2")
+    parser.add_argument("--hostfile", metavar="FILE", help="lines such as `node1 slots=8`")
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="hosts of it to leave out, as for deepspeed: node1@node2")
     parser.add_argument("--port", type=int, default=29500, metavar="N", help="where ranks will meet, the launcher's --master_port (29500)")
     parser.add_argument("--ssh", default=SSH, metavar="COMMAND", help=f"runs a command line on {{host}} ({SSH})")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of a table")
+    parser.add_argument("--dry-run", action="store_true", help="start nothing; print what a launch would run on each host")
+    parser.add_argument("--together", action="store_true", help=argparse.SUPPRESS)  # ranks that preflight itself has started
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if not 0 < args.port < 65536:
         raise ConfigError("--port", f"{args.port} is no port", "from 1 to 65535")
+    if args.dry_run and args.hostfile is None:
+        raise ConfigError("--dry-run", "there is no --hostfile", "the hosts of the launch; other launchers tell their own commands")
+    if args.exclude and args.hostfile is None:
+        raise ConfigError("--exclude", "there is no --hostfile", "both, or neither")
     return args
 
 
-def run(argv: list[str]) -> int:
+def run(argv: list[str], place: Place) -> int:
     """Everything that the script does; returns the exit status."""
     args = parse(argv)
+    if args.together:
+        result = try_links(args.config, args.overrides, place)
+        if place.rank == 0:
+            print(MARK + json.dumps(result), flush=True)
+        return 0
+    if args.hostfile is None:
+        return among_ranks(args, place) if place.world_size > 1 else alone(args)
+    return over_ssh(args)
+
+
+def over_ssh(args: argparse.Namespace) -> int:
+    """Looks at the hosts of a hostfile."""
     slots = chosen_hosts(read_hostfile(Path(args.hostfile)), "", args.exclude)
     check_ranks(slots, args.config, args.overrides)
     world = sum(slots.values())
     config = load(args.config, args.overrides, world).config
+    if args.dry_run:
+        for line in dry_run(slots, args.hostfile, args.exclude, args.port, ["--config", args.config, *args.overrides]):
+            print(line)
+        return 0
     question = Question(args.config, args.overrides, world, next(iter(slots)), args.port, fresh_name())
-    hosts = Hosts(slots, args.ssh).ask(question, resolved(config.log.dir), say)
+    asked = Hosts(slots, args.ssh)
+    hosts = asked.ask(question, resolved(config.log.dir), say)
     findings = judge(hosts, slots, need_sharing=saves(config))
-    show(hosts, findings, args)
-    return int(any(finding.fatal for finding in findings))
+    bad = {finding.host for finding in findings if finding.fatal}
+    well = {host: count for host, count in slots.items() if host not in bad}
+    result: dict[str, Any] | str = ""
+    if sum(well.values()) > 1:
+        result = launch_together(well, args.config, args.overrides, args.port, not bad, say)
+    return tell(args, hosts, findings, result, list(well))
+
+
+def among_ranks(args: argparse.Namespace, place: Place) -> int:
+    """Looks at the machines on which a launcher has started ranks."""
+    config = load(args.config, args.overrides, place.world_size).config
+    folder = Path(resolved(config.log.dir))
+    # Port 0: where ranks meet, they have met already.
+    question = Question(args.config, args.overrides, place.world_size, place.master_address, 0, fresh_name())
+    meeting = Meeting(place)
+    hosts, slots = meeting.ask(question, folder)
+    findings = judge(hosts, slots, need_sharing=saves(config)) if place.rank == 0 else []
+    bad = any(finding.fatal for finding in findings)
+    result: dict[str, Any] | str = "groups and links are tried once every machine is well"
+    if meeting.agree(not bad, folder, question.name):
+        result = try_links(args.config, args.overrides, place)
+    return tell(args, hosts, findings, result, list(hosts)) if place.rank == 0 else 0
+
+
+def alone(args: argparse.Namespace) -> int:
+    """Looks at this machine."""
+    world, host = smallest_world(args.config, args.overrides), socket.gethostname()
+    config = load(args.config, args.overrides, world).config
+    folder = Path(resolved(config.log.dir)) / (name := fresh_name())
+    about = facts(Question(args.config, args.overrides, world, "localhost", args.port, name), host, 1)
+    if folder.is_dir():
+        folder.rmdir()
+    hosts = {host: about | {"ahead": 0.0}}
+    return tell(args, hosts, judge(hosts, {host: 1}, need_sharing=False), "", [host])
 
 
 def saves(config: Config) -> bool:
@@ -57,17 +119,24 @@ def saves(config: Config) -> bool:
     return bool(config.checkpoint.every or config.checkpoint.last)
 
 
-def show(hosts: dict[str, dict[str, Any]], findings: list[Finding], args: argparse.Namespace) -> None:
-    """Prints what was found."""
+def tell(
+    args: argparse.Namespace, hosts: dict[str, dict[str, Any]], findings: list[Finding], result: dict[str, Any] | str, names: list[str]
+) -> int:
+    """Prints what was found; returns the exit status. `result`: of all machines together, called `names`, or why there is none."""
+    findings = [*findings, *(judge_together(result, names) if isinstance(result, dict) else [])]
+    unwell = isinstance(result, str) and result and not any(finding.fatal for finding in findings)
+    findings += [Finding("all hosts together", "links", str(result))] if unwell else []
     if args.json:
-        print(json.dumps(as_json(hosts, findings, args.exclude), indent=2))
-        return
-    from rich.console import Console
+        print(json.dumps(as_json(hosts, findings, args.exclude, result), indent=2))
+    else:
+        from rich.console import Console
 
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-    console.print(table(hosts, findings))
-    for line in (*lines(findings), *settings_lines(hosts), verdict(hosts, findings, args.exclude)):
-        console.print(line)
+        console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+        console.print(table(hosts, findings))
+        more = together_lines(result, names) if isinstance(result, dict) else []
+        for line in (*lines(findings), *more, *settings_lines(hosts), verdict(hosts, findings, args.exclude)):
+            console.print(line)
+    return int(any(finding.fatal for finding in findings))
 
 
 def say(line: str) -> None:
@@ -76,4 +145,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_with(run)
+    exit_rank_with(run)

@@ -5,17 +5,18 @@ import os
 import platform
 import sys
 import time
+from bisect import insort
 from pathlib import Path
 from typing import Any
 
-CORE_SIZE, CORE_PRODUCTS, CORE_TRIES = 192, 16, 25  # products of a try together take one to two milliseconds
-CORE_SECONDS = 0.4  # at most for a core
+CORE_SIZE, CORE_PRODUCTS, CORE_TRIES = 192, 8, 10  # products of a try together take about a millisecond
+CORE_SECONDS, ALIKE = 1.0, 1.05  # at most for a core; when its three best tries are so much alike, they are believed
 GPU_SIZE, GPU_PRODUCTS, GPU_TRIES = 8192, 4, 5
 
 
 def cores() -> dict[str, float]:
-    """Products in GFLOP/s on each core, one after the other. The best of many short tries: other programs on a core, which pause now
-    and then, count little, and a core that is slow itself is slow in every try."""
+    """Products in GFLOP/s on each core, one after the other. The best of many short tries: other programs on a core interrupt some of
+    them, and a core that is slow itself is slow in all."""
     import numpy as np
 
     mine = os.sched_getaffinity(0)
@@ -24,15 +25,14 @@ def cores() -> dict[str, float]:
     try:
         for core in sorted(mine):
             os.sched_setaffinity(0, {core})
-            best, end = float("inf"), time.perf_counter() + CORE_SECONDS
-            for _ in range(CORE_TRIES):
+            times: list[float] = []
+            end = time.perf_counter() + CORE_SECONDS
+            while len(times) < CORE_TRIES or (times[2] > ALIKE * times[0] and time.perf_counter() < end):
                 started = time.perf_counter()
                 for _ in range(CORE_PRODUCTS):
                     np.matmul(matrix, matrix, out=result)
-                best = min(best, (now := time.perf_counter()) - started)
-                if now > end:
-                    break
-            found[str(core)] = CORE_PRODUCTS * 2 * CORE_SIZE**3 / best / 1e9
+                insort(times, time.perf_counter() - started)
+            found[str(core)] = CORE_PRODUCTS * 2 * CORE_SIZE**3 / times[0] / 1e9
     finally:
         os.sched_setaffinity(0, mine)
     return found

@@ -1,7 +1,7 @@
 """Decides from the facts of all machines which of them a run should leave out, and why. Pure: no machine is asked here."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Any
@@ -12,7 +12,7 @@ Facts = Mapping[str, Any]
 
 CLOCK_SECONDS = 2.0  # that clocks may differ: records and file times of one run are then still in order
 SLOW_GPU, SLOW_CORE = 0.85, 0.5  # of the median of equals: GPUs of one kind differ by a few percent, cores that others use too by more
-SLOW_DISK = 0.25  # of the median
+SLOW_DISK, SLOW_LINK = 0.25, 0.5  # of the median
 OPEN_FILES, SHARED_MEMORY = 1024, 1 << 30  # below which sockets of many ranks, and NCCL's buffers, do not fit
 LEAST_FREE = 256 << 20  # on a disk that holds records alone
 UNEQUAL_MEMORY = 0.9  # of the median
@@ -28,7 +28,7 @@ class Finding:
     fatal: bool = True  # whether the host is left out for it; a person should know of the others
 
 
-CHECKS = ("reached", "code", "versions", "config", "clock", "disk", "shared", "memory", "limits", "ports", "network", "devices")
+CHECKS = ("reached", "code", "versions", "config", "clock", "disk", "shared", "memory", "limits", "ports", "network", "devices", "links")
 
 
 def judge(hosts: Mapping[str, Facts], slots: Mapping[str, int], *, need_sharing: bool) -> list[Finding]:
@@ -196,4 +196,36 @@ def usual_of(values: Iterable[float | None]) -> float:
 
 def excluded(findings: Iterable[Finding], before: str = "") -> str:
     """The hosts to leave out, as the deepspeed launcher's `--exclude` takes them; empty if none. `before`: those that are already."""
-    return "@".join(dict.fromkeys([*filter(None, before.split("@")), *(finding.host for finding in findings if finding.fatal)]))
+    return "@".join(
+        dict.fromkeys(
+            [*filter(None, before.split("@")), *(finding.host for finding in findings if finding.fatal and " " not in finding.host)]
+        )
+    )
+
+
+def judge_together(result: Facts, names: Sequence[str]) -> list[Finding]:
+    """What is wrong between machines, by what `links.together` has measured. `names`: those of its machines.
+
+    A machine is named if each of its links in one direction is slow, of two or more; else the link is.
+    """
+    found = []
+    for group in result["groups"]:
+        if not group["right"]:
+            text = f"an all-reduce over ranks {', '.join(map(str, group['ranks']))} ({group['axis']}) gave a wrong sum"
+            hosts = [name for name, ranks in zip(names, result["machines"], strict=True) if set(ranks) & set(group["ranks"])]
+            found += [Finding(host, "links", text) for host in hosts]
+    usual = usual_of(link["bytes_per_second"] for link in result["links"])
+    slow = [link for link in result["links"] if link["bytes_per_second"] < SLOW_LINK * usual]
+    for way in ("from", "to"):
+        for number, name in enumerate(names):
+            tried = [link for link in result["links"] if link[way] == number]
+            if len(tried) > 1 and all(link in slow for link in tried):
+                rate = size_text(int(usual_of(link["bytes_per_second"] for link in tried)))
+                found.append(Finding(name, "links", f"{rate}/s {way} it, and {size_text(int(usual))}/s is usual"))
+    named = {finding.host for finding in found}
+    for link in slow:
+        ends = [names[link["from"]], names[link["to"]]]
+        if not named & set(ends):
+            text = f"{size_text(int(link['bytes_per_second']))}/s to {ends[1]}, and {size_text(int(usual))}/s is usual"
+            found.append(Finding(ends[0], "links", text, fatal=False))
+    return found

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import shlex
 import subprocess
 import sys
@@ -119,8 +118,3 @@ def facts_in(lines: Iterable[tuple[float, str]], said: str) -> dict[str, Any]:
         return {"unreached": f"answers, but cannot be looked at: {said}"}
     came, greeting = answers[0]
     return answers[-1][1] | {"ahead": greeting["clock"] - came}
-
-
-def fresh_name() -> str:
-    """A name for this preflight's folder in log.dir, which no other has."""
-    return f".preflight-{secrets.token_hex(4)}"

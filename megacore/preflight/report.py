@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_ROWS = 24  # of hosts in the table; of more, those alone in which something was found
+COLUMNS = CHECKS[:-1]  # links are between hosts
+MOST_KINDS = 8  # of network settings
 TITLES = {"reached": "ssh", "disk": "log.dir", "devices": "GPUs, cores"}
 
 
@@ -22,7 +24,7 @@ def table(hosts: Mapping[str, Facts], findings: Sequence[Finding]) -> "Table":
 
     drawn = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     drawn.add_column("host", no_wrap=True)
-    for check in CHECKS:
+    for check in COLUMNS:
         drawn.add_column(TITLES.get(check, check), no_wrap=True)
     noted = {(finding.host, finding.check): finding.fatal for finding in reversed(findings)}
     noted |= {(finding.host, finding.check): True for finding in findings if finding.fatal}
@@ -30,7 +32,7 @@ def table(hosts: Mapping[str, Facts], findings: Sequence[Finding]) -> "Table":
     shown = [host for host in hosts if host in found or len(hosts) <= MOST_ROWS][:MOST_ROWS]
     for host in shown:
         row = [Text(host)]
-        for check in CHECKS:
+        for check in COLUMNS:
             fatal, text = noted.get((host, check)), figure(hosts[host], check)
             mark, colour = {None: ("", "green"), True: ("✗ ", "red"), False: ("! ", "yellow")}[fatal]
             row.append(Text(mark + (text if text != "✓" or fatal is None else ""), colour))
@@ -69,7 +71,8 @@ def settings_lines(hosts: Mapping[str, Facts]) -> list[str]:
     for host, about in hosts.items():
         if not about.get("unreached"):
             alike.setdefault(network_text(about), []).append(host)
-    return [f"{names(found)}: {text}" for text, found in alike.items()]
+    ordered = sorted(alike.items(), key=lambda item: -len(item[1]))
+    return [f"{names(found)}: {text}" for text, found in ordered[:MOST_KINDS]]
 
 
 def network_text(about: Facts) -> str:
@@ -77,7 +80,8 @@ def network_text(about: Facts) -> str:
     net, env = about["network"], about["settings"]
     interfaces = ", ".join(f"{name} ({speed / 1000:g} Gbit/s)" if speed else name for name, speed in net["interfaces"].items())
     devices = ", ".join(net["infiniband"])
-    parts = [f"gloo offers {env.get('GLOO_SOCKET_IFNAME') or net['own'] or 'nothing'}"]
+    own = "the address of the host's own name" if net["own"] and not net["own"].startswith("127.") else net["own"] or "nothing"
+    parts = [f"gloo takes {env.get('GLOO_SOCKET_IFNAME') or own}"]
     parts.append(f"interfaces {env.get('NCCL_SOCKET_IFNAME') or interfaces or 'none'}")
     parts.append(f"InfiniBand {env.get('NCCL_IB_HCA') or devices or 'none'}")
     return "; ".join([*parts, " ".join(f"{name}={value}" for name, value in env.items()) or "no setting of NCCL, gloo or threads"])
@@ -99,13 +103,32 @@ def verdict(hosts: Mapping[str, Facts], findings: Sequence[Finding], before: str
     bad = {finding.host for finding in findings if finding.fatal}
     if not bad:
         return f"all {len(hosts)} hosts pass"
+    if not (bad := bad & set(hosts)):
+        return "each host passes by itself, and all together do not"
     if len(bad) == len(hosts):
         return "no host passes"
     return f"{len(bad)} of {len(hosts)} hosts should be left out: --exclude {excluded(findings, before)}"
 
 
-def as_json(hosts: Mapping[str, Facts], findings: Sequence[Finding], before: str) -> dict[str, Any]:
+def together_lines(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """What the groups and links have, a line for each kind."""
+    found = [f"mesh: {result['mesh']}"]
+    for axis in dict.fromkeys(group["axis"] for group in result["groups"]):
+        own = sorted((group for group in result["groups"] if group["axis"] == axis), key=lambda group: group["seconds"])
+        usual, last = own[len(own) // 2], own[-1]
+        text = f"{axis}: {len(own)} groups of {len(last['ranks'])} ranks sum 1 MiB in {usual['seconds'] * 1e3:.2f} ms (median)"
+        slowest = f"; the slowest, ranks {', '.join(map(str, last['ranks'][:8]))}, in {last['seconds'] * 1e3:.2f} ms"
+        found.append(text + (slowest if len(own) > 1 else ""))
+    if result["links"]:
+        rates = sorted((link["bytes_per_second"], names[link["from"]], names[link["to"]]) for link in result["links"])
+        least, usual_rate = rates[0], rates[len(rates) // 2][0]
+        text = f"{len(rates)} links between machines: {size_text(int(usual_rate))}/s (median)"
+        found.append(f"{text}; the slowest, {least[1]} to {least[2]}, {size_text(int(least[0]))}/s")
+    return found
+
+
+def as_json(hosts: Mapping[str, Facts], findings: Sequence[Finding], before: str, together: Mapping[str, Any] | str) -> dict[str, Any]:
     """All of it, for programs."""
     found = [asdict(finding) for finding in findings]
     passed = not any(finding.fatal for finding in findings)
-    return {"passed": passed, "exclude": excluded(findings, before), "findings": found, "hosts": dict(hosts)}
+    return {"passed": passed, "exclude": excluded(findings, before), "findings": found, "hosts": dict(hosts), "together": together}

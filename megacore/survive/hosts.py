@@ -5,7 +5,7 @@ import shlex
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -91,6 +91,17 @@ def check_ranks(hosts: dict[str, int], config: str, overrides: list[str]) -> Non
         raise ConfigError("--hostfile", f"its hosts have {there} slots, and the config needs {needed} ranks ({layout})", "more hosts")
 
 
+def write_hostfile(file: Path, hosts: Mapping[str, int], ranks: int) -> int:
+    """Writes a hostfile with as many of the hosts and their slots as `ranks` need; returns the number of hosts in it."""
+    left, lines = ranks, []
+    for host, slots in hosts.items():
+        if used := min(slots, left):
+            lines.append(f"{host} slots={used}\n")
+        left -= used
+    file.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
 def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
     """The position of the hostfile in the deepspeed launcher's command, and its path. Raises `ConfigError` for the hostfile of
     another launcher, whose command also gives the number of ranks elsewhere."""
@@ -161,14 +172,9 @@ class Fleet:
         planned = plan(self.config, self.overrides, sum(hosts.values()))
         file = folder / "hostfile"
         folder.mkdir(parents=True, exist_ok=True)
-        left, lines = planned.ranks, []
-        for host, slots in hosts.items():
-            if used := min(slots, left):
-                lines.append(f"{host} slots={used}\n")
-            left -= used
-        file.write_text("".join(lines), encoding="utf-8")
+        used = write_hostfile(file, hosts, planned.ranks)
         silent = [f"{host} ({reason})" for host, reason in reasons.items() if reason is not None]
-        said = f"{planned.ranks} ranks on {len(lines)} of {len(self.named)} hosts: {' '.join(planned.overrides)}"
+        said = f"{planned.ranks} ranks on {used} of {len(self.named)} hosts: {' '.join(planned.overrides)}"
         said += f"; no answer from {', '.join(silent)}" if silent else ""
         spare = [host for host in answering if host not in hosts]
         print("supervise: " + said + (f"; spare: {', '.join(spare)}" if spare else ""), flush=True)

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from tests.pool import ROOT
 
 PROGRAMS = ("ip", "unshare", "nsenter", "mount", "ssh", "ssh-keygen", "sshd")
 NETWORK = "10.77.0"
+NUMBERS = count()  # of the sets of hosts that this process has made
 
 SSHD = """HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/authorized
@@ -55,10 +57,10 @@ def missing(*more: str) -> str:
 class Hosts:
     """Hosts node0, node1, …, which can be cut off, ended and started again."""
 
-    def __init__(self, folder: Path, count: int, variables: dict[int, dict[str, str]] | None = None) -> None:
+    def __init__(self, folder: Path, number: int, variables: dict[int, dict[str, str]] | None = None) -> None:
         """`variables`: what the environment holds of commands that come to a host by ssh."""
-        self.folder, self.count = folder, count
-        self.prefix = f"mc{os.getpid()}n"  # of the network namespaces
+        self.folder, self.count = folder, number
+        self.prefix = f"mc{os.getpid()}-{next(NUMBERS)}n"  # of the network namespaces
         self.inits: dict[int, subprocess.Popen[bytes]] = {}
         self.pids: dict[int, int] = {}  # of every host's first process
         for name in ("key", "host_key"):
@@ -66,9 +68,9 @@ class Hosts:
         shutil.copy(folder / "key.pub", folder / "authorized")
         (folder / "authorized").chmod(0o600)
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-        lines = ["127.0.0.1 localhost", *(f"{self.address(i)} node{i}" for i in range(count))]
+        lines = ["127.0.0.1 localhost", *(f"{self.address(i)} node{i}" for i in range(number))]
         files = {"hosts": "\n".join(lines) + "\n", "ssh_config": SSH.format(folder=folder), "init.sh": INIT.format(folder=folder)}
-        for host in range(count):
+        for host in range(number):
             own = {"PATH": path} | (variables or {}).get(host, {})
             settings = " ".join(f"{name}={value}" for name, value in own.items())
             files[f"sshd_config_node{host}"] = SSHD.format(folder=folder, variables=settings)
@@ -179,9 +181,9 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def hosts(folder: Path, count: int, variables: dict[int, dict[str, str]] | None = None) -> Iterator[Hosts]:
+def hosts(folder: Path, number: int, variables: dict[int, dict[str, str]] | None = None) -> Iterator[Hosts]:
     """Hosts that end with the block."""
-    found = Hosts(folder, count, variables)
+    found = Hosts(folder, number, variables)
     try:
         found.start()
         yield found

@@ -42,7 +42,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shared folder with a config, a corpus and a hostfile."""
     found = tmp_path_factory.mktemp("shared")
-    write_config(found, write_corpus(found), train={"steps": 2}, checkpoint={"last": True}, log={"dir": str(found / "run")})
+    own = {"log": {"dir": str(found / "run")}, "parallel": {"tensor": 2}}
+    write_config(found, write_corpus(found), train={"steps": 2}, checkpoint={"last": True}, **own)
     (found / "hostfile").write_text("node0 slots=2\nnode1 slots=2\n")
     (found / "run").mkdir()
     return found
@@ -61,7 +62,16 @@ def test_healthy_hosts_pass(two: Hosts, folder: Path) -> None:
     started = time.monotonic()
     status, said = preflight(two, folder)
     assert (status, said["passed"], said["exclude"], said["findings"]) == (0, True, "", []), said["findings"]
-    assert list(said["hosts"]) == ["node0", "node1"] and not list((folder / "run").iterdir())
+    assert list(said["hosts"]) == ["node0", "node1"]
+    assert not [path for path in (folder / "run").iterdir() if path.name.startswith(".")]
+    together = said["together"]
+    assert together["machines"] == [[0, 1], [2, 3]] and len(together["links"]) == 2
+    assert [(group["axis"], group["ranks"]) for group in together["groups"]] == [
+        ("dp", [0, 2]),
+        ("dp", [1, 3]),
+        ("tp", [0, 1]),
+        ("tp", [2, 3]),
+    ]
     assert time.monotonic() - started < 60
 
 
@@ -208,3 +218,71 @@ def test_each_fault_is_named(two: Hosts, folder: Path, fault: Callable, check: s
     assert status == 1 and "node1" in said["exclude"].split("@")
     if fault is not slow_core:  # hosts on one machine share its cores
         assert said["exclude"] == "node1"
+
+
+@slow
+@pytest.mark.skipif(bool(missing("pdsh", "tc")), reason=f"hosts: {missing('pdsh', 'tc')}")
+def test_a_slow_link_is_named(tmp_path: Path) -> None:
+    """One host of four sends at 20 Mbit/s: every step of a run would wait for it."""
+    with hosts(tmp_path, 4) as four:
+        write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run")})
+        (tmp_path / "hostfile").write_text("".join(f"node{i} slots=1\n" for i in range(4)))
+        limit = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit", "burst", "64k", "latency", "50ms"]
+        assert four.run(2, *limit).returncode == 0
+        status, said = preflight(four, tmp_path)
+    found = [(finding["host"], finding["check"]) for finding in said["findings"]]
+    assert (status, said["exclude"], found) == (1, "node2", [("node2", "links")]), said["findings"]
+    assert "from it, and" in said["findings"][0]["text"]
+
+
+def on_both(two: Hosts, folder: Path, hosts_there: tuple[int, ...] = (0, 1)) -> tuple[int, dict]:
+    """Preflight in ranks that torchrun starts, on both hosts or on fewer; the status of the first host and rank 0's JSON."""
+    torchrun = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "node0", "--master-port", str(PORT)]
+    script = [str(ROOT / "launch" / "preflight.py"), "--config", "config.json", "--json"]
+    started = [two.popen(host, *torchrun, "--node-rank", str(host), *script, cwd=folder) for host in hosts_there]
+    ended = [process.communicate(timeout=150) for process in started]
+    assert "{" in ended[0][0], ended[0]
+    return started[0].returncode, json.loads(ended[0][0][ended[0][0].index("{") :])
+
+
+@slow
+def test_ranks_of_a_launcher(two: Hosts, folder: Path) -> None:
+    """They tell their facts where they meet; healthy machines then try their links, others are named."""
+    status, said = on_both(two, folder)
+    assert (status, said["findings"], list(said["hosts"])) == (0, [], ["node0", "node1"]), said["findings"]
+    assert len(said["together"]["links"]) == 2
+    with other_torch(two, folder):
+        status, said = on_both(two, folder)
+    assert status == 1 and {finding["check"] for finding in said["findings"]} == {"versions"}, said["findings"]
+    assert said["exclude"] == "node1" and isinstance(said["together"], str)
+
+
+@slow
+@pytest.mark.skipif(bool(missing("pdsh")), reason=f"hosts: {missing('pdsh')}")
+def test_a_dry_run_prints_what_a_launch_does(two: Hosts, folder: Path) -> None:
+    """Word for word, and variable for variable; and it starts nothing on any host."""
+    (folder / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\n")
+    command = ["python", str(ROOT / "launch" / "preflight.py"), "--dry-run", "--hostfile", "hostfile", "--config", "config.json"]
+    two.cut(1)
+    try:
+        printed = two.run(0, *command, "--port", str(PORT), "train.seed=5", cwd=folder)
+    finally:
+        two.mend(1)
+    assert printed.returncode == 0, printed.stderr
+    lines = printed.stdout.splitlines()
+    assert lines[0].startswith("here: deepspeed --hostfile hostfile --master_addr node0")
+    # The command of the first line, with a script in pretrain's place that tells what it was given.
+    teller = folder / "tell.py"
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    teller.write_text(
+        f"import os,sys\nprint('told', *(n+'='+os.environ[n] for n in {names}), sys.executable, '-u', *sys.argv, os.environ['NCCL_DEBUG'])"
+    )
+    words = [str(teller) if word.endswith("pretrain.py") else word for word in lines[0].removeprefix("here: ").split()]
+    done = two.run(0, *words, cwd=folder)
+    (folder / ".deepspeed_env").unlink()
+    told = sorted(line.partition("told ")[2] for line in done.stdout.splitlines() if "told " in line)
+    expected = sorted(line.strip() + " WARN" for line in lines if line.startswith("  RANK="))
+    assert len(told) == 4 and told == [line.replace(str(ROOT / "launch" / "pretrain.py"), str(teller)) for line in expected], done.stderr[
+        -2000:
+    ]
+    assert all("export NCCL_DEBUG=WARN" in line for line in lines if line.startswith("node"))

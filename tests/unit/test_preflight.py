@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import pytest
 from megacore.errors import ConfigError
 from megacore.preflight import devices, facts
 from megacore.preflight.facts import Question
-from megacore.preflight.judge import excluded, judge
+from megacore.preflight.judge import Finding, excluded, judge, judge_together
+from megacore.preflight.launching import reason_in
 from megacore.preflight.reach import Hosts, forwarded
-from megacore.preflight.report import as_json, lines, settings_lines, table, verdict
+from megacore.preflight.report import as_json, lines, settings_lines, table, together_lines, verdict
 
 GIB = 1 << 30
 GPU = {"name": "GPU of a kind", "tflops": 700.0, "right": True, "error": "", "free": 79 * GIB, "memory": 80 * GIB}
@@ -125,12 +125,14 @@ def test_the_verdict_has_what_exclude_takes() -> None:
     hosts["a"]["ports"] = {"29500": True}
     found = judge(hosts, SLOTS, need_sharing=True)
     assert verdict(hosts, found, "z") == "2 of 4 hosts should be left out: --exclude z@c@a"
-    said = as_json(hosts, found, "")
+    said = as_json(hosts, found, "", "")
     assert json.loads(json.dumps(said)) == said and not said["passed"] and said["exclude"] == "c@a"
 
 
 def test_hundreds_of_hosts_have_a_short_table() -> None:
-    hosts = {f"n{i}": HEALTHY for i in range(500)} | {"bad": HEALTHY | {"ports": {"29500": True}}}
+    hosts = {f"n{i}": HEALTHY | {"network": HEALTHY["network"] | {"own": f"10.0.{i // 250}.{i % 250}"}} for i in range(500)} | {
+        "bad": HEALTHY | {"ports": {"29500": True}}
+    }
     found = judge(hosts, dict.fromkeys(hosts, 8), need_sharing=True)
     assert table(hosts, found).row_count == 1 and len(settings_lines(hosts)) == 1
 
@@ -164,7 +166,7 @@ def test_all_cores_are_measured_and_given_back() -> None:
 
 QUESTION = Question("config.json", [], 2, "a", 29500, ".preflight-x")
 SHELLS = {
-    "whole": (f"""echo '{{"clock": {time.time() + 100}}}'; echo Welcome; echo '{{"devices": {{}}}}'""", ""),
+    "whole": ("""echo "{\\"clock\\": $(($(date +%s) + 100))}"; echo Welcome; echo '{"devices": {}}'""", ""),
     "dead": ("echo no route to {host} >&2; exit 255", "no route to a"),
     "half": (
         'echo \'{"clock": 1}\'; [ -z "${2##*facts*}" ] && echo Killed >&2 && exit 137; true',
@@ -183,7 +185,7 @@ def test_what_a_host_answers(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     found = Hosts({"a": 1}, f"sh {tmp_path}/shell {{host}}").ask(QUESTION, "run", lambda line: None)["a"]
     assert found.get("unreached", "") == wrong
     if not wrong:
-        assert found["ahead"] == pytest.approx(100, abs=20)
+        assert found["ahead"] == pytest.approx(100, abs=5)
 
 
 def test_the_variables_that_the_launcher_takes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +199,40 @@ def test_the_variables_that_the_launcher_takes_along(tmp_path: Path, monkeypatch
     (tmp_path / ".deepspeed_env").write_text("export\n")
     with pytest.raises(ConfigError, match=r"\.deepspeed_env: has a line `export`"):
         forwarded({})
+
+
+def rounds(count: int, slow: dict[tuple[int, int], float]) -> dict[str, Any]:
+    """The links of so many machines, 1 GB/s but for those that are given."""
+    steps = [1 << i for i in range(20) if 1 << i < count]
+    pairs = [(a, (a + step) % count) for step in steps for a in range(count)]
+    found = [{"from": a, "to": b, "bytes_per_second": slow.get((a, b), 1e9)} for a, b in pairs]
+    groups = [{"axis": "dp", "ranks": list(range(count)), "seconds": 0.002, "right": True}]
+    return {"machines": [[i] for i in range(count)], "groups": groups, "links": found, "mesh": "data 8"}
+
+
+def test_links_are_judged_against_the_median() -> None:
+    """A machine whose links are all slow is named, its neighbours are not; a single slow link is only told."""
+    names = [f"n{i}" for i in range(8)]
+    assert judge_together(rounds(8, {}), names) == []
+    sends = {(3, 4): 1e8, (3, 5): 1e8, (3, 7): 1e8}
+    found = judge_together(rounds(8, sends), names)
+    assert [(f.host, f.text, f.fatal) for f in found] == [("n3", "95.37 MiB/s from it, and 953.7 MiB/s is usual", True)]
+    takes = {(2, 3): 1e8, (1, 3): 1e8, (7, 3): 1e8}
+    assert [(f.host, f.text[:18]) for f in judge_together(rounds(8, takes), names)] == [("n3", "95.37 MiB/s to it,")]
+    found = judge_together(rounds(8, {(3, 4): 1e8}), names)
+    assert [(f.host, f.fatal) for f in found] == [("n3", False)] and found[0].text == "95.37 MiB/s to n4, and 953.7 MiB/s is usual"
+    assert len(rounds(1024, {})["links"]) == 10 * 1024  # ten rounds, and not a million pairs
+    assert together_lines(rounds(8, sends), names)[-1].endswith("the slowest, n3 to n4, 95.37 MiB/s")
+
+
+def test_a_fault_of_all_together_leaves_no_host_out() -> None:
+    hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
+    found = [Finding("all hosts together", "links", "pdsh is not installed on this machine")]
+    assert excluded(found) == "" and verdict(hosts, found, "") == "each host passes by itself, and all together do not"
+    assert not as_json(hosts, found, "", "pdsh is not installed")["passed"]
+
+
+def test_what_failed_ranks_say() -> None:
+    text = "node1: warning: x\nnode0: hang doctor: the network between node0 and node1 is cut\npdsh@node0: node0: ssh exited\n"
+    assert reason_in(text) == "node0: hang doctor: the network between node0 and node1 is cut"
+    assert reason_in("Traceback\nRuntimeError: no\n\n") == "RuntimeError: no"
