@@ -44,7 +44,7 @@ setup(
         "hf": ["tokenizers>=0.21", "transformers>=4.56"],
         "benchmark": ["transformers>=4.56"],
         "kubernetes": ["pyyaml>=6"],
-        "monitoring": ["prometheus-client>=0.20"],
+        "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12; platform_system == 'Linux'"],
         "ray": ["ray[default,train]>=2.60"],
     },
 )

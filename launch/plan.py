@@ -18,10 +18,9 @@ from megacore.plan.devices import device_names, peak_flops
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import measured, placement_of, plan_of, stage_costs, stage_layers
+from megacore.plan.partition import measured, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plot import check_plot
-from megacore.plan.schedule import Plan
-from megacore.plan.simulate import Timeline, peak_live, simulate
+from megacore.plan.simulate import Timeline, peak_live
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
 
 if TYPE_CHECKING:
@@ -49,29 +48,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def simulated(config: Config, plan: Plan) -> Timeline:
-    """A plan of the run, each action timed by its FLOPs on a rank, for one microbatch."""
-    tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
-    costs = [cost * tokens for cost in stage_costs(config)]
-    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
-
-
-def times(config: Config) -> tuple[float, list[float]]:
-    """The makespan of a step and the time that each rank of the pipeline is busy, in FLOPs."""
-
-    def of(plan: Plan) -> list[float]:
-        timeline = simulated(config, plan)
-        return [timeline.makespan, *timeline.busy]
-
-    makespan, *busy = measured(config, of)
-    return makespan, busy
-
-
 def report(config: Config, device: str | None, lines: Lines, host_size: int) -> None:
     """Prints the plan."""
     from rich.console import Console
 
-    makespan, busy = times(config)
+    makespan, busy = step_times(config)
 
     train, parallel = config.train, config.parallel
     assert isinstance(parallel.data, int)

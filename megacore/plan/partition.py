@@ -14,6 +14,7 @@ from megacore.config.schema import Config
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
 from megacore.plan.generators import build, placement
 from megacore.plan.schedule import Placement, Plan
+from megacore.plan.simulate import Timeline, simulate
 
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
@@ -117,3 +118,21 @@ def stage_costs(config: Config) -> list[Cost]:
     costs[0] += embedding_cost(config)
     costs[-1] += head_cost(config)
     return costs
+
+
+def simulated(config: Config, plan: Plan) -> Timeline:
+    """A plan of the run, each action timed by its FLOPs on a rank, for one microbatch."""
+    tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
+    costs = [cost * tokens for cost in stage_costs(config)]
+    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
+
+
+def step_times(config: Config) -> tuple[float, list[float]]:
+    """The makespan of a step and the time that each rank of the pipeline is busy, in FLOPs."""
+
+    def of(plan: Plan) -> list[float]:
+        timeline = simulated(config, plan)
+        return [timeline.makespan, *timeline.busy]
+
+    makespan, *busy = measured(config, of)
+    return makespan, busy

@@ -36,6 +36,8 @@ class DeviceWork:
         self.done = 0  # pieces of work
         self.milliseconds = 0.0  # that they took, of those that are timed
         self.timed = True  # what comes next
+        self.samples = False  # whether waits are timed: of some steps only, because a step has thousands
+        self.waits: deque[tuple[str, Event, Event]] = deque(maxlen=KEPT)  # name of a group, marks before and behind a wait
         self.fault = ""  # what the device said when it was asked
 
     def begin(self) -> Event:
@@ -70,6 +72,25 @@ class DeviceWork:
         with self.lock:
             seconds, self.milliseconds = self.milliseconds / 1000, 0.0
         return seconds
+
+    def wait(self, name: str, wait: Callable[[], object]) -> None:
+        """Calls `wait`, which makes the device wait for an operation over the group `name`; if waits are timed, also times the device."""
+        if not self.samples:
+            wait()
+            return
+        began = self.begin()
+        wait()
+        ended = self.event()
+        ended.record()
+        self.waits.append((name, began, ended))
+
+    def take_waits(self) -> dict[str, float]:
+        """Seconds of the waits timed since this was asked last, by the name of a group. The device must have passed them."""
+        waits, self.waits = self.waits, deque(maxlen=KEPT)
+        found: dict[str, float] = {}
+        for name, began, ended in waits:
+            found[name] = found.get(name, 0.0) + began.elapsed_time(ended) / 1000
+        return found
 
     def standing(self) -> str:
         """What the device is at, in words."""

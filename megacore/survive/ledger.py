@@ -23,6 +23,7 @@ KEPT = 8  # the last operations that a channel remembers: ranks disagree on one 
 Note = tuple[int, str, str, torch.Size, torch.dtype]  # number, name of the group, operation, shape, dtype
 
 FOR_DEVICE = "waiting for its device"  # a phase
+DATA = "data"  # what the host waits for in `Ledger.spent`, besides groups
 
 
 class Channel:
@@ -32,11 +33,12 @@ class Channel:
     disagree. `during` and `waiting_for` return it as a context that notes that the rank waits.
     """
 
-    __slots__ = ("begun", "ledger", "recent", "since", "wanted")
+    __slots__ = ("begun", "ledger", "name", "recent", "since", "wanted")
 
     def __init__(self, ledger: "Ledger") -> None:
         self.ledger = ledger
         self.begun = self.wanted = 0
+        self.name = ""  # of the group for whose operation it waits: groups with equal ranks share a channel
         self.since = 0.0
         self.recent: deque[Note] = deque(maxlen=KEPT)
 
@@ -49,12 +51,12 @@ class Channel:
 
     def during(self, name: str, operation: str, x: Tensor) -> "Channel":
         """A context around an operation that this rank begins and waits for."""
-        self.wanted = self.begin(name, operation, x)
+        self.wanted, self.name = self.begin(name, operation, x), name
         return self
 
-    def waiting_for(self, number: int) -> "Channel":
-        """A context around waiting for the operation `number`."""
-        self.wanted = number
+    def waiting_for(self, number: int, name: str = "") -> "Channel":
+        """A context around waiting for the operation `number` of the group `name`."""
+        self.wanted, self.name = number, name
         return self
 
     def __enter__(self) -> None:
@@ -63,7 +65,9 @@ class Channel:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         ledger = self.ledger
-        ledger.waited += time.perf_counter() - self.since
+        seconds = time.perf_counter() - self.since
+        ledger.waited += seconds
+        ledger.spent[self.name] = ledger.spent.get(self.name, 0.0) + seconds
         ledger.waiting = None
         ledger.events += 1
 
@@ -80,6 +84,7 @@ class Ledger:
         self.waiting: Channel | None = None
         self.worker: int | None = None  # the thread of this process that the main thread waits for
         self.waited = 0.0  # seconds spent waiting for other ranks
+        self.spent: dict[str, float] = {}  # seconds that the host waited, by the name of a group, and for DATA
         self.channels: dict[str, Channel] = {}
 
     def mark(self, phase: str, microbatch: int = -1, chunk: int = -1) -> None:
@@ -95,6 +100,11 @@ class Ledger:
         """Seconds spent waiting for other ranks since this was asked last."""
         waited, self.waited = self.waited, 0.0
         return waited
+
+    def take_spent(self) -> dict[str, float]:
+        """Seconds that the host waited since this was asked last, by the name of a group, and for DATA."""
+        spent, self.spent = self.spent, {}
+        return spent
 
     def channel(self, ranks: Sequence[int]) -> Channel:
         """The channel of a communicator over `ranks`."""

@@ -14,7 +14,7 @@ from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.wire import Work
 from megacore.pipeline.runtime import Runtime
 from megacore.plan.schedule import TRANSFERS, Op
-from megacore.survive.ledger import FOR_DEVICE, Channel, Ledger
+from megacore.survive.ledger import DATA, FOR_DEVICE, Channel, Ledger
 from megacore.survive.stragglers import Stragglers
 from megacore.train.loader import Loader
 from megacore.train.mailbox import Mailbox
@@ -27,15 +27,19 @@ STARTS = {"start_all_reduce": "all_reduce", "start_all_gather": "all_gather", "s
 class Begun:
     """The handle of an operation whose waits are noted."""
 
-    __slots__ = ("channel", "number", "work")
+    __slots__ = ("channel", "name", "number", "work")
 
-    def __init__(self, work: Work, channel: Channel, number: int) -> None:
-        self.work, self.channel, self.number = work, channel, number
+    def __init__(self, work: Work, channel: Channel, number: int, name: str) -> None:
+        self.work, self.channel, self.number, self.name = work, channel, number, name
 
     def wait(self) -> None:
         """Returns when the result can be used."""
-        with self.channel.waiting_for(self.number):
-            self.work.wait()
+        device = self.channel.ledger.device
+        with self.channel.waiting_for(self.number, self.name):
+            if device is None:
+                self.work.wait()
+            else:
+                device.wait(self.name, self.work.wait)
 
 
 def note_mesh(mesh: Mesh, ledger: Ledger | None = None) -> Ledger:
@@ -57,7 +61,7 @@ def note_group(group: Group, ledger: Ledger) -> None:
     def started(operation: str, method: Callable[..., Work]) -> Callable[..., Work]:
         def noted(x: Tensor, *rest: Any) -> Work:
             number = channel.begin(name, operation, x)
-            return Begun(method(x, *rest), channel, number)
+            return Begun(method(x, *rest), channel, number, name)
 
         return noted
 
@@ -73,7 +77,7 @@ def note_group(group: Group, ledger: Ledger) -> None:
             own = group.ranks[group.rank]
             link = ledger.link(own, peer) if sends else ledger.link(peer, own)
             number = link.begin(name, "transfer", x)
-            return Begun(method(x, peer), link, number)
+            return Begun(method(x, peer), link, number, name)
 
         return noted
 
@@ -108,13 +112,16 @@ def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
     note_loader(trainer.loader, ledger)
     note_mailbox(trainer.mailbox, ledger)
     noted: Any = trainer
-    noted.watch.waited, noted.watch.stragglers = ledger.take_waited, Stragglers(trainer.mesh.pp.size).named
+    watch = noted.watch
+    watch.waited, watch.waits, watch.stragglers = ledger.take_waited, ledger.take_spent, Stragglers(trainer.mesh.pp.size).named
     if ledger.device is not None:
-        noted.watch.worked = ledger.device.take_seconds
+        watch.worked, watch.device_waits = ledger.device.take_seconds, ledger.device.take_waits
     next_batch, step = trainer.next_batch, trainer.engine.step
 
     def data() -> Any:
         ledger.step = trainer.step
+        if ledger.device is not None:  # the logged steps alone, on whose figures the host waits in any case
+            ledger.device.samples = trainer.step % trainer.config.log.every == 0
         ledger.mark("data")
         return next_batch()
 
@@ -126,12 +133,12 @@ def note_trainer(trainer: Trainer, ledger: Ledger) -> Trainer:
 
     def aside(phase: str, method: Callable[[], Any]) -> Callable[[], Any]:
         def marked() -> Any:
-            waited = ledger.waited
+            waited, spent = ledger.waited, dict(ledger.spent)
             ledger.mark(phase)
             if ledger.device is not None:
-                ledger.device.timed = False
+                ledger.device.timed = ledger.device.samples = False
             result = method()
-            ledger.waited = waited  # only waiting within steps counts
+            ledger.waited, ledger.spent = waited, spent  # only waiting within steps counts
             if ledger.device is not None:
                 ledger.device.timed = True
             return result
@@ -149,9 +156,10 @@ def note_loader(loader: Loader, ledger: Ledger) -> None:
     wait = loader.wait
 
     def waited(reading: Any) -> Any:
-        ledger.worker = loader.thread
+        ledger.worker, started = loader.thread, time.perf_counter()
         batch = wait(reading)
         ledger.worker = None
+        ledger.spent[DATA] = ledger.spent.get(DATA, 0.0) + time.perf_counter() - started
         return batch
 
     noted.wait = waited

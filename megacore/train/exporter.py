@@ -3,8 +3,10 @@
 Figures change at logged steps, when the run has them anyway: a scrape reads host memory, and asks the device for nothing.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +35,13 @@ RANKS = {
     "rank_memory_bytes": "Peak.",
     "rank_straggler": "1 where it holds up the others.",
 }
+# The same, by label `part`: bubble, data, or the group over which it waits.
+PARTS = {"rank_part_seconds": "Of a step, not computing: the bubble, waiting for data, communication over a group that is not hidden."}
+DEVICES = {"rank_gpu_utilisation": "Part of the last second or less in which the GPU ran a kernel, by NVML."}
 OTHERS = {
     "valid_loss": "Last validation, nats a token.",
     "checkpoint_step": "Step of the newest checkpoint.",
+    "checkpoint_seconds": "That the newest save took, from its beginning until it was on disk.",
     "checkpoint_timestamp_seconds": "When it was first seen at a logged step.",
     "logged_timestamp_seconds": "When the last step was logged.",
     "started_timestamp_seconds": "When this process began to serve: a restart changes it.",
@@ -59,9 +65,12 @@ class Exporter:
             raise ConfigError("log.prometheus_port", "prometheus-client is not installed", right) from None
         registry = CollectorRegistry()
         self.gauges: dict[str, Any] = {name: Gauge(f"megacore_{name}", text, registry=registry) for name, text in (RUN | OTHERS).items()}
-        self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank"], registry=registry) for name, text in RANKS.items()}
+        self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank"], registry=registry) for name, text in (RANKS | DEVICES).items()}
+        self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank", "part"], registry=registry) for name, text in PARTS.items()}
         self.saved_step = 0
         self.ranks = range(place.rank, place.rank + place.local_world_size)
+        for index in gpus(place, device):
+            self.gauges["rank_gpu_utilisation"].labels(place.rank + index).set_function(partial(gpu_utilisation, index))
         self._set("started_timestamp_seconds", time.time())
         self._set("memory_limit_bytes", memory_limit(device))
         try:
@@ -70,8 +79,16 @@ class Exporter:
             wrong = f"port {port} cannot be served: {error.strerror}"
             raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
 
-    def step(self, figures: Mapping[str, Any], own: Mapping[str, Sequence[float]], saved_step: int) -> None:
-        """A logged step's figures, by name of `RANKS` what each rank of the run has of its own, and the newest checkpoint's step."""
+    def step(
+        self,
+        figures: Mapping[str, Any],
+        own: Mapping[str, Sequence[float]],
+        parts: Mapping[str, Sequence[float]],
+        saved_step: int,
+        save_seconds: float,
+    ) -> None:
+        """A logged step's figures; what each rank of the run has of its own, by name of `RANKS`, and the parts of its step; the newest
+        checkpoint's step, and the seconds that its save took."""
         if not self.serving:
             return
         for name in RUN.keys() & figures.keys():
@@ -79,11 +96,15 @@ class Exporter:
         for name, values in own.items():
             for rank in self.ranks:
                 self.gauges[name].labels(rank).set(values[rank])
+        for part, values in parts.items():
+            for rank in self.ranks:
+                self.gauges["rank_part_seconds"].labels(rank, part).set(values[rank])
         now = time.time()
         self._set("logged_timestamp_seconds", now)
         if saved_step != self.saved_step:
             self.saved_step = saved_step
             self._set("checkpoint_step", saved_step)
+            self._set("checkpoint_seconds", save_seconds)
             self._set("checkpoint_timestamp_seconds", now)
 
     def validation(self, loss: float) -> None:
@@ -101,6 +122,22 @@ class Exporter:
 
     def _set(self, name: str, value: float | None) -> None:
         self.gauges[name].set(float("nan") if value is None else value)
+
+
+def gpus(place: Place, device: torch.device) -> range:
+    """The GPUs of this machine's ranks that this process can ask about: all, or its own where a launcher shows it no other; none where
+    NVML cannot be asked."""
+    if device.type != "cuda" or math.isnan(gpu_utilisation(0)):
+        return range(0)
+    return range(min(torch.cuda.device_count(), place.local_world_size))
+
+
+def gpu_utilisation(index: int) -> float:
+    """Called when somebody scrapes. It asks the driver, and not the device; NaN where NVML or its package (nvidia-ml-py) is missing."""
+    try:
+        return torch.cuda.utilization(index) / 100
+    except Exception:  # any error of the libraries below: one would end the whole scrape
+        return math.nan
 
 
 def memory_limit(device: torch.device) -> float:

@@ -33,6 +33,7 @@ class Saving:
         self.latest_step = 0
         self.said: Path | None = None
         self.on_saved: Callable[[Path], None] = lambda path: None  # called once for each checkpoint, on rank 0 as soon as it is seen
+        self.took = 0.0  # seconds from a save's beginning until it was on disk
         self.seconds = 0.0  # that training has waited since the last reading
 
     def save(self, step: int, samples: int) -> None:
@@ -81,7 +82,7 @@ class Saving:
 
     def _say(self, saved: Saved) -> None:
         if saved.path != self.said:
-            self.said = saved.path
+            self.said, self.took = saved.path, saved.seconds
             self.logs.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
             self.on_saved(saved.path)
 

@@ -25,7 +25,7 @@ from megacore.train.loader import Loader
 from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.mailbox import Figures, Mailbox
-from megacore.train.meters import StepTimer, Utilisation, peak_memory
+from megacore.train.meters import StepParts, StepTimer, Utilisation, peak_memory
 from megacore.train.restoring import choose
 from megacore.train.saving import Saving
 from megacore.train.skips import Skips, TooManySkips
@@ -43,6 +43,14 @@ class Watch:
     def worked(self) -> float:
         """Seconds that this rank's GPU took for forwards and backwards since this was asked last; 0 without a GPU."""
         return 0.0
+
+    def waits(self) -> dict[str, float]:
+        """Seconds that this rank's host waited since this was asked last, by the name of a group, and for data."""
+        return {}
+
+    def device_waits(self) -> dict[str, float]:
+        """Seconds that its GPU stood waiting in the last logged step, by the name of a group."""
+        return {}
 
     def stragglers(self, own: list[float], devices: list[float], seconds: float) -> dict[int, float]:
         """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step and those of their `devices`."""
@@ -81,6 +89,7 @@ class Trainer:
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.logs)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
+        self.parts = StepParts(config, mesh)
 
     def run(self, stop: StopRequest | None = None) -> int:
         """Trains from the step after the last checkpoint to `train.steps`; returns the exit status.
@@ -241,9 +250,10 @@ class Trainer:
         steps = self.timer.steps
         seconds = self.timer.read()
         own, worked = seconds - self.watch.waited() / steps, self.watch.worked() / steps
-        mine = [[seconds, own, worked, self.saving.read_seconds(), peak_memory(self.mesh.device)]]
+        parts = self.parts.of(worked or own, self.watch.waits(), steps, self.watch.device_waits())
+        mine = [[seconds, own, worked, self.saving.read_seconds(), peak_memory(self.mesh.device), *parts]]
         of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
-        seconds, *_, save_seconds, memory = of_all.amax(1).tolist()
+        seconds, _, _, save_seconds, memory, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed = tokens_a_step / seconds
         stragglers = self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
@@ -268,7 +278,8 @@ class Trainer:
             "rank_memory_bytes": of_all[4].tolist(),
             "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
         }
-        self.exporter.step(logged, by_rank, self.saved_step)
+        by_part = dict(zip(self.parts.names, of_all[5:].tolist(), strict=True))
+        self.exporter.step(logged, by_rank, by_part, self.saved_step, self.saving.took)
 
     def validate(self) -> float | None:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""

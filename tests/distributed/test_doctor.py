@@ -264,6 +264,13 @@ def test_a_device_times_what_is_asked_for() -> None:
     device.timed = True
     device.end("backward", device.begin())
     assert device.done == 3 and device.take_seconds() == 2.0 and device.take_seconds() == 0.0
+    waited: list[str] = []
+    device.wait("tp", lambda: waited.append("not timed"))
+    device.samples = True
+    for name in ("tp", "dp", "tp"):
+        device.wait(name, lambda: waited.append("timed"))
+    assert waited == ["not timed"] + ["timed"] * 3
+    assert device.take_waits() == {"tp": 2.0, "dp": 1.0} and device.take_waits() == {}
 
 
 def test_thousands_of_ranks_are_not_asked_one_by_one() -> None:

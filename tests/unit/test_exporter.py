@@ -1,6 +1,7 @@
 """log.prometheus_port: what is served, by whom, and that rules and dashboard ask for it."""
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -9,15 +10,20 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from megacore.config.load import resolve
+from megacore.distributed.axes import AXES
 from megacore.distributed.place import Place, free_port
 from megacore.errors import ConfigError
-from megacore.train.exporter import OTHERS, RANKS, RUN, Exporter
+from megacore.train import exporter as exporter_module
+from megacore.train.exporter import DEVICES, OTHERS, PARTS, RANKS, RUN, Exporter
+from megacore.train.meters import StepParts
 from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus
@@ -39,7 +45,8 @@ def test_a_machine_serves_its_ranks() -> None:
     exporter = Exporter(port, Place(rank=2, world_size=4, local_rank=0, local_world_size=2), CPU)
     try:
         figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
-        exporter.step(figures, {name: [1.0, 2.0, 3.0, 4.0] for name in RANKS}, saved_step=20)
+        by_rank = [1.0, 2.0, 3.0, 4.0]
+        exporter.step(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, saved_step=20, save_seconds=7.0)
         exporter.validation(3.5)
         found = scrape(port)
     finally:
@@ -47,8 +54,10 @@ def test_a_machine_serves_its_ranks() -> None:
     assert found["megacore_step"] == 30 and found["megacore_mfu"] == 0.4 and found["megacore_valid_loss"] == 3.5
     assert found["megacore_loss"] != found["megacore_loss"], "null is not a number"
     assert {name: found[f'megacore_rank_memory_bytes{{rank="{name}"}}'] for name in (2, 3)} == {2: 3.0, 3: 4.0}
+    assert found['megacore_rank_part_seconds{part="dp",rank="3"}'] == 4.0
     assert not any('rank="0"' in name for name in found)
-    assert found["megacore_checkpoint_step"] == 20 and abs(found["megacore_checkpoint_timestamp_seconds"] - time.time()) < 60
+    assert found["megacore_checkpoint_step"] == 20 and found["megacore_checkpoint_seconds"] == 7.0
+    assert abs(found["megacore_checkpoint_timestamp_seconds"] - time.time()) < 60
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", port))  # nobody listens there any more
@@ -58,7 +67,7 @@ def test_a_machine_serves_its_ranks() -> None:
 def test_only_the_first_rank_of_a_machine_serves() -> None:
     """Ranks of one machine would fight for the port."""
     port = free_port()
-    Exporter(port, Place(1, 2, 1, 2), CPU).step({}, {}, 0)
+    Exporter(port, Place(1, 2, 1, 2), CPU).step({}, {}, {}, 0, 0.0)
     with pytest.raises(OSError):
         scrape(port)
 
@@ -96,6 +105,7 @@ def test_a_run_is_served(tmp_path: Path) -> None:
     compared = [(found["megacore_loss"], lines[int(found["megacore_step"])]["loss"]) for found in seen if found["megacore_step"]]
     assert compared and any(ours == theirs for ours, theirs in compared)
     assert any('megacore_rank_busy_seconds{rank="0"}' in found for found in seen)
+    assert any(found.get('megacore_rank_part_seconds{part="data",rank="0"}', 0.0) > 0.0 for found in seen)
 
 
 def expressions() -> list[str]:
@@ -108,16 +118,19 @@ def expressions() -> list[str]:
 def test_rules_and_dashboard_ask_for_what_is_served() -> None:
     """A renamed figure would leave an empty panel and an alert that never fires."""
     asked = {name for expression in expressions() for name in re.findall(r"megacore_(\w+)", expression)}
-    assert asked <= {*RUN, *RANKS, *OTHERS} and len(asked) > 10
+    assert asked <= {*RUN, *RANKS, *OTHERS, *PARTS, *DEVICES} and len(asked) > 10
 
 
+DP, DATA, BUBBLE = (f'megacore_rank_part_seconds,rank="0",part="{part}"' for part in ("dp", "data", "bubble"))
 SERIES = {
     "NoStep": ["megacore_logged_timestamp_seconds", "0x60"],
     "MachineGone": ["up", "1x3 0x60"],
     "LossNotFinite": ["megacore_loss", "3 2.5" + " Inf" * 60],
     "Skipping": ["megacore_skipped", "0+1x60"],
     "CheckpointOld": ["megacore_checkpoint_timestamp_seconds", "1x200"],
-    "WaitingForOthers": ["megacore_rank_waiting_seconds", "0.5x60"],
+    "ExposedCommunication": [DP, "0.5x60"],
+    "WaitingForData": [DATA, "0.06x60"],
+    "GpusIdle": ["megacore_rank_gpu_utilisation", "0.8x60"],
     "UtilisationFell": ["megacore_mfu", "0.5x10 0.3x60"],
     "Straggler": ["megacore_rank_straggler", "1x60"],
     "MemoryNearlyFull": ["megacore_rank_memory_bytes", "99x60"],
@@ -126,18 +139,57 @@ SERIES = {
 HEALTHY = {"megacore_step_seconds": "1x200", "megacore_memory_limit_bytes": "100x200"}
 
 
+def test_gpus_are_asked_when_somebody_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's utilisation under another rank's name; or a run that ends because a driver does not answer."""
+    answers = {0: 90, 1: 40}
+    monkeypatch.setattr(torch.cuda, "utilization", lambda index: answers[index])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(exporter_module, "memory_limit", lambda device: 1.0)
+    exporter = Exporter(port := free_port(), Place(rank=2, world_size=4, local_rank=0, local_world_size=2), torch.device("cuda"))
+    try:
+        assert {rank: scrape(port)[f'megacore_rank_gpu_utilisation{{rank="{rank}"}}'] for rank in (2, 3)} == {2: 0.9, 3: 0.4}
+        answers.clear()
+        assert math.isnan(scrape(port)['megacore_rank_gpu_utilisation{rank="3"}'])
+    finally:
+        exporter.close()
+    exporter = Exporter(port := free_port(), Place(), torch.device("cuda"))  # NVML does not answer from the start
+    try:
+        assert not any("gpu" in name for name in scrape(port))
+    finally:
+        exporter.close()
+
+
+def test_parts_of_a_step() -> None:
+    """A bubble that counts as communication as well, a group without a part, or the mean of several steps taken for one."""
+    mesh: Any = SimpleNamespace(token_axes=("dp",), axes=AXES, pp=SimpleNamespace(size=2, rank=1))
+    config = resolve(
+        {"model": {"num_layers": 4, "tie_embeddings": False}, "parallel": {"pipeline": 2}}, ["train.global_batch_size=8"], "x", 2
+    )
+    parts = StepParts(config.config, mesh)
+    parts.idle = 0.25
+    waits = {"pp": 2.0, "dp between hosts": 2.0, "dp within a host": 4.0, "pp×tp": 1.0, "world": 1.0, "data": 0.5}
+    found = dict(zip(parts.names, parts.of(2.0, waits, 2, {"tp": 3.0}), strict=True))
+    assert found == {"bubble": 0.5, "data": 0.25, "pp": 0.5, "tp": 3.0, "dp": 3.0, "tied": 0.0, "world": 1.0}
+    found = dict(zip(parts.names, parts.of(8.0, waits, 2, {}), strict=True))  # the bubble is more than the waits for the pipeline
+    assert found["bubble"] == 2.0 and found["pp"] == 0.0 and found["world"] == 0.0 and found["dp"] == 3.0
+    with_more = resolve({"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2).config
+    assert 0 < StepParts(with_more, mesh).idle < 0.2, "one round of two stages over 64 microbatches"
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
 @pytest.mark.parametrize("alert", SERIES)
 def test_alerts_fire(tmp_path: Path, alert: str) -> None:
     """An alert that cannot fire, or one that fires for a healthy run."""
     name, values = SERIES[alert]
-    good = {"up": "1x200", "megacore_loss": "3x200", "megacore_mfu": "0.5x200", "megacore_rank_waiting_seconds": "0.1x200"}
+    good = {"up": "1x200", "megacore_loss": "3x200", "megacore_mfu": "0.5x200", DP: "0.1x200", DATA: "0.01x200", BUBBLE: "0.5x200"}
     good |= {"megacore_logged_timestamp_seconds": "0+60x200", "megacore_skipped": "0x200", "megacore_rank_straggler": "0x200"}
     good |= {"megacore_checkpoint_timestamp_seconds": "0+60x200", "megacore_rank_memory_bytes": "50x200"} | HEALTHY
-    labels = '{job="megacore",instance="node0:9400"}'
+    good |= {"megacore_rank_gpu_utilisation": "0.95x200"}
     at = "70m" if alert == "CheckpointOld" else "30m"
     for series, fires in ((good, False), (good | {name: values}, True)):
-        inputs = [{"series": key + labels, "values": value} for key, value in series.items()]
+        labelled = [(*key.partition(","), values) for key, values in series.items()]
+        common = 'job="megacore",instance="node0:9400"'
+        inputs = [{"series": f"{name}{{{common}{comma}{labels}}}", "values": values} for name, comma, labels, values in labelled]
         expected = [{"exp_labels": {"alertname": alert}}] if fires else []
         check = {"eval_time": at, "alertname": alert, "exp_alerts": expected}
         test = {

@@ -1,6 +1,7 @@
 """What the hang doctor says: of every kind of hang, from ledgers made up here, it must name the cause and the rank."""
 
 import json
+import time
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_a_ledger_counts_what_its_rank_begins_and_where_it_waits() -> None:
     with channel.waiting_for(number):
         assert channel.wanted == number, "it waits for the first of two that are under way"
     assert ledger.events > events, "a rank that waits and goes on is no rank that stands still"
+
+
+def test_a_ledger_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups with equal ranks share a channel: their waits would be one group's, or an earlier operation's."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    ledger, x = Ledger(), torch.zeros(3)
+    channel = ledger.channel((0, 1))
+    number = channel.begin("dp", "all_reduce", x)
+    with channel.during("world", "all_reduce", x):
+        now[0] += 1.0
+    with channel.waiting_for(number, "dp"):
+        now[0] += 2.0
+    assert ledger.take_spent() == {"world": 1.0, "dp": 2.0} and ledger.take_spent() == {} and ledger.waited == 3.0
 
 
 def test_a_line_is_that_of_our_code() -> None:
