@@ -45,6 +45,7 @@ setup(
         "benchmark": ["transformers>=4.56"],
         "kubernetes": ["pyyaml>=6"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12; platform_system == 'Linux'"],
+        "wandb": ["wandb>=0.19"],
         "ray": ["ray[default,train]>=2.60"],
     },
 )

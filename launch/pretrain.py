@@ -50,6 +50,7 @@ def train(config: Config, place: Place, stop: StopRequest, on_saved: Callable[[P
     from megacore.train.exporter import Exporter
     from megacore.train.inputs import Inputs
     from megacore.train.lock import FolderLock
+    from megacore.train.tracking import check_wandb
     from megacore.train.trainer import Trainer
 
     with own_mistakes():
@@ -59,6 +60,8 @@ def train(config: Config, place: Place, stop: StopRequest, on_saved: Callable[[P
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
+        if place.rank == 0:
+            check_wandb(config)
         exporter = Exporter(config.log.prometheus_port, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now

@@ -262,6 +262,9 @@ class Log(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: PositiveInt = Field(10, description="steps between log lines; the only steps that wait for the device")
     tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = Field(
+        "off", description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb sync sends later, or online"
+    )
     prometheus_port: PositiveInt | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
 
 

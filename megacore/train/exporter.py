@@ -43,7 +43,7 @@ OTHERS = {
     "checkpoint_step": "Step of the newest checkpoint.",
     "checkpoint_seconds": "That the newest save took, from its beginning until it was on disk.",
     "checkpoint_timestamp_seconds": "When it was first seen at a logged step.",
-    "logged_timestamp_seconds": "When the last step was logged.",
+    "logged_timestamp_seconds": "When the last step was logged; before the first, when this process began to serve.",
     "started_timestamp_seconds": "When this process began to serve: a restart changes it.",
     "memory_limit_bytes": "Memory of a device; on CPUs of the machine.",
 }
@@ -71,7 +71,10 @@ class Exporter:
         self.ranks = range(place.rank, place.rank + place.local_world_size)
         for index in gpus(place, device):
             self.gauges["rank_gpu_utilisation"].labels(place.rank + index).set_function(partial(gpu_utilisation, index))
+        for name in RUN | OTHERS:  # 0 would be a loss
+            self._set(name, None)
         self._set("started_timestamp_seconds", time.time())
+        self._set("logged_timestamp_seconds", time.time())
         self._set("memory_limit_bytes", memory_limit(device))
         try:
             self.server, self.thread = start_http_server(port, registry=registry)

@@ -1,6 +1,6 @@
-"""A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, and the console.
+"""A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, Weights & Biases, and the console.
 
-A run goes on without the console and TensorBoard, but not without its records. If these cannot be written, `broken` says why, and
+A run goes on without the last three, but not without its records. If these cannot be written, `broken` says why, and
 the trainer saves and ends.
 """
 
@@ -21,6 +21,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.train.board import Board
 from megacore.train.mailbox import Figures
+from megacore.train.tracking import Tracker
 
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
@@ -38,9 +39,12 @@ class Logs:
         Stream.go_on = "training"
         self.console = Console(highlight=False)
         self.board: Board | None = None
+        self.tracker: Tracker | None = None
         self.metrics: IO[str]
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
         self._open(first_step)
+        if config.log.wandb != "off":
+            self.tracker = Tracker(config, first_step, self.say)
         # mpirun gives rank 0 a terminal of its own, wherever its output goes.
         self.live = self.console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
         self.progress = Progress(
@@ -117,6 +121,8 @@ class Logs:
         with self._recording(figures["step"]):
             self.metrics.write(as_json(figures) + "\n")
             self.metrics.flush()
+        if self.tracker is not None:
+            self.tracker.add(as_json(figures))
         if self.board is not None:
             self.board.add(figures)
 
@@ -150,6 +156,9 @@ class Logs:
             self.metrics.close()
         if self.board is not None:
             self.board.close()
+        tracker, self.tracker = self.tracker, None
+        if tracker is not None:
+            tracker.close()
 
 
 def is_there(path: Path, file: IO[str]) -> bool:

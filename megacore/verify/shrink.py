@@ -71,7 +71,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
         },
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
-        "log": {"dir": None, "every": 1, "tensorboard": False, "prometheus_port": None},
+        "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
     }
     small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
     return what_differs(user, small)

@@ -9,9 +9,11 @@ import subprocess
 import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import pytest
 import torch
@@ -44,6 +46,7 @@ def test_a_machine_serves_its_ranks() -> None:
     port = free_port()
     exporter = Exporter(port, Place(rank=2, world_size=4, local_rank=0, local_world_size=2), CPU)
     try:
+        assert math.isnan(scrape(port)["megacore_loss"]), "no step has been logged yet, and a loss of 0 would be drawn"
         figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
         by_rank = [1.0, 2.0, 3.0, 4.0]
         exporter.step(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, saved_step=20, save_seconds=7.0)
@@ -102,7 +105,8 @@ def test_a_run_is_served(tmp_path: Path) -> None:
     lines = {
         line["step"]: line for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if "loss" in (line := json.loads(text))
     }
-    compared = [(found["megacore_loss"], lines[int(found["megacore_step"])]["loss"]) for found in seen if found["megacore_step"]]
+    # The last scrape may be cut off by the run's end.
+    compared = [(found["megacore_loss"], lines[int(found["megacore_step"])]["loss"]) for found in seen if found.get("megacore_step", 0) > 0]
     assert compared and any(ours == theirs for ours, theirs in compared)
     assert any('megacore_rank_busy_seconds{rank="0"}' in found for found in seen)
     assert any(found.get('megacore_rank_part_seconds{part="data",rank="0"}', 0.0) > 0.0 for found in seen)
@@ -137,6 +141,36 @@ SERIES = {
     "Restarted": ["megacore_started_timestamp_seconds", "1x5 900x60"],
 }
 HEALTHY = {"megacore_step_seconds": "1x200", "megacore_memory_limit_bytes": "100x200"}
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A Prometheus that has two points of every series but those of GPUs."""
+
+    def do_GET(self) -> None:
+        asked = parse_qs(urlparse(self.path).query)
+        at, series = float(asked["start"][0]), {"metric": {"rank": "3"}, "values": []}
+        series["values"] = [[at, "1"], [at + 60, "NaN"], [at + 61, "2.5"]]
+        body = json.dumps({"data": {"result": [] if "gpu" in asked["query"][0] else [series]}}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_the_dashboard_is_drawn(tmp_path: Path) -> None:
+    """The command of the documents would end in a traceback, or draw nothing and not say so."""
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, out = f"http://127.0.0.1:{server.server_address[1]}", tmp_path / "dashboard.png"
+        done = run_script("launch/monitoring/picture.py", "--url", url, "--minutes", "5", "--out", str(out))
+        server.shutdown()
+    assert done.returncode == 0 and "left out: GPU utilisation, by rank" in done.stdout, done.stderr
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    done = run_script("launch/monitoring/picture.py", "--url", url, "--out", str(out))
+    assert done.returncode == 2 and done.stderr.startswith(f"config error: --url: no Prometheus answers at {url}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_gpus_are_asked_when_somebody_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +218,7 @@ def test_alerts_fire(tmp_path: Path, alert: str) -> None:
     good = {"up": "1x200", "megacore_loss": "3x200", "megacore_mfu": "0.5x200", DP: "0.1x200", DATA: "0.01x200", BUBBLE: "0.5x200"}
     good |= {"megacore_logged_timestamp_seconds": "0+60x200", "megacore_skipped": "0x200", "megacore_rank_straggler": "0x200"}
     good |= {"megacore_checkpoint_timestamp_seconds": "0+60x200", "megacore_rank_memory_bytes": "50x200"} | HEALTHY
-    good |= {"megacore_rank_gpu_utilisation": "0.95x200"}
+    good |= {"megacore_rank_gpu_utilisation": "0.95x200", "megacore_step": "0+10x200"}
     at = "70m" if alert == "CheckpointOld" else "30m"
     for series, fires in ((good, False), (good | {name: values}, True)):
         labelled = [(*key.partition(","), values) for key, values in series.items()]
