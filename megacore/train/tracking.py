@@ -7,6 +7,7 @@ file is that process: it reads a line of JSON about the run from stdin, and then
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -83,7 +84,7 @@ class Tracker:
         self.say(f"WARNING: wandb gets no more figures{why}; training goes on, and metrics.jsonl has them all")
 
     def close(self) -> None:
-        """Lets the process send what is left. If that takes too long, ends it: what it has in the run's folder can be sent later."""
+        """Lets the process send what is left. If that takes too long, ends it."""
         self.lines.put(None)
         self.thread.join(GRACE)
         try:
@@ -91,9 +92,9 @@ class Tracker:
                 self._failed()
         except subprocess.TimeoutExpired:
             self.failed = True
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-            self.say(f"WARNING: wandb has not sent all figures within {GRACE:g} s; wandb sync {self.folder}/wandb/*run-* sends them")
+            self.say(f"WARNING: wandb has not sent all figures within {GRACE:g} s; metrics.jsonl has them all")
 
 
 def run_id(folder: Path, first_step: int) -> str:

@@ -45,7 +45,9 @@ SKIPPED = 3  # steps at the beginning of a run that are not timed
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__ or "")
-    parser.add_argument("--rates", default="1gbit,unlimited", metavar="RATE,…", help="of the link, as tc writes them (%(default)s)")
+    parser.add_argument(
+        "--rates", default="1gbit,unlimited", metavar="RATE,…", help="of the link, as tc writes them; empty: none (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each timed run (%(default)s)")
     parser.add_argument("--loss-steps", type=int, default=200, metavar="N", help="of each run whose loss counts; 0: none (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="adds the figures to this file")
@@ -110,7 +112,7 @@ def run(argv: list[str]) -> None:
         prepare = [ROOT / "launch/prepare.py", "--input", ROOT / "megacore", "--output", folder / "code", "--tokenizer", "bytes"]
         subprocess.run([sys.executable, *prepare], check=True, stdout=subprocess.DEVNULL)
         common = merged(SETTINGS, {"data": {"train": f"{folder}/code"}})
-        for rate in args.rates.split(","):
+        for rate in filter(None, args.rates.split(",")):
             limit(link, rate)
             for dtype, levels in VARIANTS:
                 settings = merged(common, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
