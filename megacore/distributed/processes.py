@@ -1,5 +1,8 @@
 """Asks the kernel about other processes of this machine (Linux)."""
 
+import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states: ended, though its parent may not have noticed; stopped by a signal, or traced
@@ -37,3 +40,11 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += children.get(each, [])
     return found[1:]
+
+
+def machine() -> str:
+    """A name for this machine that no other has: two may have one host name, and containers share a boot."""
+    names = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+    return "/".join(names)

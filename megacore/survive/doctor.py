@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megacore.distributed.meeting import use_device
 from megacore.distributed.place import Place
-from megacore.distributed.processes import ENDED, STOPPED, process_state
+from megacore.distributed.processes import ENDED, STOPPED, machine, process_state
 from megacore.distributed.reasons import record
 from megacore.survive.ledger import Ledger, line_of
 from megacore.survive.notices import Notices
@@ -52,14 +52,14 @@ class Doctor:
         """
         self.ledger, self.rank, self.world_size, self.seconds = ledger, place.rank, place.world_size, seconds
         self.device, self.folder, self.local_rank = device, folder, place.local_rank
-        first = self.rank - self.local_rank
-        self.local_ranks = range(first, min(first + place.local_world_size, self.world_size))
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
         self.patience = 2 * (ANSWER_SECONDS + 2 * self.tick) + STORE_SECONDS  # seconds for a verdict: more than twice what its judge waits
         self.seat = Seat(self.rank, socket.gethostname(), os.getpid(), where)
         self.notices = Notices(store)
         self.notices.write(f"seat/{self.rank}", asdict(self.seat))
+        self.host = f"host/{machine()}"  # under which its ranks stand, which need not follow each other
+        self.notices.note(self.host, self.rank)
         self.first: Seat | None = None  # rank 0's, which may hold the store: asked for while it answers
         self.failed = ""
         self.asked, self.closed = threading.Event(), threading.Event()
@@ -158,7 +158,7 @@ class Doctor:
 
     def _processes(self) -> dict[str, str]:
         """The state of every rank's process on this host now."""
-        return {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.local_ranks).values() if seat.host == self.seat.host}
+        return {str(seat.rank): process_state(seat.pid) for seat in self._seats(self.notices.noted(self.host)).values()}
 
     def _publish(self, folder: str) -> None:
         self.notices.write(f"{folder}/{self.rank}", asdict(self.snapshot()))
@@ -168,7 +168,7 @@ class Doctor:
         found = self.notices.read([f"{folder}/{rank}" for rank in ranks])
         return {int(key.rpartition("/")[2]): Snapshot(**value) for key, value in found.items()}
 
-    def _seats(self, ranks: range) -> dict[int, Seat]:
+    def _seats(self, ranks: Sequence[int]) -> dict[int, Seat]:
         """The seats of the ranks that have come so far; others get a seat without a place."""
         found = self.notices.read([f"seat/{rank}" for rank in ranks])
         return {rank: Seat(**found[key]) if (key := f"seat/{rank}") in found else replace(NOBODY, rank=rank) for rank in ranks}
@@ -227,8 +227,8 @@ class Doctor:
         faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 (open until the end)
         try:
             if verdict.cause in ("stopped", "silent"):
-                for seat in self._seats(self.local_ranks).values():
-                    if seat.rank in verdict.ranks and seat.host == self.seat.host and process_state(seat.pid) not in ENDED:
+                for seat in self._seats(self.notices.noted(self.host)).values():
+                    if seat.rank in verdict.ranks and process_state(seat.pid) not in ENDED:
                         with contextlib.suppress(ProcessLookupError):  # another rank did it
                             os.kill(seat.pid, signal.SIGKILL)
             if self.folder is not None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 BEATS = 10  # a host that has missed so many in a row is lost
+FEW = 3  # missed beats
 GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they know more
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
@@ -68,6 +69,7 @@ class Heartbeat:
         self.visited = False  # whether a rank has come, which may have left before it said who it is
         self.beats = self.ending = 0  # since the start; since the verdict
         self.verdict = ""
+        self.messages: dict[bool, bytes] = {}  # what is sent to all, until something has changed
         self.door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.door.bind("")  # the kernel gives it a name that is in no folder
         self.door.listen(1024)
@@ -92,15 +94,16 @@ class Heartbeat:
                 method()
             if time.monotonic() >= due:
                 self._tick()
-                due = time.monotonic() + self.beat
-        if not self.verdict:
+                late = time.monotonic() - due
+                due += self.beat if late < self.beat else late + self.beat  # after a pause it does not catch up
+        if self.is_hub or not self.verdict:
             self.part()
 
     def part(self) -> None:
-        """Tells the others not to wait for this host any more."""
+        """Tells the others the verdict once more, or that they need not wait for this host."""
         for _ in range(PARTING):
             for host in [*self.hosts.values(), *([self.hub] if self.hub else [])]:
-                self._send(host.address, parting=True)
+                self._send(host.address, parting=not self.verdict)
             time.sleep(0.02)
 
     def _over(self) -> bool:
@@ -108,7 +111,7 @@ class Heartbeat:
         if self.seats or not self.ranks:
             return not self.seats and (self.visited or self.beats * self.beat > NEVER_SECONDS)  # who came left at once; nobody came
         if self.verdict:
-            return self.ending > PARTING
+            return True
         if self.is_hub:
             return not any(host.open for host in self.hosts.values())
         return self.hub is None or not self.heard
@@ -125,7 +128,7 @@ class Heartbeat:
         elif self.hub is not None:
             self._send(self.hub.address)
             self.hub.missed += 1
-            if self.heard and self.hub.missed > BEATS:
+            if self.heard and self.hub.missed >= BEATS:
                 self.decide(f"host {self.name} hears nothing from {at(self.hub)}: it is down, or the network between them is cut")
             elif not self.heard and not self.warned and self.beats * self.beat > NEVER_SECONDS:
                 self.warned = True
@@ -135,13 +138,18 @@ class Heartbeat:
         """The hub's look at the others."""
         for host in self.hosts.values():
             host.missed += 1
-        if any(host.missed > BEATS for host in self.hosts.values()):
-            lost = [host for host in self.hosts.values() if host.missed > BEATS - 2]  # of those lost together some were heard later
+        going_on = self.seats or any(host.open and host.missed < FEW for host in self.hosts.values())
+        limit = BEATS if going_on or not self.gone else FEW  # where all others have failed, nothing is lost by a mistake
+        if any(host.missed >= limit for host in self.hosts.values()):
+            lost = [host for host in self.hosts.values() if host.missed > limit - 2]  # of those lost together some were heard later
             those = ", ".join(at(host) for host in lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
-            why = "down, or the network to it is cut" if len(lost) == 1 else "they are down, or the network to them is cut"
-            if len(lost) == len(self.hosts):
-                why += f" (or that of {self.name}, which hears from no host)" if len(lost) > 1 else ""
-            self.decide(f"nothing was heard from {those} for {BEATS * self.beat:.0f} s: {why}", [host.name for host in lost])
+            heard = f"nothing was heard from {those} for {limit * self.beat:.0f} s"
+            if len(lost) == len(self.hosts) > 1:
+                self.decide(f"{heard}, nor from any other host: the network of host {self.name} is cut", [self.name])
+            else:
+                several = "they are down, or the network to them is cut"
+                why = "down, or the network to it is cut" if len(lost) == 1 else several
+                self.decide(f"{heard}: {why}", [host.name for host in lost])
             return
         here = Host(self.name, self.ranks, None, gone=self.gone)
         for host in (here, *self.hosts.values()):
@@ -154,6 +162,7 @@ class Heartbeat:
     def decide(self, verdict: str, lost: Sequence[str] | None = None) -> None:
         """Says the verdict here, and has all ranks end. The hub passes it on, and notes the hosts that were `lost`."""
         self.verdict = verdict
+        self.messages.clear()
         if self.ranks_here:
             say(f"{verdict}; {self.name} ends its {named(self.ranks_here)}")
         for host in self.hosts.values():
@@ -184,10 +193,12 @@ class Heartbeat:
 
     def _send(self, address: Any, parting: bool = False) -> None:
         """A beat, or the answer to one."""
-        message = {"token": self.token, "name": self.name, "verdict": self.verdict, "parting": parting}
-        message |= {"ranks": self.ranks, "open": self.ranks_here, "gone": list(self.gone)}
+        if parting not in self.messages:
+            message = {"token": self.token, "name": self.name, "verdict": self.verdict, "parting": parting}
+            message |= {"ranks": self.ranks, "open": self.ranks_here, "gone": list(self.gone)}
+            self.messages[parting] = json.dumps(message).encode()
         with contextlib.suppress(OSError):  # this host's own network is down: the others' silence will tell
-            self.datagrams.sendto(json.dumps(message).encode(), address)
+            self.datagrams.sendto(self.messages[parting], address)
 
     def _receive(self) -> None:
         """Takes all datagrams that have come."""
@@ -245,6 +256,7 @@ class Heartbeat:
             if "rank" in message:
                 seat.rank, seat.pid = message["rank"], message["pid"]
                 self.ranks = sorted({*self.ranks, seat.rank})
+                self.messages.clear()
                 tell(seat, port=self.port)
             elif "hub" in message and self.hub is None and not self.is_hub:
                 name, port = message["hub"]
@@ -263,6 +275,7 @@ class Heartbeat:
         self.selector.unregister(seat.connection)
         seat.connection.close()
         self.seats.remove(seat)
+        self.messages.clear()
         if self.hub is not None and not self.is_hub:
             self._send(self.hub.address)  # so that the hub need not wait for the next beat to know
 

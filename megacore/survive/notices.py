@@ -25,6 +25,16 @@ class Notices:
         """Writes a value, over one that is there."""
         self.store.set(key, json.dumps(value))
 
+    def note(self, key: str, number: int) -> None:
+        """Adds a number to those under a key."""
+        self.store.append(key, f"{number} ")  # type: ignore[attr-defined]
+
+    def noted(self, key: str) -> list[int]:
+        """The numbers under a key, of which there is one at least."""
+        found = [int(number) for number in self.store.get(key).split()]
+        self.answers += 1
+        return found
+
     def is_there(self, key: str) -> bool:
         """Whether the store has a key."""
         return self._all_there([key])

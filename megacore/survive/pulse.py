@@ -15,6 +15,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from megacore.distributed.place import Place
+from megacore.distributed.processes import machine
 from megacore.distributed.reasons import record
 from megacore.survive import heartbeat
 from megacore.survive.notices import Notices
@@ -109,9 +110,3 @@ class Pulse:
     def _tell(self, **message: Any) -> None:
         assert self.connection is not None
         self.connection.send(json.dumps({"token": self.token, **message}).encode() + b"\n")
-
-
-def machine() -> str:
-    """A name for this host that no other has: two may have one host name, and containers share a boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/net').st_ino}"

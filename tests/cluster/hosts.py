@@ -95,6 +95,8 @@ class Hosts:
         ip("netns", "add", space)
         self._switch("link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", space)
         self._switch("link", "set", f"p{host}", "master", "br0", "up")
+        # The same card when it comes back: the others remember its number.
+        ip("-n", space, "link", "set", "eth0", "address", f"02:77:00:00:00:{host + 1:02x}")
         ip("-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
         ip("-n", space, "link", "set", "eth0", "up")
         inside = ["unshare", "-m", "-p", "-u", "-f", "--kill-child", "--mount-proc", "bash", self.folder / "init.sh", f"node{host}"]
@@ -157,7 +159,7 @@ class Hosts:
 
     def processes(self, host: int, word: str) -> list[str]:
         """The command lines on a host that hold a word: who was left behind."""
-        said = subprocess.run(self.inside(host, "ps", "-eo", "args", "--no-headers"), capture_output=True, text=True).stdout
+        said = subprocess.run(self.inside(host, "ps", "-ww", "-eo", "args", "--no-headers"), capture_output=True, text=True).stdout
         return [line for line in said.splitlines() if word in line]
 
     def own_folder(self, path: Path) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks import judging
 from megacore.config import load
 from megacore.distributed import comm
-from megacore.distributed.meeting import meet
+from megacore.distributed.meeting import check_name, meet
 from megacore.distributed.mesh import SOLO, Mesh, pick_device
 from megacore.distributed.place import Place, free_port, place_from_environment
 from megacore.pipeline.runtime import Runtime
@@ -176,6 +176,13 @@ def test_nobody_waits_long_for_a_store_that_is_not_opened() -> None:
         meet(Place(1, 2, 1, 2, master_port=free_port()), timedelta(seconds=600), timedelta(seconds=1))
 
 
+def test_a_name_that_no_host_has_is_said() -> None:
+    """The store's client would try it for minutes, and say nothing of the name."""
+    check_name("localhost", 0.0)
+    with pytest.raises(TimeoutError, match=r"knows no host named node9\.invalid, where the ranks are to meet \(MASTER_ADDR\): "):
+        check_name("node9.invalid", 0.0)
+
+
 class Looked:
     """An event of a device that passes one more of them every so many looks of the doctor."""
 
@@ -199,6 +206,16 @@ class Looked:
 def fresh_device() -> None:
     """No event has been made."""
     Looked.looks = Looked.made = 0
+
+
+def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
+    """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for elsewhere, and not be found dead."""
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
+    places = [Place(rank, 4, local_rank, 2) for local_rank, rank in enumerate((1, 3))]
+    doctors = [doctor_module.Doctor(store, place, "", Ledger(), 1200.0, torch.device("cpu")) for place in places]
+    assert [sorted(doctor._processes()) for doctor in doctors] == [["1", "3"]] * 2
+    for doctor in doctors:
+        doctor.close()
 
 
 def test_a_step_that_its_device_is_at_is_no_hang() -> None:

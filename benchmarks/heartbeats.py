@@ -1,0 +1,81 @@
+"""What the heartbeats of many hosts cost the one that answers them, and how soon it names one that falls silent. The others are sockets.
+
+python -m benchmarks.heartbeats --hosts 4096
+"""
+
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+from megacore.cli import Parser, exit_with
+from megacore.distributed.processes import stat_fields
+from megacore.survive import heartbeat
+
+TOKEN = "benchmark"
+EXAMPLE = "python -m benchmarks.heartbeats --hosts 4096"
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed so far."""
+    return sum(map(int, stat_fields(pid)[11:13])) / 100
+
+
+def run(argv: list[str]) -> int:
+    """Prints the figures."""
+    parser = Parser(EXAMPLE, __doc__)
+    parser.add_argument("--hosts", type=int, default=4096, metavar="N", help="hosts that beat (4096)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="parallel.heartbeat_seconds (20)")
+    args = parser.parse_args(argv)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    hub = subprocess.Popen([sys.executable, "-m", heartbeat.__name__], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert hub.stdin is not None and hub.stdout is not None
+    hub.stdin.write(json.dumps({"name": "node0", "token": TOKEN, "seconds": args.seconds, "folder": None}) + "\n")
+    hub.stdin.close()
+    rank = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    rank.connect("\0" + hub.stdout.readline().strip())
+    rank.send(json.dumps({"token": TOKEN, "rank": 0, "pid": 0}).encode() + b"\n")
+    port = json.loads(rank.recv(4096))["port"]
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(args.hosts)]
+    beat = {"token": TOKEN, "verdict": "", "parting": False, "gone": []}
+    for each in sockets:
+        each.setblocking(False)
+    messages = [
+        json.dumps(beat | {"name": f"node{i}", "ranks": list(range(8 * i, 8 * i + 8)), "open": list(range(8 * i, 8 * i + 8))}).encode()
+        for i in range(1, args.hosts + 1)
+    ]
+    answers, sent, silent, rounds = 0, 0, args.hosts // 3, 2 * heartbeat.BEATS
+    began, computed = time.monotonic(), cpu_seconds(hub.pid)
+    for number in range(rounds):
+        for i, (each, message) in enumerate(zip(sockets, messages, strict=True)):
+            each.sendto(message, ("127.0.0.1", port))
+            sent += 1
+            due = began + (number + i / args.hosts) * args.seconds / heartbeat.BEATS
+            while (left := due - time.monotonic()) > 0:  # hosts beat at times of their own
+                time.sleep(min(left, 0.05))
+            if number:
+                with contextlib.suppress(BlockingIOError):
+                    answers += bool(each.recv(65536))
+    share = (cpu_seconds(hub.pid) - computed) / (time.monotonic() - began)
+    print(f"{args.hosts} hosts: the process that answers them needs {share:.1%} of a core; {answers} of {sent - args.hosts} answers came")
+    struck = time.monotonic()
+    rank.setblocking(False)
+    verdict = b""
+    while not verdict:
+        for i, (each, message) in enumerate(zip(sockets, messages, strict=True)):
+            if i != silent:
+                each.sendto(message, ("127.0.0.1", port))
+        time.sleep(args.seconds / heartbeat.BEATS / 2)
+        with contextlib.suppress(BlockingIOError):
+            verdict = rank.recv(4096)
+    print(f"one that fell silent was named after {time.monotonic() - struck:.1f} s")
+    hub.kill()
+    hub.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(run)

@@ -1,0 +1,272 @@
+"""What breaks between hosts is named within half a minute, leaves no process behind, and costs the run nothing but time.
+
+`pytest -s` shows the seconds of each fault, and by how much the weights differ from those of a run that nothing disturbed.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megacore.checkpoint.compare import compare
+from megacore.checkpoint.find import locate
+from megacore.checkpoint.read import Reader
+from megacore.survive.hosts import read_hostfile
+from tests.cluster.hosts import Hosts, hosts, missing
+from tests.cluster.test_launchers import TOLERANCE, losses, slow
+from tests.commands import run_script
+from tests.pool import ROOT
+from tests.training import write_config, write_corpus
+
+WHY_NOT = missing("pdsh")
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}")
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+STEPS, STRUCK = 150, 20  # steps of a run; the fault strikes once so many are done
+NAMED_SECONDS = 30.0
+ENOUGH = 240.0  # seconds, for a run with its restarts
+
+# A rank that only watches, for the test that must be quick.
+WATCHER = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from megacore.distributed.place import Place
+from megacore.survive.pulse import Pulse
+rank = int(sys.argv[1])
+store = dist.TCPStore("node0", 29700, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+pulse = Pulse(store, Place(rank, 2, 0, 1, "node0", 29700), 3.0, Path(sys.argv[2]))
+while not store.check(["doctor/heartbeat/hub"]) or pulse.connection is None:
+    time.sleep(0.1)
+time.sleep(2)
+print("beating", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Four hosts for all tests of this file; the clock of the last is ten minutes ahead where that can be had."""
+    ahead = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": "+600s"} if FAKETIME.exists() else {}
+    with hosts(tmp_path_factory.mktemp("hosts"), 4, {3: ahead}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared folder with a config, a corpus, and the run of one process."""
+    found = tmp_path_factory.mktemp("shared")
+    train = {"steps": STEPS, "precision": "fp64", "global_batch_size": 12}
+    write_config(found, write_corpus(found), train=train, checkpoint={"every": 5})
+    (found / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
+    one = run_script("launch/pretrain.py", "--config", f"{found}/config.json", f"log.dir={found}/one")
+    assert one.returncode == 0, one.stderr
+    return found
+
+
+class Run:
+    """A run under the supervisor, which is on a host of its own or on one that trains."""
+
+    def __init__(self, four: Hosts, folder: Path, name: str, names: list[str], *options: str, head: int = 0) -> None:
+        self.four, self.folder, self.run, self.names = four, folder, folder / name, names
+        self.hostfile = folder / f"hostfile_{name}"
+        self.hostfile.write_text("".join(f"{host} slots=1\n" for host in names))
+        script = [str(ROOT / "launch" / "pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={self.run}"]
+        launcher = ["deepspeed", "--hostfile", str(self.hostfile), *script]
+        supervise = ["python", str(ROOT / "launch" / "supervise.py"), "--backoff", "1", *options]
+        self.lines: list[tuple[float, str]] = []
+        self.began = time.monotonic()
+        self.process = four.popen(head, *supervise, *launcher, cwd=folder)
+        self.readers = [threading.Thread(target=self._read, args=(pipe,)) for pipe in (self.process.stdout, self.process.stderr)]
+        for reader in self.readers:
+            reader.start()
+
+    def _read(self, pipe: Iterator[str]) -> None:
+        for line in pipe:
+            self.lines.append((time.monotonic(), line.rstrip()))
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for reader in self.readers:
+            reader.join(30)
+        said = "\n".join(f"{when - self.began:6.1f} {line}" for when, line in self.lines)
+        self.run.with_suffix(".txt").write_text(said + "\n")  # for people
+
+    @property
+    def said(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def wait(self, happened: Callable[[], bool], seconds: float = ENOUGH) -> float:
+        """When something has happened."""
+        deadline = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < deadline, self.said[-6000:]
+            assert self.process.poll() is None, self.said[-6000:]
+            time.sleep(0.1)
+        return time.monotonic()
+
+    def step(self) -> int:
+        """The last that was logged."""
+        return len(losses(self.run)) if (self.run / "metrics.jsonl").exists() else 0
+
+    def hosts(self) -> list[str]:
+        """Those that the run has been given for its newest start."""
+        return list(read_hostfile(self.run / "hostfile"))
+
+    def strike(self, name: str, strike: Callable[[], object], named: str, after: int = STRUCK) -> None:
+        """Lets a fault strike once `after` steps are done; all that remain have named it in time, and train again."""
+        self.wait(lambda: self.step() >= after)
+        starts = self.said.count("supervise: ") and len(re.findall(r"supervise: \d+ ranks", self.said))
+        strike()
+        struck, seen = time.monotonic(), len(self.lines)
+        self.wait(lambda: any(re.search(named, line) for _, line in list(self.lines[seen:])))
+        first = next(when for when, line in self.lines[seen:] if re.search(named, line))
+        assert first - struck < NAMED_SECONDS, self.said[-6000:]
+        self.wait(lambda: len(re.findall(r"supervise: \d+ ranks", self.said)) > starts)
+        begun = self.step()
+        again = self.wait(lambda: self.step() != begun or self.step() == STEPS)
+        print(f"{name}: named after {first - struck:.1f} s, trains again after {again - struck:.1f} s", flush=True)
+
+    def finish(self, name: str) -> None:
+        """The run ends with the losses and the weights of one process, and leaves nobody behind on any host."""
+        status = self.process.wait(ENOUGH)
+        for reader in self.readers:
+            reader.join(30)
+        assert status == 0, self.said[-6000:]
+        ours, theirs = (losses(self.folder / each) for each in (self.run.name, "one"))
+        assert ours[-1] == pytest.approx(theirs[-1], rel=TOLERANCE)
+        before, after = (Reader(locate(self.folder / each)) for each in ("one", self.run.name))
+        found = list(compare(before, after))
+        assert all(part.what.startswith(("values", "only bits")) and part.relative < TOLERANCE for part in found), found
+        print(f"{name}: weights and moments differ by {max((part.relative for part in found), default=0.0):.1e}", flush=True)
+        self.alone()
+
+    def alone(self) -> None:
+        """No host has a rank left, nor a process that watches."""
+        deadline = time.monotonic() + 10
+        while left := [
+            line for host in self.four.inits for word in ("pretrain.py", "heartbeat") for line in self.four.processes(host, word)
+        ]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.5)
+
+
+def test_a_cut_link_is_named_by_both_sides(four: Hosts, tmp_path: Path) -> None:
+    """Neither side's collectives would end, nor would the launcher; and each side must end its own ranks."""
+    ranks = [four.popen(host, "python", "-c", WATCHER, str(host), str(tmp_path)) for host in range(2)]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "beating\n"
+    four.cut(1)
+    try:
+        said = [rank.communicate(timeout=20)[1] for rank in ranks]
+    finally:
+        four.mend(1)
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "heartbeat: nothing was heard from host node1 (rank 1) for 3 s" in said[0] and "node0 ends its rank 0" in said[0]
+    assert "heartbeat: host node1 hears nothing from host node0 (rank 0)" in said[1] and "node1 ends its rank 1" in said[1]
+
+
+@slow
+def test_a_name_that_no_host_has_is_said_before_ranks_meet(four: Hosts, folder: Path) -> None:
+    """The store's client would try it for minutes, and say nothing of the name."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node9", "MASTER_PORT": "29701"}
+    command = ["python", str(ROOT / "launch" / "pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={folder}/nowhere"]
+    began = time.monotonic()
+    variables = [f"{name}={value}" for name, value in place.items()]
+    done = four.run(1, "env", *variables, *command, timeout=60)
+    assert done.returncode == 1 and time.monotonic() - began < NAMED_SECONDS
+    assert "node1 knows no host named node9, where the ranks are to meet (MASTER_ADDR)" in done.stderr.splitlines()[-1]
+
+
+@slow
+def test_a_spare_takes_the_place_of_a_host_that_is_cut_off(four: Hosts, folder: Path) -> None:
+    """The lost host is up and could train: only the others cannot hear it."""
+    with Run(four, folder, "cut", ["node0", "node1", "node2", "node3"], "--spares", "1") as run:
+        try:
+            run.strike("link cut", lambda: four.cut(1), r"nothing was heard from host node1 \(rank 1\)")
+            assert run.hosts() == ["node0", "node2", "node3"]
+            assert "no answer from node1 (" in run.said
+            for host in ("node0", "node2"):
+                assert re.search(rf"{host}: heartbeat: nothing was heard from host node1 .*; {host} ends its rank", run.said)
+        finally:
+            four.mend(1)
+        run.finish("link cut")
+
+
+@slow
+def test_the_first_host_may_be_lost(four: Hosts, folder: Path) -> None:
+    """With it go the store, the answers to heartbeats, and whoever would judge."""
+    with Run(four, folder, "first", ["node1", "node2", "node3"]) as run:
+        try:
+            run.strike("link of rank 0's host cut", lambda: four.cut(1), r"host node2 hears nothing from host node1 \(rank 0\)")
+            assert run.hosts() == ["node2", "node3"] and "host node3 hears nothing from host node1 (rank 0)" in run.said
+        finally:
+            four.mend(1)
+        run.finish("link of rank 0's host cut")
+
+
+@slow
+def test_a_host_that_is_gone_comes_back(four: Hosts, folder: Path) -> None:
+    """Power is cut, the others go on, and from the next start on it trains again; a killed rank is the cause of that start."""
+    with Run(four, folder, "gone", ["node0", "node1", "node2"]) as run:
+        # The dying host's kernel may still close its connections: then its peers notice, and the hang doctor judges.
+        named = r"nothing was heard from host node1 \(rank 1\)|rank 1 \(host node1.* nor does any rank of host node1"
+        run.strike("host gone", lambda: four.end(1), named)
+        assert run.hosts() == ["node0", "node2"]
+        four.boot(1)
+        run.strike("rank killed", lambda: kill_rank(four, 2), r"rank 1 .*host node2.* (is dead|has ended)", after=run.step() + 10)
+        assert run.hosts() == ["node0", "node1", "node2"]
+        run.finish("host gone, back, and a rank killed")
+
+
+def kill_rank(four: Hosts, host: int) -> None:
+    """Kills a rank on a host, as the kernel does when memory runs out."""
+    found = subprocess.run(four.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True).stdout
+    pids = [
+        line.split()[0]
+        for line in found.splitlines()
+        if re.search(r"-u \S*launch/pretrain\.py --local_rank", line) and "launcher" not in line
+    ]
+    assert len(pids) == 1, found
+    subprocess.run(four.inside(host, "kill", "-9", pids[0]), check=True)
+
+
+@slow
+def test_hosts_that_cannot_be_reached_are_left_out(four: Hosts, folder: Path) -> None:
+    """One does not let anybody in, and one does not exist: each is named with what ssh says."""
+    subprocess.run(four.inside(1, "mount", "--bind", "/dev/null", str(four.folder / "authorized")), check=True)
+    try:
+        with Run(four, folder, "refused", ["node0", "node1", "node9", "node2"]) as run:
+            named = run.wait(lambda: "no answer from" in run.said)
+            assert named - run.began < NAMED_SECONDS
+            assert re.search(r"no answer from node1 \(.*Permission denied.*\), node9 \(.*Could not resolve hostname node9.*\)", run.said)
+            print(f"sshd refuses, wrong name: named after {named - run.began:.1f} s", flush=True)
+            run.finish("sshd refuses, wrong name")
+            assert run.hosts() == ["node0", "node2"]
+    finally:
+        subprocess.run(four.inside(1, "umount", str(four.folder / "authorized")), check=True)
+
+
+@slow
+@pytest.mark.skipif(not FAKETIME.exists(), reason="faketime is not installed (apt-get install faketime)")
+def test_clocks_may_be_apart(four: Hosts, folder: Path) -> None:
+    """A host ten minutes ahead is no fault; and when one is lost, its clock does not delay the news."""
+    with Run(four, folder, "clocks", ["node3", "node0", "node1"]) as run:
+        there = subprocess.run(four.inside(0, "ssh", "node3", "date +%s"), capture_output=True, text=True).stdout
+        assert int(there) - time.time() > 590
+        try:
+            run.strike("link cut, clocks apart", lambda: four.cut(1), r"nothing was heard from host node1 \(rank 2\)")
+            assert run.hosts() == ["node3", "node0"]
+        finally:
+            four.mend(1)
+        run.finish("link cut, clocks apart")
