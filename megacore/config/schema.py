@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 # The chunks of the model that a rank has under each schedule; under `interleaved` at least.
-CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2, "v_half": 2}
 
 
 def resolved(value: T | None) -> T:
@@ -133,7 +133,9 @@ class Parallel(Section):
     pipeline: PositiveInt = 1
     data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline)")
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half"] = Field(
+        "1f1b", description="docs/schedules.md compares them; the last three leave weights' gradients for gaps in the pipeline"
+    )
     chunks: PositiveInt | None = Field(None, description="model chunks a rank; null: as many as the schedule needs at least")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     shared_memory: bool = Field(

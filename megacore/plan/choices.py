@@ -25,6 +25,15 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
     return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"
 
 
+def splits_backward(config: Config) -> bool:
+    """Whether backwards can be split; else a schedule that splits them runs, and is simulated, with whole ones.
+
+    FSDP and DeepSpeed take gradients from autograd, all of a layer's at once. A compiled block's backward is one graph.
+    """
+    whole = config.engine.kind == "deepspeed" or (config.engine.kind == "fsdp" and config.data_size > 1)
+    return not whole and not compiles(config)
+
+
 def compiles(config: Config) -> bool:
     """Whether blocks are compiled: `train.compile`, or what its `auto` chooses, which so far is no on every device.
 

@@ -58,10 +58,11 @@ def flops_per_token(config: Config, causal: bool) -> float:
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations a token, forward and backward (recomputation is part of the backward)."""
+    """Operations a token, forward and backward (recomputation is part of the backward), and how many of the backward's are for weights."""
 
     forward: float = 0.0
     backward: float = 0.0
+    weight: float = 0.0
 
     @property
     def total(self) -> float:
@@ -69,17 +70,18 @@ class Cost:
         return self.forward + self.backward
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.forward + other.forward, self.backward + other.backward)
+        return Cost(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
 
     def __mul__(self, count: float) -> "Cost":
-        return Cost(self.forward * count, self.backward * count)
+        return Cost(self.forward * count, self.backward * count, self.weight * count)
 
 
 def layer_cost(config: Config) -> Cost:
     """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention."""
     sdpa = attention_of(config) == "sdpa"
     forward = block_flops(config, causal=sdpa)
-    return Cost(forward, 2 * forward + recomputed_flops(config, causal=sdpa))
+    weight = forward - attention_flops(config, causal=sdpa)  # attention has no weights
+    return Cost(forward, 2 * forward + recomputed_flops(config, causal=sdpa), weight)
 
 
 def recomputed_flops(config: Config, causal: bool) -> float:
@@ -100,10 +102,10 @@ def recomputed_flops(config: Config, causal: bool) -> float:
 def embedding_cost(config: Config) -> Cost:
     """The cost of the embedding on the first stage: little elementwise work."""
     work = float(EMBEDDING_OPS_PER_FEATURE * config.model.hidden_size)
-    return Cost(work, work)
+    return Cost(work, work, work)
 
 
 def head_cost(config: Config) -> Cost:
     """The cost of LM head and loss on the last stage. They are never recomputed."""
     product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
-    return Cost(product + loss, 2 * product + loss)
+    return Cost(product + loss, 2 * product + loss, product)

@@ -9,7 +9,7 @@ Below, p is the number of ranks and m that of microbatches.
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from megacore.plan.schedule import Action, Op, Placement, Plan, looped, lower, v_shaped
+from megacore.plan.schedule import Action, Op, Placement, Plan, looped, lower, unsplit, v_shaped
 
 Generator = Callable[..., Plan]  # (ranks, microbatches, chunks), of which the last has a default
 Work = tuple[int, int]  # microbatch, chunk
@@ -151,18 +151,24 @@ def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager:
     return Plan(tuple(map(tuple, plan)), placement)
 
 
-# What the runtime executes.
-GENERATORS: dict[str, Generator] = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved}
-# Those that split backwards, which the runtime does not do yet.
-SPLITTING: dict[str, Generator] = {"zb_h1": zb_h1, "zb_v": zb_v, "v_half": v_half}
+GENERATORS: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+    "v_half": v_half,
+}
 
 
-def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, *, tied: bool = False) -> Plan:
+def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, *, tied: bool = False, split: bool = True) -> Plan:
     """The lowered plan of a named schedule, which the runtime executes.
 
-    `chunks`: of a rank, by default the schedule's own number. `tied`: first and last stage share the embedding.
+    `chunks`: of a rank, by default the schedule's own number. `tied`: first and last stage share the embedding. Without `split` every
+    backward is whole.
     """
-    return lower(generated(name, ranks, microbatches, chunks), tied=tied)
+    plan = generated(name, ranks, microbatches, chunks)
+    return lower(plan if split else unsplit(plan), tied=tied)
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
@@ -172,5 +178,5 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
 
 def generated(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:
     """The compute actions of a named schedule."""
-    generator = (GENERATORS | SPLITTING)[name]
+    generator = GENERATORS[name]
     return generator(ranks, microbatches) if chunks is None else generator(ranks, microbatches, chunks)

@@ -116,8 +116,24 @@ def rank_activations(config: Config) -> list[int]:
     else:
         kept[-1] += element * rows * tokens
     at_work = [max(working[stage] for stage in stages) for stages in placement_of(config)]
-    held_at_peak = measured(config, lambda plan: peak_held(plan, kept))
+    held_at_peak = measured(config, lambda plan: peak_held(plan, kept, stage_waiting(config)))
     return [int(held) + most for held, most in zip(held_at_peak, at_work, strict=True)]
+
+
+def stage_waiting(config: Config) -> list[float]:
+    """Bytes that a stage keeps of a microbatch between the two parts of a split backward: each product's input and output's gradient.
+
+    With recomputation it may be more than before the backward. Of the gradients only those of qkv and up are divided among tensor ranks.
+    """
+    model, (a, k) = config.model, attention_sizes(config)
+    h, f, tokens, element = model.hidden_size, resolved(model.ffn_size), _tokens(config), ELEMENT_BYTES[config.train.precision]
+    divided = 2 * a + 2 * k + f * (3 if model.activation == "swiglu" else 2)
+    block = element * (_unsplit(config, 2 * h * tokens) + 2 * h * tokens + divided * tokens // config.parallel.tensor)
+    waiting = [float(len(layers) * block) for layers in stage_layers(config)]
+    waiting[0] += element * h * tokens
+    if not model.chunked_loss:  # else head and hidden states have their gradients before backward
+        waiting[-1] += element * tokens * (h + -(-model.vocab_size // config.parallel.tensor))
+    return waiting
 
 
 def rank_memory(config: Config) -> list[RankMemory]:

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from megacore.config.schema import Config
+from megacore.plan.choices import splits_backward
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
 from megacore.plan.generators import build, placement
 from megacore.plan.schedule import Placement, Plan
@@ -72,13 +73,17 @@ def _cost(layer_cost: float, extra: float, layers: int) -> float:
 def plan_of(config: Config) -> Plan:
     """The plan of a step, for every rank of a resolved config's pipeline."""
     parallel = config.parallel
-    return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, tied=config.model.tie_embeddings)
+    return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, **_options(config))
+
+
+def _options(config: Config) -> dict[str, bool]:
+    return {"tied": config.model.tie_embeddings, "split": splits_backward(config)}
 
 
 @lru_cache(maxsize=16)
-def _built(schedule: str, ranks: int, microbatches: int, chunks: int, tied: bool) -> Plan:
+def _built(schedule: str, ranks: int, microbatches: int, chunks: int, **options: bool) -> Plan:
     """A plan that several predictions ask for."""
-    return build(schedule, ranks, microbatches, chunks, tied=tied)
+    return build(schedule, ranks, microbatches, chunks, **options)
 
 
 def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list[float]:
@@ -90,7 +95,7 @@ def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list
     parallel, ranks, microbatches = config.parallel, config.parallel.pipeline, config.num_microbatches
 
     def plan(count: int) -> Plan:
-        return _built(parallel.schedule, ranks, count, config.chunks, config.model.tie_embeddings)
+        return _built(parallel.schedule, ranks, count, config.chunks, **_options(config))
 
     few = microbatches % ranks + ROUNDS * ranks
     if microbatches <= few + ranks:
@@ -124,7 +129,7 @@ def simulated(config: Config, plan: Plan) -> Timeline:
     """A plan of the run, each action timed by its FLOPs on a rank, for one microbatch."""
     tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
     costs = [cost * tokens for cost in stage_costs(config)]
-    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs])
+    return simulate(plan, [c.forward for c in costs], [c.backward for c in costs], weight=[c.weight for c in costs])
 
 
 def step_times(config: Config) -> tuple[float, list[float]]:

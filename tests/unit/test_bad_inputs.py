@@ -198,7 +198,7 @@ CONFIGS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config(f"model.hidden_size={4 * 10**9}"), "tensor of 1.28e+20 elements (tensors of at most 2.81e+14)"),
     ("plan", config("train.seq_len=10000000000", "model.max_positions=10000000000"), "is 10,000,000,000 tokens (at most 2,147,483,648)"),
     ("plan", config("pipeline.schedule=gpipe"), "config error: pipeline.schedule: unknown key (did you mean parallel.schedule or"),
-    ("plan", config("parallel.schedule=zb_h1"), "(1f1b or gpipe or interleaved)"),
+    ("plan", config("parallel.schedule=zb_h9"), "(1f1b or gpipe or interleaved or zb_h1 or"),
     ("plan", config("--world", "7", "parallel.tensor=2"), "= 6 ranks, but there are 7 (a multiple of tensor × pipeline = 2 ranks)"),
     ("pretrain", config('data.train=[[0,"@data"]]'), "config error: data.train: weight 0 is not valid: input should be greater than"),
     ("pretrain", config('data.train=[[1,"@data"],[1,3]]'), "config error: data.train: prefix 3 is not valid: input should be a valid str"),

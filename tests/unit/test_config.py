@@ -10,6 +10,7 @@ import pytest
 
 from megacore.config import Config, Resolved, load
 from megacore.config.load import flatten
+from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
 
 Load = Callable[..., Resolved]
@@ -91,7 +92,11 @@ ROPE_SCALING = (
         ("data.train", '[["a", 1]]', "a string or a list of [weight, prefix] or null"),
         ("data.valid", "[]", "a string or a list of [weight, prefix] or null"),
         ("checkpoint.async", '"yes"', "true or false"),
-        ("parallel.schedule", '"zb_h9"', "1f1b or gpipe or interleaved"),  # and nothing that would be refused next
+        (
+            "parallel.schedule",
+            '"zb_h9"',
+            " or ".join(CHUNKS),
+        ),  # and nothing that would be refused next
     ],
 )
 def test_wrong_type_or_bound(load_raw: Load, key: str, value: str, accepted: str) -> None:

@@ -55,9 +55,9 @@ def test_no_long_plan_is_built(predict: Callable[[Config], object], tmp_path: Pa
     """Built action by action, a quarter of a million microbatches take seconds and a gigabyte, and a search asks for thousands of plans."""
     built = []
 
-    def noted(name: str, ranks: int, microbatches: int, *rest: int, tied: bool) -> Plan:
+    def noted(name: str, ranks: int, microbatches: int, *rest: int, **options: bool) -> Plan:
         built.append(microbatches)
-        return build(name, ranks, microbatches, *rest, tied=tied)
+        return build(name, ranks, microbatches, *rest, **options)
 
     partition._built.cache_clear()
     monkeypatch.setattr(partition, "build", noted)

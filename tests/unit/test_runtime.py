@@ -1,7 +1,7 @@
 """The runtime on one stage: what it computes, and what it lets go of."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megacore.config import Config, load
 from megacore.distributed.mesh import SOLO, Mesh
 from megacore.distributed.place import Place
+from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
@@ -32,9 +33,17 @@ def configure(tmp_path: Path) -> Configure:
     return lambda overrides="": load(path, overrides.split()).config
 
 
-def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
-    stage = whole_model(config)
-    return stage, NativeEngine(config, [stage], Mesh(config, Place(), torch.device("cpu")))
+def engine_of(config: Config) -> tuple[list[Stage], NativeEngine]:
+    """The stages of all chunks of one rank, with drawn weights, and their engine."""
+    mesh = Mesh(config, Place(), torch.device("cpu"))
+    stages = build_stages(config, mesh)
+    engine = NativeEngine(config, stages, mesh)
+    copy = dict(whole_model(config).named_parameters())
+    with torch.no_grad():
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                parameter.copy_(copy[name])
+    return stages, engine
 
 
 def batch_of(config: Config, microbatches: int) -> list[Microbatch]:
@@ -48,10 +57,10 @@ def batch_of(config: Config, microbatches: int) -> list[Microbatch]:
 @pytest.mark.parametrize("microbatches", [1, 5])
 def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure, name: str, microbatches: int) -> None:
     """A microbatch lost, repeated or weighted otherwise; the order of a schedule must not matter."""
-    config = configure("model.dropout=0.1")
-    stage, engine = engine_of(config)
+    config = configure(f"model.dropout=0.1 parallel.schedule={name}")
+    stages, engine = engine_of(config)
     batch = batch_of(config, microbatches)
-    loss = Runtime([stage], engine, SOLO).run(generators.build(name, 1, microbatches, 1), batch, 0.125)
+    loss = Runtime(stages, engine, SOLO).run(generators.build(name, 1, microbatches), batch, 0.125)
 
     copy = whole_model(config)
     losses = torch.stack([copy.loss(copy(m.inputs, m.key), m.targets) for m in batch])
@@ -64,14 +73,14 @@ def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure,
 
 
 @contextmanager
-def watched(stage: nn.Module) -> Iterator[list[StorageWeakRef]]:
+def watched(stages: Sequence[nn.Module]) -> Iterator[list[StorageWeakRef]]:
     """Collects the memory of every block's output, without keeping it."""
     seen: list[StorageWeakRef] = []
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
         seen.append(StorageWeakRef(output.untyped_storage()))
 
-    blocks = stage.get_submodule("blocks").children()
+    blocks = [block for stage in stages for block in stage.get_submodule("blocks").children()]
     hooks = [block.register_forward_hook(note) for block in blocks]
     yield seen
     for hook in hooks:
@@ -82,14 +91,14 @@ def watched(stage: nn.Module) -> Iterator[list[StorageWeakRef]]:
 @pytest.mark.parametrize("microbatches", [1, 6])
 def test_activations_die_with_their_backward(configure: Configure, name: str, microbatches: int) -> None:
     """Memory would grow with the microbatches: under 1F1B one stage holds one at a time, under GPipe all of them."""
-    config = configure()
-    stage, engine = engine_of(config)
-    runtime = Runtime([stage], engine, SOLO)
-    plan = generators.build(name, 1, microbatches, 1)
+    config = configure(f"parallel.schedule={name}")
+    stages, engine = engine_of(config)
+    runtime = Runtime(stages, engine, SOLO)
+    plan = generators.build(name, 1, microbatches)
     most = 0
     forward, gc_was_enabled = runtime.methods[schedule.Op.FORWARD], gc.isenabled()
     gc.disable()  # freed by reference counts alone, not when the collector happens to run
-    with watched(stage) as seen:
+    with watched(stages) as seen:
 
         def counted(action: schedule.Action) -> None:
             nonlocal most
@@ -102,8 +111,9 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
     if gc_was_enabled:
         gc.enable()
     assert len(seen) == 2 * microbatches and alive == 0
-    assert runtime.peak_live == peak_live(plan)[0] == (microbatches if name == "gpipe" else 1)
-    assert most == 2 * runtime.peak_live
+    chunks = len(plan.placement[0])
+    assert runtime.peak_live == peak_live(plan)[0] == chunks * (microbatches if name == "gpipe" else 1)
+    assert most == 2 // chunks * runtime.peak_live
     assert not any((runtime.inputs, runtime.outputs, runtime.roots, runtime.parts, runtime.sending))
     assert not any((runtime.input_gradients, runtime.output_gradients))
 
@@ -117,7 +127,7 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     targets[0, 3:] = IGNORED
     batch[1] = Microbatch(batch[1].inputs, targets)
     runtime = Runtime([stage], None, SOLO)
-    with watched(stage) as seen:
+    with watched([stage]) as seen:
         loss = runtime.run(schedule.forward_only(schedule.looped(1), 3), batch)
         assert all(storage.expired() for storage in seen)
     plain = whole_model(configure())

@@ -1,0 +1,55 @@
+"""The table of docs/schedules.md, computed."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megacore.plan.generators import GENERATORS, build
+from megacore.plan.schedule import SENDS
+from megacore.plan.simulate import peak_live, simulate
+
+TABLE = Path(__file__).resolve().parents[2] / "docs/schedules.md"
+THIRDS = ("zb_h1", "zb_v", "v_half")  # rows in which F = B = W
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells behind each schedule's name."""
+    lines = [line.strip("| \n").split(" | ") for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    return {cells[0].strip("`"): cells[1:] for cells in lines}
+
+
+def value(cell: str, **names: int) -> Fraction:
+    """A cell's formula, with products written out."""
+    formula = cell.replace("⌊", "int(").replace("⌋", ")").replace("- 1)(", "- 1) * (")
+    numbers = {name: Fraction(number) for name, number in names.items()}
+    return Fraction(eval(formula, {"int": int}, numbers))  # noqa: S307 a formula of our own page
+
+
+def test_every_schedule_has_a_row() -> None:
+    """A schedule would be offered that nobody can compare."""
+    assert rows().keys() == GENERATORS.keys()
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("p", [2, 4, 5, 8])
+def test_the_table_says_what_is_so(name: str, p: int) -> None:
+    """People would choose a schedule for a bubble, or for memory, that it does not have."""
+    chunks, bubble, activations, messages = rows()[name]
+    v = 3 if chunks == "v" else int(chunks)
+    forward, inputs, weights = (6, 6, 6) if name in THIRDS else (6, 9, 3)
+    m = 3 * p
+    plan = build(name, p, m, v)
+    stages = plan.stages
+    timeline = simulate(plan, [forward / v] * stages, [(inputs + weights) / v] * stages, 0.0, [weights / v] * stages)
+    names = {"p": p, "m": m, "v": v, "F": forward, "B": inputs, "W": weights}
+    idle = timeline.makespan - m * (forward + inputs + weights)
+    expected = float(value(bubble, **names))
+    if name == "v_half" and p % 2:  # whose memory is rounded up, and so its bubble down
+        assert 0.8 * expected < idle <= expected + 1e-9
+    else:
+        assert idle == pytest.approx(expected, abs=1e-9)
+    assert max(Fraction(live, v) for live in peak_live(plan)) == value(activations, **names)
+    sent = [sum(action.op in SENDS for action in actions) for actions in plan.actions]
+    boundaries = p * v - 1 - (v - 1 if name in ("zb_v", "v_half") else 0)  # in the turn of a V no message is sent
+    assert sum(sent) == 2 * m * boundaries and v == int(value(messages, **names))
