@@ -31,7 +31,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--layouts", metavar="NAMES", help="such as tp2,pp4,tp2pp2dp2sp (default: all axes alone and together, to 8 ranks)")
+    layouts = "such as tp2,pp4,tp2pp2dp2sp or pp4@zb_v; schedules: each of them in several (default: all axes, to 8 ranks)"
+    parser.add_argument("--layouts", metavar="NAMES", help=layouts)
     parser.add_argument(
         "--precision",
         default="fp64",
@@ -50,14 +51,15 @@ def main(argv: list[str]) -> int:
     """Runs the proof, and returns the exit status."""
     from rich.console import Console
 
-    from megacore.verify.layouts import DEFAULT
+    from megacore.verify.layouts import DEFAULT, SCHEDULES
     from megacore.verify.layouts import parse as parse_layout
     from megacore.verify.report import show
     from megacore.verify.run import Options, prove
     from megacore.verify.workers import RankFailed
 
     args = parse(argv)
-    names = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)
+    given = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)
+    names = [layout for name in given for layout in (SCHEDULES if name == "schedules" else [name])]
     if not names:
         raise ConfigError("--layouts", "names none", "such as tp2,pp2")
     layouts = [parse_layout(name) for name in dict.fromkeys(names)]

@@ -1,10 +1,11 @@
-"""Reads layouts by name: tp2pp2dp2sp is tensor 2 × pipeline 2 × data 2 with sequence parallelism."""
+"""Reads layouts by name: tp2pp2dp2sp is tensor 2 × pipeline 2 × data 2 with sequence parallelism, pp4@zb_v a pipeline's schedule."""
 
 import re
 from dataclasses import dataclass
 
 from megacore.config import Config
 from megacore.config.rules import check_model
+from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
 
 MAX_WORLD = 64  # processes that one machine is asked for
@@ -15,16 +16,20 @@ DEFAULT = (
     "tp2pp2", "tp2pp2sp", "tp2dp2sp", "pp2dp2", "tp4pp2sp", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2sp",
 )  # fmt: skip
 
+# Every schedule in pipelines of two and four, and with each other axis.
+SCHEDULES = tuple(f"{layout}@{schedule}" for schedule in CHUNKS for layout in ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2"))
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks along each axis. `one` is the real trainer on one process."""
+    """The number of ranks along each axis, and the pipeline's schedule if it is not the config's. `one`: the trainer on one process."""
 
     name: str
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     sequence: bool = False
+    schedule: str | None = None
 
     @property
     def world(self) -> int:
@@ -34,21 +39,29 @@ class Layout:
     def overrides(self) -> list[str]:
         """The layout as overrides `section.key=value`."""
         sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "data")]
-        return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}"]
+        schedule = [] if self.schedule is None else [f"parallel.schedule={self.schedule}", "parallel.chunks=null"]
+        return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}", *schedule]
+
+    def stages(self, config: Config) -> int:
+        """The number of stages: of each rank of the pipeline as many as the schedule has chunks."""
+        return self.pipeline * (config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1))
 
 
 AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
-def parse(name: str) -> Layout:
-    """Reads a name such as `tp2pp2dp2sp`, with its parts in any order. Raises `ConfigError` if it names no layout."""
+def parse(text: str) -> Layout:
+    """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order. Raises `ConfigError` if it names no layout."""
+    name, _, schedule = text.partition("@")
     parts = re.findall(r"(tp|pp|dp)([1-9]\d{0,2})|(sp)", name)
     sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
     sequence = any(sp for *_, sp in parts)
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
     if name != "one" and (not whole or not parts or len(sizes) + sequence != len(parts)):
         raise ConfigError("--layouts", f"{name!r} is no layout", "such as tp2, pp4, tp2pp2dp2 or tp4sp (sp: sequence parallelism)")
-    layout = Layout(name, sequence=sequence, **sizes)
+    if schedule and schedule not in CHUNKS:
+        raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
+    layout = Layout(text, sequence=sequence, schedule=schedule or None, **sizes)
     if sequence and layout.tensor == 1:
         raise ConfigError("--layouts", f"{name}: sequence parallelism splits tokens over tensor ranks, and there is one", f"tp2{name}")
     if layout.world > MAX_WORLD:
@@ -58,9 +71,9 @@ def parse(name: str) -> Layout:
 
 def impossible(layout: Layout, config: Config) -> str | None:
     """Why the config does not allow the layout, in a few words; None if it does."""
-    sizes = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
+    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")} | {"chunks": layout.stages(config) // layout.pipeline}
     try:
-        check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)}))
+        check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}))
     except ConfigError as error:
         return f"{error.where} {error.wrong}"
     return None

@@ -150,7 +150,7 @@ def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts
     The cost of the head relative to a layer decides the split, so the vocabulary is at most so large that this ratio stays. If no small
     candidate is split alike in every layout, it takes the one that is in most.
     """
-    stages = sorted({layout.pipeline for layout in layouts})
+    stages = sorted({layout.stages(user) for layout in layouts})
     wanted = [unevenness(user, count) for count in stages]
     # Enough rows for each of t ranks: below t (t − 1), pieces of ceil(vocab / t) may leave a rank none.
     least, remainder = tensor * max(tensor, -(-64 // tensor)), user.model.vocab_size % tensor
@@ -180,8 +180,8 @@ def unevenness(config: Config, stages: int) -> list[int]:
 
 
 def with_stages(config: Config, stages: int) -> Config:
-    """The resolved config with another number of stages."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": stages})})
+    """The resolved config with another number of stages, each on a rank of its own."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": stages, "chunks": 1})})
 
 
 def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:

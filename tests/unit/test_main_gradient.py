@@ -13,10 +13,11 @@ from megacore.distributed.place import Place
 from megacore.engine.native import NativeEngine
 from megacore.model.gpt import whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import generators, schedule
-from megacore.plan.schedule import Action, Op, Plan
+from megacore.plan import generators
+from megacore.plan.schedule import Plan
 from megacore.tensor_parallel.gradient import MainGradient, adds_in_fp32
 from megacore.tensor_parallel.linear import ColumnLinear
+from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
@@ -57,12 +58,7 @@ def test_a_gradient_that_never_comes_is_zero() -> None:
     assert parameter.grad is None and (main.total == 1).all()
 
 
-# Three microbatches on one rank; the split one runs weights' backwards late, two of them behind inputs' of others, and out of order.
 WHOLE = generators.build("1f1b", 1, 3)
-OPS = {"F": Op.FORWARD, "B": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
-NAMES = ("F0", "F1", "B0", "F2", "B1", "W1", "B2", "W0", "W2")
-ORDER = [Action(OPS[name[0]], int(name[1]), 0, last=name == "W2") for name in NAMES]
-SPLIT = Plan(((*ORDER, Action(Op.REDUCE_GRADIENTS)),), schedule.looped(1))
 
 
 def gradients(path: str, overrides: str, plan: Plan | None = None) -> tuple[dict[str, Tensor], set[str]]:

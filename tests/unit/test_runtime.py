@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan import generators, schedule
 from megacore.plan.simulate import peak_live
 from megacore.tensor_parallel.cross_entropy import IGNORED
+from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 
 Configure = Callable[..., Config]
@@ -116,6 +118,36 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
     assert most == 2 // chunks * runtime.peak_live
     assert not any((runtime.inputs, runtime.outputs, runtime.roots, runtime.parts, runtime.sending))
     assert not any((runtime.input_gradients, runtime.output_gradients))
+
+
+def test_the_first_half_of_backward_frees_all_but_the_products(configure: Configure) -> None:
+    """Weights' gradients that wait would hold whole graphs, and the memory that split schedules promise would not be what they take."""
+    config = configure()
+    stage, engine = engine_of(config)
+    runtime = Runtime([stage], engine, SOLO)
+    kept: dict[int, list[StorageWeakRef]] = {}
+    outputs: dict[schedule.Op, int] = {}
+    gc_was_enabled = gc.isenabled()
+    gc.disable()
+    with watched(stage) as seen:
+
+        def counted(op: schedule.Op, method: Callable[[schedule.Action], None], action: schedule.Action) -> None:
+            method(action)
+            outputs[op] = sum(not storage.expired() for storage in seen)
+            pairs = {m: [t for part in parts for t in (part.grad, part.x)] for (m, _), parts in runtime.parts.items()}
+            waiting = {m: [StorageWeakRef(t.untyped_storage()) for t in pair if t.is_floating_point()] for m, pair in pairs.items()}
+            del pairs
+            kept.update(waiting)
+            for microbatch, storages in kept.items():
+                assert microbatch in waiting or all(storage.expired() for storage in storages), "multiplied, and not freed"
+
+        runtime.methods.update({op: partial(counted, op, method) for op, method in runtime.methods.items()})
+        runtime.run(SPLIT, batch_of(config, 3), 1.0)
+    if gc_was_enabled:
+        gc.enable()
+    assert len(kept) == 3 and all(kept.values()) and not runtime.parts
+    assert outputs[schedule.Op.BACKWARD_INPUT] == 0, "the graph outlives its pass"
+    assert runtime.peak_live == peak_live(SPLIT)[0] == 3
 
 
 def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> None:

@@ -1,0 +1,213 @@
+"""Every schedule's step beside its simulation, where cores do not disturb: stages sleep in place of computing.
+
+Runtime, plans and transfers are the real ones, over gloo; only stages and engine are stand-ins. So the ratio says whether the runtime
+keeps the rules that the simulator, the validator and the planner rely on. 1 is a runtime that loses no time.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from benchmarks import machine
+from benchmarks.training import join, random_batch
+from megacore.cli import Parser, exit_rank_with
+from megacore.config import Config, load
+from megacore.config.schema import CHUNKS
+from megacore.distributed.comm import all_reduce
+from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.place import Place
+from megacore.engine.protocol import Engine
+from megacore.pipeline.runtime import Runtime
+from megacore.plan.generators import GENERATORS, build
+from megacore.plan.schedule import COMPUTE, Action, Op, Plan
+from megacore.plan.simulate import simulate
+from megacore.tensor_parallel.gradient import Part
+
+EXAMPLE = "python -m benchmarks.schedules --output schedules.json"
+ROOT = Path(__file__).resolve().parents[1]
+WORK = 0.040  # seconds of a rank's forward, and of each half of its backward; with two chunks half of it for each
+UNEVEN = 1.25  # the longest over the shortest, where stages differ
+PINGS = 50
+
+
+class SleepingStage(nn.Module):
+    """Stands for a `Stage`: one row of weights, and a pause."""
+
+    def __init__(self, config: Config, first: bool, last: bool, seconds: float) -> None:
+        super().__init__()
+        self.config, self.first, self.last, self.seconds = config, first, last, seconds
+        self.group, self.sequence, self.device = SOLO, False, torch.device("cpu")
+        self.weight = nn.Parameter(torch.ones(config.model.hidden_size))
+
+    def forward(self, x: Tensor, key: int = 0, targets: Tensor | None = None) -> Tensor:
+        """Tokens ``[batch, seq]`` or hidden states ``[tokens, hidden]`` → hidden states, or with `targets` a scalar."""
+        sleep(self.seconds)
+        y = self.weight.expand(x.numel(), -1) if self.first else x * self.weight
+        return y if targets is None else y.sum()
+
+
+class SleepingEngine(Engine):
+    """Stands for an engine: pauses, and runs the backward of `SleepingStage`."""
+
+    def __init__(self, stages: Sequence[SleepingStage], inputs: Sequence[float], weights: Sequence[float]) -> None:
+        self.modules, self.inputs, self.weights = stages, inputs, weights
+
+    def loss_gradient(self, scale: float) -> Tensor:
+        return torch.tensor(scale)
+
+    def root(self, output: Tensor) -> GradientEdge:
+        return get_gradient_edge(output)
+
+    def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
+        sleep(self.weights[chunk])
+        self.backward_input(chunk, root, gradient)
+
+    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[Part]:
+        sleep(self.inputs[chunk])
+        torch.autograd.backward([root], [gradient])
+        return []
+
+    def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
+        sleep(self.weights[chunk])
+
+    def reduce_gradients(self) -> None:
+        pass
+
+
+def seconds_of(stages: int, ranks: int, uneven: bool) -> tuple[list[float], list[float], list[float]]:
+    """What every stage sleeps in its forward and in the halves of its backward, the same on every rank."""
+    rng = random.Random(stages)
+    each = WORK * ranks / stages
+    forward, inputs, weights = ([each * (rng.uniform(1.0, UNEVEN) if uneven else 1.0) for _ in range(stages)] for _ in range(3))
+    return forward, inputs, weights
+
+
+def one_way(mesh: Mesh, x: Tensor) -> float:
+    """Seconds that a message like `x` takes between the first two ranks, half of there and back; collective."""
+    wire, ranks, rank, taken = mesh.pp.wire, mesh.pp.ranks, mesh.pp.rank, [0.0]
+    assert wire is not None
+    for _ in range(PINGS if rank < 2 else 0):
+        started = perf_counter()
+        for sender in (0, 1):
+            (wire.send if rank == sender else wire.receive)(x, ranks[1 - rank]).wait()
+        taken.append((perf_counter() - started) / 2)
+    return all_reduce(torch.tensor(median(taken), dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).item()
+
+
+def measured(plan: Plan, config: Config, mesh: Mesh, seconds: Sequence[Sequence[float]]) -> float:
+    """The makespan of one step: the longest time from a rank's first start to its last end; collective."""
+    placed = plan.placement[mesh.pp.rank]
+    forward, inputs, weights = ([times[stage] for stage in placed] for times in seconds)
+    last = plan.stages - 1
+    stages: Any = [SleepingStage(config, stage == 0, stage == last, time) for stage, time in zip(placed, forward, strict=True)]
+    runtime = Runtime(stages, SleepingEngine(stages, inputs, weights), mesh.pp)
+    moments: list[float] = []
+
+    def timed(method: Any) -> Any:
+        def run(action: Action) -> None:
+            moments.append(perf_counter())
+            method(action)
+            moments.append(perf_counter())
+
+        return run
+
+    runtime.methods.update({op: timed(method) for op, method in runtime.methods.items() if op in COMPUTE})
+    batch = random_batch(config, mesh.device)
+    mesh.barrier()
+    runtime.run(plan, batch, 1.0)
+    return all_reduce(torch.tensor(moments[-1] - moments[0], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).item()
+
+
+def here(args: argparse.Namespace, place: Place) -> int:
+    """This rank's part in every schedule; collective."""
+    ranks = place.world_size
+    config = load(str(ROOT / "benchmarks/speed.json"), overrides_of(ranks), ranks).config
+    mesh = join(config, place)
+    message = torch.zeros(config.train.micro_batch_size * config.train.seq_len, config.model.hidden_size)
+    transfer, rows = one_way(mesh, message), []
+    for uneven in (False, True):
+        for name in GENERATORS:
+            plan = build(name, ranks, config.num_microbatches, CHUNKS[name])
+            forward, inputs, weights = seconds = seconds_of(plan.stages, ranks, uneven)
+            whole = [a + b for a, b in zip(inputs, weights, strict=True)]
+            expected = simulate(plan, forward, whole, transfer, weight=weights)
+            found = [measured(plan, config, mesh, seconds) for _ in range(args.rounds)]
+            rows.append(
+                {
+                    "schedule": name,
+                    "stages": "uneven" if uneven else "even",
+                    "simulated_seconds": expected.makespan,
+                    "bubble": expected.bubble_rate,
+                    "seconds": found,
+                    "ratio": median(found) / expected.makespan,
+                }
+            )
+    mesh.close()
+    if place.rank == 0:
+        print(json.dumps({"ranks": ranks, "microbatches": config.num_microbatches, "transfer_seconds": transfer, "rows": rows}))
+    return 0
+
+
+def overrides_of(ranks: int) -> list[str]:
+    """A pipeline of small messages, with twice as many microbatches as ranks."""
+    sizes = ["model.num_layers=16", "model.hidden_size=64", "train.seq_len=16", "train.micro_batch_size=1"]
+    return [*sizes, f"train.global_batch_size={2 * ranks}", f"parallel.pipeline={ranks}", "model.tie_embeddings=false"]
+
+
+def start(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """The result of so many ranks, in processes of their own."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    command = [sys.executable, "-m", *launcher, "benchmarks.schedules", "--rounds", str(args.rounds)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    """The table: a row a schedule, with the ratio for even and uneven stages."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("schedule", "ranks", "stages")
+    for column in ("bubble", "simulated, s", "measured, s", "measured / simulated"):
+        table.add_column(column, justify="right")
+    for result in results:
+        for row in result["rows"]:
+            times = (f"{row['simulated_seconds']:.3f}", f"{median(row['seconds']):.3f}", f"{row['ratio']:.3f}")
+            table.add_row(row["schedule"], str(result["ranks"]), row["stages"], f"{row['bubble']:.1%}", *times)
+    Console(stderr=True, highlight=False, markup=False).print(table)
+
+
+def main(argv: list[str], place: Place) -> int:
+    """Measures here under a launcher, or starts what does; returns the exit status."""
+    parser = Parser(EXAMPLE, __doc__, ranks=True)
+    parser.add_argument("--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="steps of each schedule, of which the median counts (3)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything that was measured")
+    args = parser.parse_args(argv)
+    if place.world_size > 1:
+        return here(args, place)
+    results = [start(args, int(ranks)) for ranks in args.ranks.split(",")]
+    show(results)
+    if args.output is not None:
+        args.output.write_text(json.dumps(machine.describe() | {"results": results}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_rank_with(main)
