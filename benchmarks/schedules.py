@@ -32,7 +32,7 @@ from megacore.distributed.place import Place
 from megacore.engine.protocol import Engine
 from megacore.pipeline.runtime import Runtime
 from megacore.plan.generators import GENERATORS, build
-from megacore.plan.schedule import COMPUTE, Action, Op, Plan
+from megacore.plan.schedule import COMPUTE, Action, Plan
 from megacore.plan.simulate import simulate
 from megacore.tensor_parallel.gradient import Part
 

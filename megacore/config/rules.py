@@ -113,6 +113,9 @@ def check_available(config: Config) -> None:
     if config.engine.kind != "deepspeed" and config.engine.config is not None:
         right = f"leave it out with engine.kind={config.engine.kind}"
         raise ConfigError("engine.config", "only the deepspeed engine reads a ds_config", right)
+    if config.engine.kind == "deepspeed" and config.chunks > 1:
+        wrong = f"{config.parallel.schedule} has {config.chunks} chunks a rank, and DeepSpeed wraps one"
+        raise ConfigError("parallel.schedule", wrong, "1f1b, or engine.kind=native")
     if config.engine.kind == "deepspeed" and config.engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "is the native engine's", "false, and ZeRO stage 1")
     if config.engine.kind == "deepspeed" and config.optim.kind != "adamw":

@@ -71,7 +71,8 @@ def parse(text: str) -> Layout:
 
 def impossible(layout: Layout, config: Config) -> str | None:
     """Why the config does not allow the layout, in a few words; None if it does."""
-    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")} | {"chunks": layout.stages(config) // layout.pipeline}
+    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
+    values["chunks"] = layout.stages(config) // layout.pipeline
     try:
         check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}))
     except ConfigError as error:

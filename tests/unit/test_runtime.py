@@ -123,13 +123,13 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
 def test_the_first_half_of_backward_frees_all_but_the_products(configure: Configure) -> None:
     """Weights' gradients that wait would hold whole graphs, and the memory that split schedules promise would not be what they take."""
     config = configure()
-    stage, engine = engine_of(config)
-    runtime = Runtime([stage], engine, SOLO)
+    stages, engine = engine_of(config)
+    runtime = Runtime(stages, engine, SOLO)
     kept: dict[int, list[StorageWeakRef]] = {}
     outputs: dict[schedule.Op, int] = {}
     gc_was_enabled = gc.isenabled()
     gc.disable()
-    with watched(stage) as seen:
+    with watched(stages) as seen:
 
         def counted(op: schedule.Op, method: Callable[[schedule.Action], None], action: schedule.Action) -> None:
             method(action)
