@@ -1,8 +1,7 @@
 """The seams that later work builds on, each proved by something that is no feature: another axis, two chunks a rank, another optimizer."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,84 +21,14 @@ from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.initial import initialise
-from megacore.pipeline.runtime import Microbatch
 from megacore.plan import generators, schedule
 from megacore.plan.schedule import Action, Op, Placement, Plan, looped
 from megacore.plan.validate import validate
-from megacore.train.step import TrainStep
 from tests import training
-from tests.training import VOCAB_SIZE
+from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train
 
 CPU = torch.device("cpu")
-STEPS = 3
 TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a rank holds of a logical tensor."""
-
-    tensor: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    saved: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """A rank's losses and gradient norms by step, and its pieces of all state behind the last."""
-
-    figures: list[tuple[float, float]]
-    pieces: dict[str, Piece]
-
-
-def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
-    """A rank's microbatches of a global batch that is the same however many ranks share it."""
-    train = config.train
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCAB_SIZE, (2, train.global_batch_size, train.seq_len), generator=generator)
-    pairs = list(zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True))[group.rank :: group.size]
-    return [Microbatch(inputs, targets) for inputs, targets in pairs]
-
-
-def train(config: Config, mesh: Mesh) -> Found:
-    """Some steps, without a trainer around them."""
-    step, figures = TrainStep(config, mesh), []
-    for number in range(1, STEPS + 1):
-        done = step(number, batch_of(config, number, mesh.sample_group))
-        figures.append((done.loss.item(), done.grad_norm.item()))
-    step.engine.settle()
-    pieces = {
-        name: Piece(tensor.detach().clone(), box.offset, box.global_shape, box.counted)
-        for name, (tensor, box) in step.engine.tensors().items()
-    }
-    step.engine.close()
-    mesh.close()
-    return Found(figures, pieces)
-
-
-def put_together(ranks: Sequence[Found]) -> dict[str, Tensor]:
-    """The logical tensors from the pieces that ranks save; every element must be saved once."""
-    whole: dict[str, Tensor] = {}
-    times: dict[str, Tensor] = {}
-    for found in ranks:
-        for key, piece in found.pieces.items():
-            name = key.partition("#")[0]
-            at = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.tensor.shape, strict=True))
-            if piece.saved:
-                whole.setdefault(name, torch.zeros(piece.shape, dtype=torch.float64))[at] = piece.tensor
-                times.setdefault(name, torch.zeros(piece.shape))[at] += 1
-    assert all((count == 1).all() for count in times.values()), {name for name, count in times.items() if not (count == 1).all()}
-    return whole
-
-
-def apart(ranks: Sequence[Found], one: Found) -> float:
-    """The largest relative difference of any loss, norm or tensor from one process's."""
-    expected, found = put_together([one]), put_together(ranks)
-    assert expected.keys() == found.keys()
-    worst = max(float((found[name] - right).norm() / (right.norm() or 1.0)) for name, right in expected.items())
-    assert len({tuple(rank.figures) for rank in ranks}) == 1, "ranks that disagree about a figure would part"
-    return max(worst, training.difference(ranks[0].figures, one.figures))
 
 
 # Another axis: ranks along it compute the same, but each holds a part of a bias that every block adds to its output.
@@ -235,10 +164,6 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
 
     with mock.patch.dict(generators.GENERATORS, {"1f1b": generator}):
         return train(config, Mesh(config, place, CPU))
-
-
-def as_one(config_path: str, overrides: list[str]) -> Found:
-    return train(load(config_path, overrides, 1).config, Mesh(load(config_path, overrides, 1).config, Place(), CPU))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""Every schedule trains as one process does, in pairs with all that goes with it; tests/schedules.py has the whole product."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import load
+from megacore.config.schema import CHUNKS
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import place_from_environment
+from megacore.verify.layouts import parse
+from tests import training
+from tests.steps import Found, apart, as_one, train
+
+TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, over three steps
+LAYOUTS = ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2")
+ENGINES = ("native", "sharded", "fsdp")
+
+
+def rows() -> list[dict[str, Any]]:
+    """Each schedule in each layout, with the other settings dealt so that each value of one meets each value of another."""
+    found = []
+    for i, schedule in enumerate(CHUNKS):
+        for j, layout in enumerate(LAYOUTS):
+            row: dict[str, Any] = {"schedule": schedule, "layout": layout, "tied": (i + j) % 2 == 0, "few": (i + j // 2) % 2 == 0}
+            row |= {"recompute": ("none", "full")[(i // 2 + j) % 2], "layers": (5, 8)[(i + j // 3) % 2]}
+            row["engine"] = ENGINES[i % 3] if layout == "pp2dp2" else "native"
+            if row["layers"] < parse(layout).pipeline * CHUNKS[schedule]:
+                row["layers"] = 8
+            found.append(row)
+    return found
+
+
+def overrides_of(row: dict[str, Any]) -> list[str]:
+    """Of the model and the batch, then of the layout. A batch of few microbatches has one, fewer than stages."""
+    layout = parse(f"{row['layout']}@{row['schedule']}")
+    engine = {"native": [], "sharded": ["engine.shard_optimizer=true"], "fsdp": ["engine.kind=fsdp"]}[row["engine"]]
+    batch = 2 * layout.data if row["few"] else 12
+    tied = str(row["tied"]).lower()
+    model = [f"model.tie_embeddings={tied}", f"model.num_layers={row['layers']}", f"train.global_batch_size={batch}"]
+    return [*model, f"train.recompute={row['recompute']}", *layout.overrides(), *engine]
+
+
+def run_row(config_path: str, overrides: list[str]) -> Found:
+    place = place_from_environment()
+    config = load(config_path, overrides, place.world_size).config
+    return train(config, Mesh(config, place, torch.device("cpu")))
+
+
+def test_pairs_are_all_there() -> None:
+    """A pair that no row has is a pair that no test runs."""
+    dealt = rows()
+    for a, b in combinations(("schedule", "layout", "tied", "few", "recompute"), 2):
+        pairs = {(row[a], row[b]) for row in dealt}
+        assert len(pairs) == len({row[a] for row in dealt}) * len({row[b] for row in dealt}), (a, b)
+    assert {(row["engine"], row["tied"]) for row in dealt} == {(engine, tied) for engine in ENGINES for tied in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("schedules")
+    return training.write_config(folder, "unused", train={"precision": "fp64"}, engine={"bucket_mib": 0.01})
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[tuple[str, ...], Found]:
+    """Runs of one process, by what is of the model and the batch."""
+    return {}
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: "-".join(map(str, row.values())))
+def test_a_schedule_trains_as_one_process(pool: Any, config_path: str, known: dict[tuple[str, ...], Found], row: dict[str, Any]) -> None:
+    """A weight's gradient lost, doubled or late, a chunk in another's place, a bucket that is summed too early."""
+    overrides = overrides_of(row)
+    alone = tuple(overrides[:3])
+    if alone not in known:
+        (known[alone],) = pool.run(1, as_one, config_path, list(alone))
+    assert apart(pool.run(parse(row["layout"]).world, run_row, config_path, overrides), known[alone]) < TOLERANCE
