@@ -52,14 +52,14 @@ AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 def parse(text: str) -> Layout:
     """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order. Raises `ConfigError` if it names no layout."""
-    name, _, schedule = text.partition("@")
+    name, at, schedule = text.partition("@")
     parts = re.findall(r"(tp|pp|dp)([1-9]\d{0,2})|(sp)", name)
     sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
     sequence = any(sp for *_, sp in parts)
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
     if name != "one" and (not whole or not parts or len(sizes) + sequence != len(parts)):
         raise ConfigError("--layouts", f"{name!r} is no layout", "such as tp2, pp4, tp2pp2dp2 or tp4sp (sp: sequence parallelism)")
-    if schedule and schedule not in CHUNKS:
+    if at and schedule not in CHUNKS:
         raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
     layout = Layout(text, sequence=sequence, schedule=schedule or None, **sizes)
     if sequence and layout.tensor == 1:

@@ -24,17 +24,32 @@ def spoiling(spoil: Callable[[Any, list[Part]], None]) -> Any:
     return patch(native.NativeEngine, "backward_weight", spoilt)
 
 
-@fault("the second half of backward loses a weight's gradient", "pp2", "module blocks.0.attention.qkv, gradient of its weight", ZB)
+@fault(
+    "the second half of backward loses a weight's gradient",
+    "pp2",
+    "module blocks.3.attention.output, gradient of its weight, microbatch 0, backward",
+    ZB,
+)
 def weight_gradient_lost() -> Any:
     return spoiling(lambda engine, parts: parts.pop(-2))
 
 
-@fault("… adds one twice", "pp2", "module blocks.0.attention.qkv, gradient of its weight", ZB)
+@fault(
+    "… adds one twice",
+    "pp2",
+    "module blocks.3.attention.output, gradient of its weight, microbatch 0, backward",
+    ZB,
+)
 def weight_gradient_doubled() -> Any:
     return spoiling(lambda engine, parts: parts.append(Part(parts[-2].total, parts[-2].add, parts[-2].grad, parts[-2].x)))
 
 
-@fault("… multiplies a gradient by the input of another microbatch", "pp2", "module blocks.0.attention.qkv, gradient of its weight", ZB)
+@fault(
+    "… multiplies a gradient by the input of another microbatch",
+    "pp2",
+    "module blocks.3.feed_forward.down, gradient of its weight, microbatch 1, backward",
+    ZB,
+)
 def weight_gradient_of_another_microbatch() -> Any:
     before: dict[int, Any] = {}
 
@@ -50,7 +65,7 @@ def weight_gradient_of_another_microbatch() -> Any:
 @fault(
     "a chunk's gradients are summed over the data ranks before its last weights have theirs",
     "pp2dp2",
-    "every microbatch's gradients agree; their sum over microbatches and ranks does not",
+    "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight",
     ZB,
 )
 def reduced_before_the_last_weight() -> Any:
@@ -68,7 +83,7 @@ def reduced_before_the_last_weight() -> Any:
 @fault(
     "a rank runs its chunks in each other's place",
     "pp4",
-    "module blocks.1, its output, microbatch 0, forward",
+    "module blocks.1, its input, microbatch 0, forward",
     "parallel.schedule=interleaved",
     "model.num_layers=8",
 )

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from megacore.config import load
-from megacore.config.schema import Optim
+from megacore.config.schema import CHUNKS, Optim
 from megacore.distributed.shard import Shard
 from megacore.engine.optimizer import learning_rate
 from megacore.errors import ConfigError
@@ -24,7 +24,7 @@ from megacore.plan.partition import stage_layers
 from megacore.verify.bounds import Bounds
 from megacore.verify.compare import Difference, Records, against_reference, missing
 from megacore.verify.flight import Flight, in_flight
-from megacore.verify.layouts import DEFAULT, Layout, impossible, parse
+from megacore.verify.layouts import DEFAULT, SCHEDULES, Layout, impossible, parse
 from megacore.verify.locate import apart
 from megacore.verify.record import Record, noise
 from megacore.verify.replay import cancelled, directions, rate, rounded
@@ -38,6 +38,9 @@ CONFIGS = sorted(Path(__file__).resolve().parents[2].glob("configs/*.json"))
 def test_layout_names() -> None:
     assert parse("dp2tp4pp3sp") == Layout("dp2tp4pp3sp", 4, 3, 2, True)
     assert parse("one").world == 1
+    v = parse("pp4@zb_v")
+    assert v == Layout("pp4@zb_v", pipeline=4, schedule="zb_v") and v.overrides()[-2:] == ["parallel.schedule=zb_v", "parallel.chunks=null"]
+    assert {parse(name).schedule for name in SCHEDULES} == set(CHUNKS)
     layouts = [parse(name) for name in DEFAULT]
     assert max(layout.world for layout in layouts) == 8
     assert len({(layout.tensor, layout.pipeline, layout.data, layout.sequence) for layout in layouts}) == len(layouts)
@@ -64,7 +67,7 @@ def test_the_table_of_a_proof_is_whole(width: int) -> None:
     assert text.count(" 3e-15") == len(DEFAULT) and "…" not in text and max(map(len, text.splitlines())) <= width
 
 
-@pytest.mark.parametrize("name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "ep2"])
+@pytest.mark.parametrize("name", ["", "tp", "tp0", "2tp", "tp2tp2", "sp", "dp2sp", "tp2,pp2", "tp64pp2", "ep2", "pp2@", "pp2@zb"])
 def test_what_is_no_layout_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="--layouts"):
         parse(name)
