@@ -44,6 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
+    parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
 
@@ -150,8 +151,8 @@ def read_lines(path: str) -> Lines:
         raise ConfigError("--links", f"{path} holds no fitted lines", "what benchmarks.collectives wrote") from None
 
 
-def run(argv: list[str]) -> None:
-    """Everything that the script does; raises `UserError`."""
+def run(argv: list[str]) -> int:
+    """Everything that the script does; returns its exit status. Raises `UserError`."""
     args = parse(argv)
     if args.world is not None and args.world < 1:
         raise ConfigError("--world", f"{args.world} ranks cannot run anything", "a positive number")
@@ -162,6 +163,8 @@ def run(argv: list[str]) -> None:
     if args.device and peak_flops(args.device, config.train.precision) is None:
         known = [name for name in device_names() if peak_flops(name, config.train.precision)]
         raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
+    if args.dry_run is not None:
+        return dry_run(config, args.dry_run, args.host_size)
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:
         check_plot("--plot", args.plot)
@@ -171,6 +174,16 @@ def run(argv: list[str]) -> None:
     report(config, args.device, lines, args.host_size)
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
+    return 0
+
+
+def dry_run(config: Config, ranks: str, host_size: int) -> int:
+    """Runs ranks of the mesh in this process. Returns 1 if they do not do what the formulas say, or would hang."""
+    from megacore.dry_run.report import report  # imports torch
+
+    wrong = report(config, ranks, host_size)
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def plot(config: Config, timeline: Timeline, path: str) -> None:

@@ -69,11 +69,12 @@ class Mesh:
         sizes: Mapping[str, int] | None = None,
         used: Sequence[tuple[str, ...]] = (),
         store: dist.Store | None = None,
+        backend: str | None = None,
     ) -> None:
         """Joins the ranks; collective. `config` must be checked against the world size.
 
         If you add to `axes`, give the `sizes` that `config.parallel` does not have, and the further products `used`.
-        `store`: in which the ranks have met, if they have (`meeting.meet`).
+        `store`: in which the ranks have met, if they have (`meeting.meet`). `backend`: one that no config can name.
         """
         p = config.parallel
         self.place, self.device, self.axes = place, device, axes
@@ -82,7 +83,8 @@ class Mesh:
         self.shard_size = config.shard_size
         self.progress: Callable[[str], None] = lambda what: None  # called now and then during long work; watchers replace it
         self.timeout = timedelta(seconds=p.timeout_seconds)
-        self.backend = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
+        usual = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
+        self.backend = backend or usual
         self.store = meet(place, self.timeout) if store is None else store  # in which the ranks have met
         if self.store is not None:
             # No device_id: with it NCCL would split each group off the world, which needs every rank at every split.
@@ -212,16 +214,20 @@ class Mesh:
 
     def _divide_by_host(self) -> None:
         """Makes the groups of two levels, if every data rank's host has as many of them."""
-        if self.world.wire is None:
-            return
-        name = hashlib.sha256(host_name().encode()).digest()[:7]
-        own = torch.tensor([int.from_bytes(name)], device=self.device)
-        hosts = own.new_empty(self.world.size)
-        self.world.wire.start_all_gather(own, hosts).wait()
-        if (found := by_host(self.gradient_group.ranks, hosts.tolist(), self.place.rank)) is not None:
+        if (found := by_host(self.gradient_group.ranks, self._hosts(), self.place.rank)) is not None:
             for level, ranks in zip(("dp within a host", "dp between hosts"), found, strict=True):
                 self.groups[(level,)] = self._create(level, ranks)
             self.levels = Levels(*(self.groups[(level,)] for level in ("dp within a host", "dp between hosts")))
+
+    def _hosts(self) -> list[int]:
+        """A number for the host of each rank of the world; collective."""
+        name = hashlib.sha256(host_name().encode()).digest()[:7]
+        own = torch.tensor([int.from_bytes(name)], device=self.device)
+        if self.world.wire is None:
+            return own.tolist()
+        hosts = own.new_empty(self.world.size)
+        self.world.wire.start_all_gather(own, hosts).wait()
+        return hosts.tolist()
 
     def _share_memory(self, config: Config) -> None:
         """Gives tensor ranks on one machine's CPU shared memory for the exchanges of every layer."""

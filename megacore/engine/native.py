@@ -18,10 +18,11 @@ from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import SOLO, Mesh
 from megacore.distributed.shard import Box, piece_key
 from megacore.engine.gather import ParameterGatherer
-from megacore.engine.optimizer import ALIGNMENT, FlatBuffer, fill_buffers
+from megacore.engine.optimizer import FlatBuffer, fill_buffers
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import Stepper
 from megacore.model.gpt import Stage
+from megacore.plan.buckets import ALIGNMENT
 from megacore.tensor_parallel.gradient import Part, finish_in_turn
 
 

@@ -12,8 +12,7 @@ from megacore.config.schema import Optim, resolved
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Box, Shard, boxes_of_range, hold, shard_of
 from megacore.model.gpt import Stage
-
-ALIGNMENT = 64  # elements: every parameter starts on a boundary that vector loads and matrix units like
+from megacore.plan.buckets import ALIGNMENT
 
 
 @dataclass

@@ -26,15 +26,16 @@ from dataclasses import dataclass
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
+from megacore.plan.buckets import buffers_of
 from megacore.plan.choices import attention_of
 from megacore.plan.flops import attention_sizes
 from megacore.plan.optimizers import STATES
+from megacore.plan.parameters import ELEMENT_BYTES as ELEMENT_BYTES
+from megacore.plan.parameters import GRADIENT_BYTES as GRADIENT_BYTES
 from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
 from megacore.plan.partition import measured, placement_of, stage_layers
 from megacore.plan.simulate import peak_held
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 SHORTEST_CHUNK = 1024  # tokens, of a chunked loss on a GPU
 
 
@@ -136,18 +137,20 @@ def stage_waiting(config: Config) -> list[float]:
     return waiting
 
 
-def rank_memory(config: Config) -> list[RankMemory]:
-    """The memory of every rank of a resolved config's pipeline."""
+def rank_memory(config: Config, tensor_rank: int = 0) -> list[RankMemory]:
+    """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks, the first being the fullest."""
     precision, data = config.train.precision, config.data_size
     if config.engine.kind == "fsdp" and data > 1:
         return _fsdp_memory(config)
     if config.engine.kind == "deepspeed":
         return _deepspeed_memory(config)
     divisor = data if config.engine.shard_optimizer else 1
-    return [
-        RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], n * optimizer_bytes(config) // divisor, activations)
-        for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True)
-    ]
+    memories = []
+    for rank, activations in enumerate(rank_activations(config)):
+        n = sum(buffer.size for buffer in buffers_of(config, rank, tensor_rank))  # gaps included
+        state = n * optimizer_bytes(config) // divisor
+        memories.append(RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], state, activations))
+    return memories
 
 
 def _fsdp_memory(config: Config) -> list[RankMemory]:

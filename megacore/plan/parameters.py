@@ -5,11 +5,14 @@ holds, reduces and saves.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megacore.config.schema import Config, resolved
 from megacore.plan.partition import placement_of, stage_layers
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # of parameters and activations, by `train.precision`
+GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}  # of gradients, master weights and the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,19 @@ class Parameter:
     dim: int | None = None
     partial: bool = False
 
-    def local(self, tensor: int) -> int:
-        """Elements on the fullest of `tensor` ranks: pieces of ``ceil(size / tensor)``."""
-        return prod(-(-size // tensor) if dim == self.dim else size for dim, size in enumerate(self.shape))
+    def local(self, tensor: int, rank: int = 0) -> int:
+        """Elements on a rank of `tensor`, the first of which are the fullest: pieces of ``ceil(size / tensor)``."""
+
+        def piece(size: int) -> int:
+            each = -(-size // tensor)
+            return min((rank + 1) * each, size) - min(rank * each, size)
+
+        return prod(piece(size) if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to biases and norms."""
+        return self.name == "position" or (self.name.endswith(".weight") and "norm" not in self.name)
 
 
 def block_list(config: Config) -> list[Parameter]:
@@ -33,21 +46,20 @@ def block_list(config: Config) -> list[Parameter]:
     sequence = config.parallel.sequence
     heads = (config.kv_heads, model.num_heads // config.kv_heads + 2, config.head_size)
     up, up_dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
-    found = [
+    norms = ("query", "key") if model.qk_norm else ()  # of each head; a rank applies them to its own heads
+    return [
         *norm_list(config, "norm1"),
         Parameter("attention.qkv.weight", (*heads, h), 0),
         *([Parameter("attention.qkv.bias", heads, 0)] if model.qkv_bias else []),
         Parameter("attention.output.weight", (h, model.num_heads * config.head_size), 1),
         *([Parameter("attention.output.bias", (h,), partial=sequence)] if model.bias else []),
+        *(Parameter(f"attention.{name}_norm.weight", (config.head_size,), partial=True) for name in norms),
         *norm_list(config, "norm2"),
         Parameter("feed_forward.up.weight", (*up, h), up_dim),
         *([Parameter("feed_forward.up.bias", up, up_dim)] if model.bias else []),
         Parameter("feed_forward.down.weight", (h, f), 1),
         *([Parameter("feed_forward.down.bias", (h,), partial=sequence)] if model.bias else []),
     ]
-    if model.qk_norm:  # of each head; a rank applies it to its own heads
-        found += [Parameter(f"attention.{name}_norm.weight", (config.head_size,), partial=True) for name in ("query", "key")]
-    return found
 
 
 def norm_list(config: Config, name: str) -> list[Parameter]:
@@ -61,12 +73,22 @@ def ends_list(config: Config, stage: int) -> list[Parameter]:
     """A stage's parameters outside its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
     model, last = config.model, config.parallel.pipeline * config.chunks - 1
     vocabulary = (model.vocab_size, model.hidden_size)
-    found = [Parameter("embedding.weight", vocabulary, 0)] if stage == 0 or (stage == last and model.tie_embeddings) else []
+    found = []
     if stage == 0 and model.position == "learned":
         found.append(Parameter("position", (config.max_positions, model.hidden_size), partial=config.parallel.sequence))
+    if stage == 0 or (stage == last and model.tie_embeddings):
+        found.append(Parameter("embedding.weight", vocabulary, 0))
     if stage == last:
         found += norm_list(config, "norm") + ([] if model.tie_embeddings else [Parameter("head.weight", vocabulary, 0)])
     return found
+
+
+def stage_list(config: Config, stage: int) -> list[Parameter]:
+    """A stage's parameters under their full names, in the order in which it registers them."""
+    ends, block, layers = ends_list(config, stage), block_list(config), stage_layers(config)[stage]
+    before = [parameter for parameter in ends if parameter.name in ("position", "embedding.weight")]
+    blocks = [replace(parameter, name=f"blocks.{layer}.{parameter.name}") for layer in layers for parameter in block]
+    return [*before, *blocks, *(parameter for parameter in ends if parameter not in before)]
 
 
 @dataclass(frozen=True)

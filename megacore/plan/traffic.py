@@ -16,12 +16,12 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 `rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacore.config.schema import Config, resolved
-from megacore.plan.memory import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.plan.parameters import Held, held_by
+from megacore.config.schema import Config
+from megacore.plan.buckets import Buffer, buffers_of, data_ranks_of_a_host
+from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES, held_by
 from megacore.plan.partition import measured, placement_of
 from megacore.plan.schedule import SENDS
 
@@ -65,21 +65,20 @@ def ring_share(operation: str, size: int) -> float:
     return rounds.get(operation, (size - 1) / size)
 
 
-def rank_traffic(config: Config, host_size: int = 8) -> list[list[Transfer]]:
-    """The transfers of each rank of the pipeline in a step of the native engine, on its fullest tensor rank.
+def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0) -> list[list[Transfer]]:
+    """The transfers of each rank of the pipeline in a step of the native engine, on one of its tensor ranks, the first being the fullest.
 
     `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
-    Padding is left out: the native engine aligns every parameter to 64 elements, and divides buckets evenly.
+    Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
     placement = placement_of(config)
     final = max(stage for stages in placement for stage in stages)
-    ends = {rank for rank, stages in enumerate(placement) if {0, final} & set(stages)}
     sent = measured(config, lambda plan: [sum(action.op in SENDS for action in actions) for actions in plan.actions])
     traffic = []
     for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
         first, last = 0 in stages, final in stages
-        ties = config.model.tie_embeddings and len(ends) > 1 and rank in ends
-        found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends), *_data(config, held, ties, host_size)]
+        found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends)]
+        found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -109,12 +108,6 @@ def _pipeline(config: Config, sends: int) -> Transfer:
     return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
 
 
-def data_ranks_of_a_host(config: Config, host_size: int) -> int:
-    """The data ranks that sum gradients within a host of `host_size` ranks: 1 with one level, or where two are not possible."""
-    data, each = config.data_size, host_size // config.parallel.tensor
-    return each if config.engine.reduce_levels == 2 and 1 < each < data and data % each == 0 else 1
-
-
 def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> list[Transfer]:
     """Gradients, and with a sharded optimizer parameters, over data ranks, in one level or two (`engine.reduce.start_sum`)."""
     gradient, parameter = GRADIENT_BYTES[config.train.precision], ELEMENT_BYTES[config.train.precision]
@@ -135,19 +128,19 @@ def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> l
     return [*found, *inside, Transfer(host, "all_gather", within, parameters, gathered, calls)]
 
 
-def _data(config: Config, held: Held, ties: bool, host_size: int) -> list[Transfer]:
+def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Transfer]:
     """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends, the loss and the norm."""
-    parallel, model = config.parallel, config.model
-    d, t, p = int(parallel.data), parallel.tensor, parallel.pipeline
-    parameters, gradient = held.elements(t), GRADIENT_BYTES[config.train.precision]
-    bucket = resolved(config.engine.bucket_mib) * 2**20
-    calls = max(1, round(parameters * gradient / bucket))  # approximately: matrices and other parameters have separate buckets
+    parallel, precision = config.parallel, config.train.precision
+    d, t, p, gradient = config.data_size, parallel.tensor, parallel.pipeline, GRADIENT_BYTES[precision]
+    elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
     sharded = config.engine.shard_optimizer and d > 1
-    found = _over_data(config, parameters, calls, host_size)
-    found.append(Transfer("tp", "all_reduce", t, held.partial(), gradient, 1))
-    if ties:
-        rows = -(-model.vocab_size // t) * model.hidden_size
-        found.append(Transfer("tied", "all_reduce", 2, rows // (d if sharded else 1), gradient, 1))
+    found = _over_data(config, elements, calls, host_size)
+    partial = [buffer for buffer in buffers if "tp" in buffer.summed_over]
+    found.append(Transfer("tp", "all_reduce", t, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
+    for buffer in buffers:
+        if "tied" in buffer.summed_over:  # of the rank's own parts of the buckets
+            own, ranges = (buffer.size // d, len(buffer.buckets)) if sharded else (buffer.size, 1)
+            found.append(Transfer("tied", "all_reduce", 2, own, gradient, ranges))
     # Summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm.
     found += [Transfer("loss", "all_reduce", t * p * d, 3, 8, 1), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
     return found

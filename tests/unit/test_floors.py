@@ -27,7 +27,7 @@ ROOMS = [
     ["megacore.pipeline.", "megacore.interchange."],
     ["megacore.train."],
     ["megacore.survive."],
-    ["megacore.verify.", "megacore.preflight."],
+    ["megacore.verify.", "megacore.preflight.", "megacore.dry_run."],
     ["launch.", "benchmarks."],
     ["tests."],
 ]

@@ -1,0 +1,187 @@
+"""Dry ranks do what real ones do: the same buckets, bytes, collectives; and a rank that does otherwise is named."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from launch import plan as script
+from megacore.config import Config, load
+from megacore.distributed import comm
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
+from megacore.dry_run.compare import differences
+from megacore.dry_run.fake import as_on_its_device, playing
+from megacore.dry_run.match import mismatches
+from megacore.dry_run.report import against_formulas, members, parse_ranks
+from megacore.dry_run.step import dry_run
+from megacore.dry_run.watch import Call, Watch
+from megacore.engine.choose import build_stages
+from megacore.engine.native import NativeEngine
+from megacore.errors import ConfigError
+from megacore.pipeline.runtime import Microbatch
+from megacore.plan.buckets import buffers_of
+from megacore.plan.traffic import rank_traffic
+from megacore.tensor_parallel import linear
+from megacore.train.step import TrainStep
+from tests import training
+from tests.memory import Allocated
+
+LLAMA = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.qk_norm=true"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "tensor 2, pipeline 2, data 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
+    "tokens split, small buckets": (4, ["parallel.tensor=2", "parallel.sequence=true", "engine.bucket_mib=0.02"]),
+    "sharded optimizer": (8, ["parallel.tensor=2", "parallel.pipeline=2", "engine.shard_optimizer=true", "engine.bucket_mib=0.02"]),
+    "two levels": (16, ["parallel.tensor=2", "engine.reduce_levels=2", "engine.bucket_mib=0.02"]),
+    "two levels, 16 bits": (16, ["parallel.tensor=2", "engine.reduce_levels=2", "engine.reduce_dtype=bf16", "engine.shard_optimizer=true"]),
+    "interleaved": (4, ["parallel.pipeline=2", "parallel.schedule=interleaved"]),
+    "llama, untied": (4, [*LLAMA, "parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=false", "train.precision=bf16"]),
+    "recomputed": (4, ["parallel.pipeline=4", "train.recompute=full", "model.chunked_loss=true", "parallel.schedule=gpipe"]),
+}
+
+
+def configured(folder: Path, name: str) -> tuple[int, Config]:
+    world, overrides = LAYOUTS[name]
+    overrides = ["train.global_batch_size=16", *overrides]
+    return world, load(training.write_config(folder, "nothing"), overrides, world).config
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
+    """A gap, an order or a boundary that the plan has otherwise: bytes and calls would be predicted for other buckets."""
+    world, config = configured(tmp_path, name)
+    for rank in range(world):
+        with playing(as_on_its_device(config), rank, Watch()) as mesh:
+            engine = NativeEngine(as_on_its_device(config), build_stages(config, mesh), mesh)
+            built = [[bucket.stop - bucket.start for bucket in buffer.buckets] for buffer in engine.buffers]
+            assert built == [buffer.buckets for buffer in buffers_of(config, mesh.pp.rank, mesh.tp.rank)]
+            engine.close()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dry_ranks_do_what_the_formulas_say(name: str, tmp_path: Path) -> None:
+    """Every collective and byte of every rank, and all of them matched; a dry run that left any out would be a proof of nothing."""
+    world, config = configured(tmp_path, name)
+    ranks = {rank: dry_run(config, rank) for rank in range(world)}
+    assert [line for dry in ranks.values() for line in against_formulas(config, dry)] == []
+    assert mismatches({rank: dry.calls for rank, dry in ranks.items()}) == []
+    assert all(dry.calls for dry in ranks.values()) or world == 1
+
+
+@pytest.mark.parametrize("overrides", [[], ["train.recompute=selective"], ["model.chunked_loss=true", *LLAMA]])
+def test_the_peak_is_that_of_a_real_step(overrides: list[str], tmp_path: Path) -> None:
+    """Counted on real tensors of the same model, in fp32 on a CPU: what has no content must take as much."""
+    config = load(training.write_config(tmp_path, "nothing"), ["model.vocab_size=1000", *overrides], 1).config
+    cpu = torch.device("cpu")
+    with Allocated() as real:
+        step = TrainStep(config, Mesh(config, Place(), cpu), draw=False)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        step(1, [Microbatch(tokens, tokens, key) for key in range(4)])
+    assert dry_run(config, 0).peak == pytest.approx(real.peak, rel=0.01)
+
+
+def doubled(x: Any, group: Any, sequence: bool) -> Any:
+    """A row-parallel sum, done twice."""
+    comm.all_reduce(x.detach().clone(), group)
+    return comm.leave_tensor_parallel(x, group, sequence)
+
+
+def test_a_rank_with_a_collective_more_is_named(tmp_path: Path) -> None:
+    """In the real code of one tensor rank: against the formulas, and against the other rank, which would wait for ever."""
+    _, config = configured(tmp_path, "tensor 2, pipeline 2, data 2")
+    right = dry_run(config, 0)
+    with patch.object(linear, "leave_tensor_parallel", doubled):
+        wrong = dry_run(config, 1)
+    assert differences(right, rank_traffic(config)[0]) == []
+    assert "does all_reduce over ranks 0, 1" in differences(wrong, rank_traffic(config, tensor_rank=1)[0])[0]
+    (line,) = mismatches({0: right.calls, 1: wrong.calls})
+    assert line.startswith("ranks 0, 1: ") and "rank 0" in line and "rank 1" in line
+
+
+def less(calls: list[Call]) -> list[Call]:
+    return calls[:-1]
+
+
+def resized(calls: list[Call]) -> list[Call]:
+    return [*calls[:3], replace(calls[3], elements=calls[3].elements + 1), *calls[4:]]
+
+
+def reordered(calls: list[Call]) -> list[Call]:
+    at = next(i for i, (a, b) in enumerate(pairwise(calls)) if (a.operation, a.elements) != (b.operation, b.elements))
+    return [*calls[:at], calls[at + 1], calls[at], *calls[at + 2 :]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [(less, "posts"), (resized, "its collective number"), (reordered, "its collective number")],
+    ids=lambda f: str(f)[:20],
+)
+def test_what_would_hang_is_named(fault: Callable[[list[Call]], list[Call]], line: str, tmp_path: Path) -> None:
+    """A collective less, of another size or in another order on one of two tensor ranks."""
+    _, config = configured(tmp_path, "tokens split, small buckets")
+    first, second = dry_run(config, 0), dry_run(config, 1)
+    over = [call for call in second.calls if call.ranks == first.groups["tp"]]
+    (found,) = mismatches({0: first.calls, 1: fault(over) + [call for call in second.calls if call not in over]})
+    assert line in found and "ranks 0, 1" in found and ("forward" in found or "backward" in found or "reduce" in found)
+
+
+def call(operation: str, *ranks: int, elements: int = 4, peer: int = -1) -> Call:
+    return Call(operation, ranks, elements, torch.float32, "forward of microbatch 0", peer)
+
+
+@pytest.mark.parametrize(
+    ("streams", "line"),
+    [
+        ({0: [call("send", 0, 1, peer=1)], 1: []}, "rank 0 sends one transfer more than rank 1 knows of"),
+        ({0: [], 1: [call("recv", 0, 1, peer=0)]}, "rank 1 awaits one transfer more than rank 0 knows of"),
+        ({0: [call("send", 0, 1, peer=1)], 1: [call("recv", 0, 1, peer=0, elements=5)]}, "transfer number 1 from rank 0 to rank 1"),
+        ({0: [call("all_reduce", 0, 1)], 1: [call("all_gather", 0, 1)]}, "its collective number 1 is all_reduce of 4"),
+        (
+            {
+                0: [call("all_reduce", 0, 1), call("all_reduce", 0, 2)],
+                1: [call("all_reduce", 1, 2), call("all_reduce", 0, 1)],
+                2: [call("all_reduce", 0, 2), call("all_reduce", 1, 2)],
+            },
+            "deadlock: rank 0 waits in all_reduce",
+        ),
+    ],
+)
+def test_transfers_and_circles_are_compared(streams: dict[int, list[Call]], line: str) -> None:
+    """Each communicator alone is in order in the last case, and yet nobody comes further."""
+    found = mismatches(streams)
+    assert found and line in found[0], found
+
+
+def test_a_mesh_of_thousands_takes_one_process(tmp_path: Path) -> None:
+    """Its last rank, with the groups that it has there."""
+    config = load("configs/gpt_1t.json", ["train.global_batch_size=12"], 3072).config
+    dry = dry_run(config, 3071)
+    assert dry.place == "pp 63, dp 5, tp 7" and dry.groups["tp"] == tuple(range(3064, 3072)) and against_formulas(config, dry) == []
+    assert len(members(config, 3071)) == 64 + 6 + 8 - 2
+
+
+def test_the_script_prints_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1 and a line for a difference; else what each rank holds and sends."""
+    path = training.write_config(tmp_path, "nothing")
+    arguments = ["--config", path, "--world", "4", "--dry-run", "0,3", "parallel.tensor=2"]
+    assert script.run(arguments) == 0
+    assert "4 ranks, all that share a group with ranks 0, 3" in capsys.readouterr().out
+    with patch.object(linear, "leave_tensor_parallel", doubled):
+        assert script.run(arguments) == 1
+    assert "rank 3 (pp 0, dp 1, tp 1) does all_reduce over ranks 2, 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "4", "-1", "1-", "2-1", "x", "0,", "99999999999999999999999", "0-3"])
+def test_ranks_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--dry-run"):
+        parse_ranks(text, 3)
+
+
+def test_a_list_of_ranks() -> None:
+    assert parse_ranks("0, 8-10,8", 16) == [0, 8, 9, 10]
