@@ -117,11 +117,15 @@ def run(argv: list[str]) -> None:
             for dtype, levels in VARIANTS:
                 settings = merged(common, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
                 lines, bytes_sent = train(link, folder, settings, args.steps)
-                speed = median(line["tokens_per_second"] for line in lines[SKIPPED:])
-                row = {"link": rate, "dtype": dtype, "levels": levels, "tokens_per_second": speed}
+                speeds = sorted(line["tokens_per_second"] for line in lines[SKIPPED:])
+                row: dict[str, Any] = {"link": rate, "dtype": dtype, "levels": levels, "tokens_per_second": speeds}
                 row |= {"link_bytes_per_step": bytes_sent / args.steps, "predicted_bytes_per_rank": predicted(settings)}
                 figures["speed"].append(row)
-                print(f"{rate:>10} {dtype} {levels}: {speed:8.0f} tokens/s, {row['link_bytes_per_step'] / 1e6:6.1f} MB a step", flush=True)
+                megabytes = row["link_bytes_per_step"] / 1e6
+                print(
+                    f"{rate:>10} {dtype} {levels}: {median(speeds):.0f} tokens/s, best {speeds[-1]:.0f}, {megabytes:.1f} MB a step",
+                    flush=True,
+                )
         limit(link, "unlimited")
         for dtype, levels in VARIANTS if args.loss_steps else []:
             settings = merged(common, SMALL, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
