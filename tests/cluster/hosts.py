@@ -51,7 +51,7 @@ def missing(*more: str) -> str:
     if os.geteuid() != 0:
         return "needs root"
     absent = [name for name in (*PROGRAMS, *more) if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
-    return f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server pdsh openmpi-bin)" if absent else ""
+    return f"{', '.join(absent)} not installed (apt-get install iproute2 openssh-server pdsh openmpi-bin mpich)" if absent else ""
 
 
 class Hosts:

@@ -2,7 +2,8 @@
 # Every test that needs a cluster, on one machine: minutes. Each says what it lacks here, if anything (root, Slurm, …).
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    printf '%s\n' "example: bash tests/cluster/run.sh -k slurm" "Further arguments go to pytest. Debian: apt-get install iproute2 openssh-server pdsh openmpi-bin slurm-wlm munge"
+    printf '%s\n' "example: bash tests/cluster/run.sh -k slurm" "Further arguments go to pytest. Debian: apt-get install iproute2 openssh-server pdsh openmpi-bin mpich slurm-wlm munge" \
+        "In .venv: pip install -c requirements.txt -e '.[ray]' accelerate"
     exit
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

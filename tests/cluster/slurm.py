@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -47,8 +48,9 @@ KillWait=20
 SchedulerParameters=bf_interval=2,sched_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 RealMemory=4000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 RealMemory=4000
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=2 RealMemory=4000 Gres=gpu:2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 RealMemory=4000 Gres=gpu:2
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=10 State=UP
 """
@@ -97,6 +99,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     while len(set(ports.values())) < len(names):
         ports = {name: free_port() for name in names}
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=socket.gethostname(), **ports))
+    for i in range(2):  # GPUs in name: Slurm counts them and tells tasks their numbers, as it does for real ones
+        os.mknod(folder / f"gpu{i}", 0o600 | stat.S_IFCHR, os.stat(os.devnull).st_rdev)
+    (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)

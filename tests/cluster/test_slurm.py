@@ -1,7 +1,9 @@
 """launch/slurm under a real Slurm: a run on two nodes, preemption, the signal before the time limit, arrays."""
 
+import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ WHY_NOT = missing() or ("" if os.environ.get("MEGACORE_CLUSTER") else "minutes l
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"Slurm: {WHY_NOT}")
 OPTIONS = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0")
 SCRIPT = str(ROOT / "launch" / "slurm" / "pretrain.sbatch")
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,51 @@ def test_status_75_is_requeued(cluster: Slurm, folder: Path, calm: Path) -> None
         time.sleep(0.5)
     cluster.wait(job, "COMPLETED", seconds=240)
     assert_equal_bitwise(folder / "signalled", calm)
+
+
+def test_a_time_limit_is_no_end(cluster: Slurm, folder: Path, calm: Path) -> None:
+    """The signal that Slurm itself sends before the time limit would end the run, or the requeued job would not go on."""
+    options = [*OPTIONS, "--time=2", "--signal=USR1@40"]
+    job = cluster.submit(folder, *options, SCRIPT, "--config", "config.json", f"log.dir={folder}/limited")
+    await_step(folder / "limited", 5)
+    # The ranks must not finish before their time. Slurm lets stopped ones go on when it sends its signal.
+    for pid in ranks_of(folder / "limited"):
+        os.kill(pid, signal.SIGSTOP)
+    cluster.wait(job, "COMPLETED", seconds=360)
+    assert int(cluster.fields(job)["Restarts"]) == 1
+    assert "stopped on request" in (folder / f"slurm-megacore-{job}.out").read_text()
+    assert_equal_bitwise(folder / "limited", calm)
+
+
+def ranks_of(run: Path) -> list[int]:
+    """The processes of this machine that train a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if Path(words[0]).name == "python" and f"log.dir={run}" in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_srun_alone(cluster: Slurm, folder: Path, calm: Path) -> None:
+    """The command of the README, without a batch script."""
+    script = ["python", str(ROOT / "launch" / "pretrain.py"), "--config", "config.json", f"log.dir={folder}/srun"]
+    cluster.run("srun", "--ntasks=4", "--ntasks-per-node=2", *script, cwd=folder, timeout=120)
+    assert_equal_bitwise(folder / "srun", calm)
+
+
+def test_one_visible_gpu_a_task(cluster: Slurm, folder: Path) -> None:
+    """Slurm would refuse the options together, or show every task all GPUs of its node."""
+    (folder / "seen").mkdir()
+    (folder / "seen" / "launch").mkdir()
+    (folder / "seen" / "launch" / "pretrain.py").write_text(
+        "import os\nprint('rank', os.environ['SLURM_PROCID'], 'sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    )
+    job = cluster.submit(folder / "seen", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1", SCRIPT)
+    cluster.wait(job, "COMPLETED", seconds=60)
+    said = (folder / "seen" / f"slurm-megacore-{job}.out").read_text()
+    assert sorted(line for line in said.splitlines() if line.startswith("rank")) == [f"rank {rank} sees {rank % 2}" for rank in range(4)]
 
 
 def test_an_array_trains_each_line(cluster: Slurm, folder: Path) -> None:
