@@ -124,7 +124,8 @@ def end_of(error: Exception) -> tuple[int, str]:
     if refused:
         return 2, line.splitlines()[0]
     failures: dict[int, Exception] = getattr(error, "worker_failures", {})
-    for rank, failure in sorted(failures.items()):
+    # Other workers end when one has failed; Ray knows only that they died.
+    for rank, failure in sorted(failures.items(), key=lambda failed: ("actor died" in str(failed[1]), failed[0])):
         return 1, f"rank {rank} failed: {str(failure).strip().splitlines()[-1]}"
     return 1, f"failed: {error}"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"Ray: {WHY_NOT}")
 STEPS = 20
 WORKERS = 4
 CPUS = 2  # of a node
+PATIENCE = 240.0  # seconds, on a busy machine
 COUNTED_AFTER = 25.0  # seconds; Ray looks for new nodes every 20
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"}
@@ -64,29 +66,31 @@ def calm(folder: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
     return folder / name
 
 
-def start(cluster: Any, folder: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
-    """A run on the cluster, in `folder`/`name`."""
+@contextmanager
+def started(cluster: Any, folder: Path, name: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """A run on the cluster, in `folder`/`name`, which ends with the block."""
     command = [sys.executable, ROOT / "launch" / "ray_train.py", "--config", "config.json", f"log.dir={name}", *arguments]
     with (folder / f"{name}.txt").open("w") as said:
-        return subprocess.Popen(
-            command, cwd=folder, env=ENVIRONMENT | {"RAY_ADDRESS": cluster.address}, text=True, stdout=said, stderr=said
-        )
+        variables = ENVIRONMENT | {"RAY_ADDRESS": cluster.address}
+        process = subprocess.Popen(command, cwd=folder, env=variables, text=True, stdout=said, stderr=said)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def finish(process: "subprocess.Popen[str]", folder: Path, name: str, status: int = 0) -> str:
     """What a run has said by its end."""
-    said = folder / f"{name}.txt"
-    try:
-        process.wait(150)
-    finally:
-        process.kill()
-    assert process.returncode == status, said.read_text()[-3000:]
-    return said.read_text()
+    process.wait(PATIENCE)
+    said = (folder / f"{name}.txt").read_text()
+    assert process.returncode == status, said[-3000:]
+    return said
 
 
 def await_step(folder: Path, name: str, step: int) -> None:
     """Waits until a run has done some steps."""
-    deadline, records = time.monotonic() + 90, folder / name / "metrics.jsonl"
+    deadline, records = time.monotonic() + PATIENCE, folder / name / "metrics.jsonl"
     while not records.exists() or not (done := metrics(folder / name)) or done[-1]["step"] < step:
         assert time.monotonic() < deadline, f"step {step} was not reached\n{(folder / f'{name}.txt').read_text()[-3000:]}"
         time.sleep(0.1)
@@ -100,7 +104,7 @@ def sizes(folder: Path, name: str) -> list[int]:
 
 def await_size(folder: Path, name: str, wanted: list[int]) -> None:
     """Waits until a run has begun with these sizes."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE
     while sizes(folder, name) != wanted:
         assert time.monotonic() < deadline, (folder / f"{name}.txt").read_text()[-3000:]
         time.sleep(0.1)
@@ -126,10 +130,10 @@ def differences(ours: Path, theirs: Path) -> list[float]:
 def test_a_killed_worker_goes_on(cluster: Any, folder: Path) -> None:
     """A rank that dies would end the run, or change it. The calm runs, in the same layout and of one process, are without Ray."""
     layout = ["parallel.tensor=2", "parallel.pipeline=2"]
-    run = start(cluster, folder, "killed", "--workers", str(WORKERS), *layout)
-    await_step(folder, "killed", 8)
-    os.kill(workers(cluster)[-1], signal.SIGKILL)
-    said = finish(run, folder, "killed")
+    with started(cluster, folder, "killed", "--workers", str(WORKERS), *layout) as run:
+        await_step(folder, "killed", 8)
+        os.kill(workers(cluster)[-1], signal.SIGKILL)
+        said = finish(run, folder, "killed")
     assert "resumed after step" in said
     same, one = calm(folder, "same", *layout, ranks=WORKERS), calm(folder, "one_fp32")
     assert losses(folder / "killed") == losses(same) and len(losses(same)) == STEPS
@@ -141,27 +145,33 @@ def test_a_killed_worker_goes_on(cluster: Any, folder: Path) -> None:
 
 def test_a_lost_node_is_done_without_and_a_new_one_is_used(cluster: Any, folder: Path) -> None:
     """A run would wait for a machine that does not come back, or never use one that came."""
-    run = start(cluster, folder, "elastic", "--workers", "1:2", "--cpus", str(CPUS), "train.precision=fp64")
-    await_step(folder, "elastic", 6)
-    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-    await_size(folder, "elastic", [2, 1])
-    cluster.add_node(num_cpus=CPUS)
-    await_step(folder, "elastic", 8)
-    for number, seconds in ((signal.SIGSTOP, COUNTED_AFTER), (signal.SIGKILL, 0.0)):
-        for pid in workers(cluster):
-            os.kill(pid, number)
-        time.sleep(seconds)
-    finish(run, folder, "elastic")
+    with started(cluster, folder, "elastic", "--workers", "1:2", "--cpus", str(CPUS), "train.precision=fp64") as run:
+        await_step(folder, "elastic", 6)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        await_size(folder, "elastic", [2, 1])
+        cluster.add_node(num_cpus=CPUS)
+        await_step(folder, "elastic", 8)
+        for number, seconds in ((signal.SIGSTOP, COUNTED_AFTER), (signal.SIGKILL, 0.0)):
+            for pid in workers(cluster):
+                os.kill(pid, number)
+            time.sleep(seconds)
+        finish(run, folder, "elastic")
     assert sizes(folder, "elastic") == [2, 1, 2]
     one = calm(folder, "one_fp64", "train.precision=fp64")
     assert [loss for _, loss in losses(folder / "elastic")] == pytest.approx([loss for _, loss in losses(one)], rel=1e-9)
     assert max(differences(folder / "elastic", one), default=0.0) < 1e-9
 
 
-def test_mistakes_are_one_line(cluster: Any, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--workers", "2", "data.train=nowhere"], "data error: nowhere.bin: missing"),
+        (["--workers", "8"], "config error: --workers: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs"),
+    ],
+)
+def test_mistakes_are_one_line(cluster: Any, folder: Path, arguments: list[str], said: str) -> None:
     """Ray would start a run again and again whose data are missing, or wait for machines that the cluster does not have."""
-    said = finish(start(cluster, folder, "no_data", "--workers", "2", "data.train=nowhere"), folder, "no_data", status=2)
-    assert said.splitlines()[-1].startswith("data error: nowhere"), said
-    assert "[FailurePolicy] RETRY" not in said
-    said = finish(start(cluster, folder, "too_many", "--workers", "8"), folder, "too_many", status=2)
-    assert said.splitlines()[-1].startswith("config error: --workers: 8 workers of 1 CPU do not fit on the cluster, which has 4 CPUs"), said
+    with started(cluster, folder, "mistaken", *arguments) as run:
+        heard = finish(run, folder, "mistaken", status=2)
+    assert heard.splitlines()[-1].startswith(said), heard
+    assert "[FailurePolicy] RETRY" not in heard

@@ -135,14 +135,27 @@ def test_srun_alone(cluster: Slurm, folder: Path, calm: Path) -> None:
     assert_equal_bitwise(folder / "srun", calm)
 
 
+def submit_instead(cluster: Slurm, folder: Path, script: str, *options: str) -> str:
+    """The number of a job whose ranks run another script than the training script, in a new folder."""
+    (folder / "launch").mkdir(parents=True)
+    (folder / "launch" / "pretrain.py").write_text(script)
+    return cluster.submit(folder, "--nodes=2", "--ntasks-per-node=2", *options, SCRIPT)
+
+
+def test_ranks_need_not_end_at_once(cluster: Slurm, folder: Path) -> None:
+    """The first rank to end with 75 would have srun kill the others, whose status is another: the job would not be requeued."""
+    script = (
+        "import os, sys, time\ntime.sleep(int(os.environ['SLURM_PROCID']))\nsys.exit(0 if 'SLURM_RESTART_COUNT' in os.environ else 75)\n"
+    )
+    job = submit_instead(cluster, folder / "apart", script, "--gpus-per-node=0")
+    found = cluster.wait(job, "COMPLETED", "FAILED", seconds=240)
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1")
+
+
 def test_one_visible_gpu_a_task(cluster: Slurm, folder: Path) -> None:
     """Slurm would refuse the options together, or show every task all GPUs of its node."""
-    (folder / "seen").mkdir()
-    (folder / "seen" / "launch").mkdir()
-    (folder / "seen" / "launch" / "pretrain.py").write_text(
-        "import os\nprint('rank', os.environ['SLURM_PROCID'], 'sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
-    )
-    job = cluster.submit(folder / "seen", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--gpus-per-task=1", SCRIPT)
+    script = "import os\nprint('rank', os.environ['SLURM_PROCID'], 'sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n"
+    job = submit_instead(cluster, folder / "seen", script, "--gpus-per-node=2", "--gpus-per-task=1")
     cluster.wait(job, "COMPLETED", seconds=60)
     said = (folder / "seen" / f"slurm-megacore-{job}.out").read_text()
     assert sorted(line for line in said.splitlines() if line.startswith("rank")) == [f"rank {rank} sees {rank % 2}" for rank in range(4)]

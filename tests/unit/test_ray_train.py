@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from launch.ray_train import end_of, figures, lay_out, parse, run, scale, workers_of
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
+from megacore.survive.failure import fail
 from tests.training import write_config
 
 EIGHT = {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}
@@ -98,6 +100,16 @@ def test_the_end_says_why() -> None:
     refused = RuntimeError("Training failed due to controller error:\nmegacore refuses: data error: x.bin: missing (…)\n  File …")
     assert end_of(refused) == (2, "data error: x.bin: missing (…)")
     failed = RuntimeError("Training failed")
-    failed.worker_failures = {3: RuntimeError("…\nThe actor is dead."), 1: ValueError("Traceback …\nValueError: nan")}  # type: ignore[attr-defined]
-    assert end_of(failed) == (1, "rank 1 failed: ValueError: nan")
+    died, own = RuntimeError("The actor died unexpectedly.\nIt is dead."), ValueError("Traceback …\nValueError: nan")
+    failed.worker_failures = {0: died, 3: own}  # type: ignore[attr-defined]
+    assert end_of(failed) == (1, "rank 3 failed: ValueError: nan")
+    failed.worker_failures = {2: died}  # type: ignore[attr-defined]
+    assert end_of(failed) == (1, "rank 2 failed: It is dead.")
     assert end_of(RuntimeError("lost")) == (1, "failed: lost")
+
+
+@pytest.mark.parametrize("error", [ConfigError("data", "wrong", "right"), ValueError("nan")])
+def test_a_rank_in_rays_process_does_not_end_it(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray would see a worker that died, and not the exception that says why."""
+    fail(error, Place(guest=True), None)
+    assert ("failed: ValueError: nan" in capsys.readouterr().err) == (type(error) is ValueError)
