@@ -72,7 +72,7 @@ def check(folder: Path, name: str, done: "subprocess.CompletedProcess[str]") -> 
 
 def test_open_mpi(three: Hosts, folder: Path) -> None:
     """One rank on each host, by the mapping; a variable reaches other hosts with -x alone."""
-    ranks = ["--allow-run-as-root", "--host", ",".join(NAMES), "-n", str(COUNT), "--map-by", "ppr:1:node"]
+    ranks = ["--allow-run-as-root", "--host", ",".join(NAMES), "-n", str(COUNT), "--map-by", "ppr:1:node", "--bind-to", "none"]
     variables = ["-x", "MASTER_ADDR=node0", "-x", "OMP_NUM_THREADS", "-x", "PATH"]
     check(folder, "open_mpi", three.run(0, "mpirun.openmpi", *ranks, *variables, "python", *arguments(folder, "open_mpi"), cwd=folder))
 

