@@ -92,10 +92,12 @@ def mesh() -> None:
 
 
 def schedule() -> None:
-    """The schedule of four pipeline stages, as the planner simulates and draws it."""
-    options = ["parallel.pipeline=4", "train.global_batch_size=32", "--plot", str(FOLDER / "schedule.png")]
-    command = [sys.executable, "launch/plan.py", "--config", "configs/gpt_1b.json", *options]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    """Schedules of four pipeline ranks, as the planner simulates and draws them."""
+    pictures = {"schedule.png": [], "schedule_zb_v.png": ["parallel.schedule=zb_v", "model.num_layers=64"]}
+    for name, more in pictures.items():
+        options = ["parallel.pipeline=4", "train.global_batch_size=32", *more, "--plot", str(FOLDER / name)]
+        command = [sys.executable, "launch/plan.py", "--config", "configs/gpt_1b.json", *options]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def peers(results: Path) -> None:

@@ -18,7 +18,7 @@ from megacore.plan.devices import device_names, peak_flops
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import measured, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
+from megacore.plan.partition import alternatives, measured, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plot import check_plot
 from megacore.plan.simulate import Timeline, peak_live
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
@@ -43,6 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}")
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
+    parser.add_argument("--compare-schedules", action="store_true", help="compares all schedules that this model and layout can have")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
     parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
@@ -137,6 +138,36 @@ def traffic_table(config: Config, lines: Lines, host_size: int) -> "Table":
     return table
 
 
+def compare_schedules(config: Config, device: str | None) -> None:
+    """Prints what every schedule would cost; fastest first."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    peak = peak_flops(device, config.train.precision) if device else None
+    found = [(step_times(other), max(rank_memory(other), key=lambda m: m.total), other) for other in alternatives(config)]
+    found.sort(key=lambda row: (row[0][0], row[1].total))
+    longest = found[-1][1]
+    unit, size = ("GiB", 2**30) if longest.total >= 2**30 else ("MiB", 2**20)
+    caption = f"Simulated with each stage's products as its time{', at their peak on ' + device if device else ''}; without transfers.\n"
+    table = Table(caption=caption + f"Memory of the fullest rank, in {unit}.", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    step = "step, s" if peak else "step, PFLOP"
+    for name in ("schedule", "chunks", "bubble", step, "of this config's", "activations", "memory"):
+        table.add_column(name, justify="left" if name == "schedule" else "right", no_wrap=True)
+    own = step_times(config)[0]
+    for (makespan, busy), memory, other in found:
+        table.add_row(
+            other.parallel.schedule,
+            str(other.chunks),
+            f"{1 - sum(busy) / (len(busy) * makespan):.1%}",
+            f"{makespan / (peak or 1e15):.4g}",
+            f"{makespan / own:.3f}",
+            f"{memory.activations / size:.2f}",
+            f"{memory.total / size:.2f}",
+        )
+    Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120).print(table)
+
+
 def read_lines(path: str) -> Lines:
     """Reads the lines that benchmarks.collectives fitted. Raises `ConfigError` if the file has none."""
     try:
@@ -171,7 +202,10 @@ def run(argv: list[str]) -> int:
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
-    report(config, args.device, lines, args.host_size)
+    if args.compare_schedules:
+        compare_schedules(config, args.device)
+    else:
+        report(config, args.device, lines, args.host_size)
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
-from megacore.config.schema import Config
+from megacore.config.schema import CHUNKS, Config
 from megacore.plan.choices import splits_backward
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
 from megacore.plan.generators import build, placement
@@ -141,3 +141,12 @@ def step_times(config: Config) -> tuple[float, list[float]]:
 
     makespan, *busy = measured(config, of)
     return makespan, busy
+
+
+def alternatives(config: Config) -> list[Config]:
+    """A resolved config with each schedule that its layers suffice for, and interleaved with two and four chunks."""
+    found = []
+    for name, chunks in (*CHUNKS.items(), ("interleaved", 4)):
+        if config.parallel.pipeline * chunks <= config.model.num_layers:
+            found.append(config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": name, "chunks": chunks})}))
+    return found

@@ -1,24 +1,30 @@
-"""Draws a simulated schedule as a chart: one row a stage, one box a forward or backward.
+"""Draws a simulated schedule as a chart: one row a rank, one box an action, and below the boxes what the rank holds.
 
 Of a long schedule the chart shows the beginning and the end, large enough to read, and says what it leaves out between them.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
 from megacore.files import check_output
 from megacore.plan.schedule import COMPUTE, SENDS, Op
-from megacore.plan.simulate import Span, Timeline, peak_live
+from megacore.plan.simulate import Span, Timeline, held_over, peak_live
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FACE = {Op.FORWARD: "#4e8ac9", Op.BACKWARD: "#e6a23c"}  # distinct in greyscale and for the colour-blind
+# Distinct in greyscale and for the colour-blind.
+FACE = {Op.FORWARD: "#4e8ac9", Op.BACKWARD: "#e6a23c", Op.BACKWARD_INPUT: "#e6a23c", Op.BACKWARD_WEIGHT: "#6aa84f"}
+NAMES = {Op.BACKWARD_INPUT: "backward, inputs", Op.BACKWARD_WEIGHT: "backward, weights"}
+PALER = 0.45  # of the way to white goes the last chunk's colour: white numbers would not be read
+HELD = "#8e7cc3"  # what a rank holds
 IDLE = "#ededed"
 MARGIN = 2.3  # inches beside the rows, for names and peaks
 MOST_ARROWS = 60  # more of them hide what they should show
+BOX_HEIGHT = 0.6  # of a row, whose rest shows what the rank holds
 BOX = 0.2  # inches of the shortest box: room for a number of three digits
 MOST_BOXES = 75  # shortest boxes beside each other, beyond which a schedule is cut: what a screen shows
 BOXES_A_STAGE = 7  # or as many, if that is more: filling and draining take three each where a backward takes twice a forward
@@ -70,7 +76,7 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    stages = len(timeline.spans)
+    stages, chunks = len(timeline.spans), max(map(len, timeline.plan.placement))
     boxes = [[s for s in row if s.action.op in COMPUTE] for row in timeline.spans]
     microbatches = len({s.action.microbatch for row in boxes for s in row})
     shortest = min(s.end - s.start for row in boxes for s in row)
@@ -86,10 +92,12 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     axes = figure.add_subplot()
     for stage, row in enumerate(boxes):
         axes.barh(stage, end, height=0.8, color=IDLE, zorder=0)
-        for op, colour in FACE.items():
-            places = [(cut.place(s.start), cut.place(s.end)) for s in row if s.action.op is op]
+        for op, chunk in product(FACE, range(chunks)):
+            places = [(cut.place(s.start), cut.place(s.end)) for s in row if (s.action.op, s.action.chunk) == (op, chunk)]
             extents = [(start, stop - start) for start, stop in places if start < stop]
-            axes.broken_barh(extents, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=min(0.6, 9 * inches))
+            colour = shade(FACE[op], chunk, chunks)
+            axes.broken_barh(extents, (stage - 0.4, BOX_HEIGHT), color=colour, edgecolor="white", linewidth=min(0.6, 9 * inches))
+    draw_held(axes, timeline, cut)
     whole = [(stage, s) for stage, row in enumerate(boxes) for s in row if cut.shows(s)]
     for op in FACE:
         write_numbers(axes, [(stage, s) for stage, s in whole if s.action.op is op], cut, width / end, row_height)
@@ -100,24 +108,47 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
 
     axes.set_xlim(0, end)
     axes.set_ylim(stages - 0.5, -0.5)
-    axes.set_yticks(range(stages), [f"stage {i}" for i in range(stages)], fontsize=text_size)
+    axes.set_yticks(range(stages), [f"rank {i}" if chunks > 1 else f"stage {i}" for i in range(stages)], fontsize=text_size)
     axes.tick_params(axis="y", length=0)
     mark_time(axes, cut, end, unit)
     axes.spines[:].set_visible(False)
     peaks = axes.twinx()
     peaks.set_ylim(axes.get_ylim())
-    peaks.set_yticks(range(stages), [str(n) for n in peak_live(timeline.plan)], fontsize=text_size)
+    peaks.set_yticks(range(stages), [f"{n / chunks:g}" for n in peak_live(timeline.plan)], fontsize=text_size)
     peaks.tick_params(axis="y", length=0)
-    peaks.set_ylabel("peak live microbatches", fontsize=9, rotation=270, labelpad=14)
+    peaks.set_ylabel("microbatches held at most", fontsize=9, rotation=270, labelpad=14)
     peaks.spines[:].set_visible(False)
+    rows = f"{stages} ranks of {chunks} chunks (later ones paler)" if chunks > 1 else counted(stages, "stage")
     axes.set_title(
-        f"{name}: {counted(stages, 'stage')} × {counted(microbatches, 'microbatch')}, bubble {timeline.bubble_rate:.1%}",
+        f"{name}: {rows} × {counted(microbatches, 'microbatch')}, bubble {timeline.bubble_rate:.1%}",
         loc="left",
         fontsize=12,
     )
-    handles = [Patch(color=FACE[op], label=op.value) for op in FACE] + [Patch(color=IDLE, label="idle")]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=9, borderaxespad=0.2)
+    there = {span.action.op for row in boxes for span in row}
+    handles = [Patch(color=FACE[op], label=NAMES.get(op, op.value)) for op in FACE if op in there]
+    handles += [Patch(color=IDLE, label="idle"), Patch(color=HELD, label="activations held")]
+    where = (1, -0.5 / (row_height * stages + 0.3))
+    axes.legend(handles=handles, loc="upper right", bbox_to_anchor=where, ncols=len(handles), frameon=False, fontsize=9, borderaxespad=0.2)
     figure.savefig(path)
+
+
+def shade(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:
+    """A colour, paler for later chunks."""
+    from matplotlib.colors import to_rgb
+
+    paler = PALER * chunk / max(1, chunks - 1)
+    return tuple(part + (1 - part) * paler for part in to_rgb(colour))
+
+
+def draw_held(axes: "Axes", timeline: Timeline, cut: Cut) -> None:
+    """Draws below each rank's boxes how many forwards it holds over time; the highest is the most that any rank holds."""
+    most = max(peak_live(timeline.plan))
+    for rank, (row, held) in enumerate(zip(timeline.spans, held_over(timeline.plan, [1.0] * timeline.plan.stages), strict=True)):
+        spans = [span for span in row if span.action.op in COMPUTE]
+        times = [cut.place(span.start if span.action.op is Op.FORWARD else span.end) for span in spans]
+        bottom, height = rank + 0.4, 0.78 - BOX_HEIGHT
+        tops = [bottom - height * live / most for _, live in held]
+        axes.fill_between(times, bottom, tops, step="post", color=HELD, linewidth=0)
 
 
 def counted(number: int, what: str) -> str:
@@ -150,16 +181,16 @@ def write_numbers(axes: "Axes", boxes: list[tuple[int, Span]], cut: Cut, inches_
     """Writes microbatches' numbers in boxes of one kind, in one size, if the narrowest box has room."""
     digits = max((len(str(span.action.microbatch)) for _, span in boxes), default=1)
     narrowest = min((span.end - span.start for _, span in boxes), default=0.0) * inches_per_time
-    points = min(10.0, 72 * 0.7 * row_height, 72 * narrowest / (0.75 * digits))  # a digit is about 0.6 of its size wide
+    points = min(10.0, 72 * 0.8 * BOX_HEIGHT * row_height, 72 * narrowest / (0.75 * digits))  # a digit is about 0.6 of its size wide
     if points >= 5:
         for stage, span in boxes:
             middle = (cut.place(span.start) + cut.place(span.end)) / 2
-            axes.text(middle, stage, str(span.action.microbatch), ha="center", va="center", fontsize=points)
+            axes.text(middle, stage - 0.4 + BOX_HEIGHT / 2, str(span.action.microbatch), ha="center", va="center", fontsize=points)
 
 
 def draw_arrows(axes: "Axes", timeline: Timeline) -> None:
-    """Draws transfers as arrows from sender to receiver, if they take time and are few enough to follow."""
-    flights = [(stage, s) for stage, row in enumerate(timeline.spans) for s in row if s.action.op in SENDS and s.end > s.start]
+    """Draws transfers as arrows from sender to receiver, if they are few enough to follow."""
+    flights = [(stage, s) for stage, row in enumerate(timeline.spans) for s in row if s.action.op in SENDS]
     if len(flights) <= MOST_ARROWS:
         for stage, span in flights:
             side = 0.4 if span.action.peer > stage else -0.4

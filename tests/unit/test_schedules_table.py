@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megacore.config import load
 from megacore.plan.generators import GENERATORS, build
+from megacore.plan.partition import alternatives, step_times
 from megacore.plan.schedule import SENDS
 from megacore.plan.simulate import peak_live, simulate
 
@@ -53,3 +55,12 @@ def test_the_table_says_what_is_so(name: str, p: int) -> None:
     sent = [sum(action.op in SENDS for action in actions) for actions in plan.actions]
     boundaries = p * v - 1 - (v - 1 if name in ("zb_v", "v_half") else 0)  # in the turn of a V no message is sent
     assert sum(sent) == 2 * m * boundaries and v == int(value(messages, **names))
+
+
+def test_schedules_are_compared_for_a_config() -> None:
+    """`launch/plan.py --compare-schedules` would leave one out, offer what the layers do not suffice for, or time another config."""
+    overrides = ["parallel.pipeline=4", "model.num_layers=8", "train.global_batch_size=32"]
+    config = load(str(TABLE.parents[1] / "configs/gpt_tiny.json"), overrides, 4).config
+    found = {(other.parallel.schedule, other.chunks): step_times(other)[0] for other in alternatives(config)}
+    assert {name for name, _ in found} == GENERATORS.keys() and ("interleaved", 4) not in found
+    assert found["1f1b", 1] == step_times(config)[0] == found["gpipe", 1] > found["zb_h1", 1]
