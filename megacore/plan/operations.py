@@ -27,7 +27,7 @@ class Machine:
     def rate(self, precision: str) -> float:
         """Operations a second that a large product reaches."""
         own = self.profile.product_rate
-        share = own.get(f"{self.device.name} {precision}", own.get(precision, own.get("any", 0.75)))
+        share = own.get(precision, own.get("any", 0.75)) * own.get(self.device.name, 1.0)
         return self.device.peak_flops[precision] * share
 
     def product(self, rows: float, inner: float, columns: float, precision: str) -> float:

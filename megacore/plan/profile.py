@@ -18,8 +18,8 @@ class Profile:
     """Constants of a framework. Rates are fractions of what the device's maker states; overlaps are fractions that are hidden."""
 
     name: str = "megacore"
-    stages: str = "cost"  # how layers are cut into stages: cost, even, or nanotron (see `stagework`)
-    product_rate: Mapping[str, float] = field(default_factory=dict)  # by device and precision, of the peak, for large products
+    stages: str = "cost"  # how layers are cut into stages: cost, even, or nanotron (see `step_time.cut`)
+    product_rate: Mapping[str, float] = field(default_factory=dict)  # of the peak, by precision; by device, a factor on it
     attention_rate: float = 0.5  # of the 16-bit peak, in fused attention
     memory_rate: float = 0.8  # of the memory's bandwidth
     passes: float = 1.0  # times that a block's activations go through memory, of one pass an operation

@@ -11,6 +11,7 @@ import pytest
 
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
+from megacore.plan.calibrate import calibrated, read_run, slowed
 from megacore.plan.devices import Cluster, Device, Level, cluster_names, device_names, read_cluster, read_device
 from megacore.plan.operations import START, TILES, Machine
 from megacore.plan.profile import Profile, profile, profile_names
@@ -184,3 +185,25 @@ def test_known_devices_and_clusters_can_be_read(tmp_path: Path) -> None:
             read(path)
     with pytest.raises(ConfigError, match="no device file"):
         read_device(str(tmp_path / "bad.json"))
+
+
+def test_a_run_calibrates_its_machine(tmp_path: Path) -> None:
+    """One short run must correct what is predicted for more devices, in what the device does and not in what links do."""
+    truth = slowed(PLAIN, 1.7)
+    seconds = predict(SETTING, SMOOTH, CLUSTER, truth).step
+    found = calibrated(PLAIN, SETTING, seconds, SMOOTH, CLUSTER)
+    assert found is not None
+    many = replace(SETTING, data=8, tensor=2, global_batch=64)
+    assert predict(many, SMOOTH, CLUSTER, found).step == pytest.approx(predict(many, SMOOTH, CLUSTER, truth).step)
+    assert predict(many, SMOOTH, CLUSTER, found).terms["data"] == predict(many, SMOOTH, CLUSTER, PLAIN).terms["data"]
+    assert calibrated(PLAIN, SETTING, 1e9, SMOOTH, CLUSTER) is None
+    config = resolve({"model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4}}, ["parallel.tensor=2"], "x", 4).config
+    (tmp_path / "config.json").write_text(config.model_dump_json(by_alias=True))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step_seconds": {t}}}\n' for t in (9, 9, 9, 1, 1, 2, 1)))
+    assert read_run(str(tmp_path)) == (setting_of(config), 1.0)
+    for name, text, said in (("metrics.jsonl", '{"valid_loss": 1}\n', "logged no step"), ("config.json", "[]", "no run's config")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_run(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_run(str(tmp_path / "none"))

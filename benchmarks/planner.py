@@ -1,0 +1,297 @@
+"""The planner's scoreboard: predicted steps beside a table of measured ones, for rows that were fitted and rows that were not.
+
+Every figure stands beside a baseline that knows one MFU for each framework, device and precision, fitted on the same rows. Of each
+framework some models or sizes are held out; `benchmarks/planner_fit.py` says which. With --fit the constants are fitted again and
+written to megacore/plan/fitted.json.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import planner_memory
+from benchmarks.planner_charts import draw_ablation, draw_measured
+from benchmarks.planner_fit import CASES, fit, steps
+from benchmarks.planner_rows import Row, read
+from megacore.cli import Parser, exit_with
+from megacore.plan.profile import FITTED, Profile, fitted, profile
+from megacore.plan.setting import Setting
+from megacore.plan.step_time import predict
+
+EXAMPLE = "python -m benchmarks.planner measured_steps.csv --output benchmarks/results/planner"
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 0.95  # of the device's memory: what a run may fill
+SWITCHES = ("shape", "attention", "passes", "tensor", "context", "launch", "pipeline", "bubble", "data", "optimizer", "host", "stragglers")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, __doc__)
+    parser.add_argument("data", type=Path, metavar="DATA.csv", help="the table of measured steps")
+    parser.add_argument("--fit", action="store_true", help="fits the constants again (two minutes), and writes them to megacore/plan")
+    parser.add_argument("--output", type=Path, metavar="PREFIX", help="writes PREFIX.json and PREFIX.md, and the charts in docs/figures")
+    return parser.parse_args(argv)
+
+
+def of_framework(rows: Sequence[Row], name: str) -> list[Row]:
+    """The dense rows of a framework that ran."""
+    return [row for row in rows if row.framework == name and row.seconds is not None and not row.setting.experts]
+
+
+def fit_all(rows: Sequence[Row], data: Path) -> None:
+    """Fits every framework's constants, and freezes them with the command and the split."""
+    frozen = fitted()
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks.planner --fit {data.name}",
+        "profiles": {"megacore": frozen["profiles"]["megacore"]},
+    }
+    for name, case in CASES.items():
+        own = [row for row in of_framework(rows, name) if not case.held_out(row)]
+        if own:
+            found = fit(own, case, name)
+            report["profiles"][name] = {"split": case.split, "fitted_rows": len(own)} | constants_of(found, case.start, case.free)
+    measured = [row for row in of_framework(rows, "nanotron") if row.memory_gib and not CASES["nanotron"].held_out(row)]
+    report["memory"] = {"nanotron": planner_memory.fit(measured, "nanotron")}
+    FITTED.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    fitted.cache_clear()
+
+
+def constants_of(found: Profile, start: dict[str, Any], free: Sequence[str]) -> dict[str, Any]:
+    """The constants that differ from the defaults, to four digits."""
+    names = {name.partition("/")[0] for name in (*start, *free)}
+
+    def short(value: Any) -> Any:
+        return (
+            {key: short(v) for key, v in value.items()}
+            if isinstance(value, dict)
+            else float(f"{value:.4g}")
+            if isinstance(value, float)
+            else value
+        )
+
+    return {name: short(getattr(found, name)) for name in sorted(names)}
+
+
+def operations(s: Setting) -> float:
+    """Model FLOPs of a step, with attention counted causally, as vendors do for the baseline's MFU."""
+    block = (
+        2 * s.hidden * (2 * s.attention_size + 2 * s.kv_size) + 2 * s.ffn_weights * (s.experts_a_token or 1) + 2 * s.seq * s.attention_size
+    )
+    return 3 * s.global_batch * s.seq * (s.layers * block + 2 * s.hidden * s.vocab) * (4 / 3 if s.recompute == "full" else 1)
+
+
+def baseline(rows: Sequence[Row], known: Sequence[Row]) -> np.ndarray:
+    """Seconds by one MFU a device and precision: the median of the known rows."""
+
+    def busy(row: Row) -> float:
+        return operations(row.setting) / row.setting.world / row.device.peak_flops[row.setting.precision]
+
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in known:
+        found[row.device.name, row.setting.precision].append(busy(row) / (row.seconds or 1.0))
+    every = float(np.median([value for values in found.values() for value in values]))
+    return np.array([busy(row) / float(np.median(found.get((row.device.name, row.setting.precision), [every]))) for row in rows])
+
+
+def errors(predicted: np.ndarray, rows: Sequence[Row]) -> dict[str, float]:
+    """Median and 90th percentile of the relative error, and its median with sign."""
+    relative = predicted / np.array([row.seconds for row in rows]) - 1
+    return {
+        "rows": len(rows),
+        "median": float(np.median(np.abs(relative))),
+        "p90": float(np.quantile(np.abs(relative), 0.9)),
+        "bias": float(np.median(relative)),
+    }
+
+
+def regret(predicted: np.ndarray, rows: Sequence[Row]) -> dict[str, float]:
+    """Time of the layout with the least predicted time over the least measured time, of every model and number of devices."""
+    groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        groups[row.group].append(i)
+    chosen = []
+    for members in groups.values():
+        measured: dict[Setting, list[float]] = defaultdict(list)
+        for i in members:
+            measured[rows[i].setting].append(rows[i].seconds or 0.0)
+        if len(measured) > 1:
+            mean = {setting: float(np.mean(values)) for setting, values in measured.items()}
+            least = min(predicted[i] for i in members)
+            picks = {rows[i].setting for i in members if predicted[i] <= least * (1 + 1e-9)}  # the baseline knows many equal ones
+            chosen.append(float(np.mean([mean[setting] for setting in picks])) / min(mean.values()))
+    if not chosen:
+        return {}
+    return {"choices": len(chosen), "median": float(np.median(chosen)), "p90": float(np.quantile(chosen, 0.9)), "worst": max(chosen)}
+
+
+def score(rows: Sequence[Row]) -> dict[str, Any]:
+    """Errors and regret of every framework, by rows fitted and held out."""
+    table: dict[str, Any] = {}
+    for name, case in CASES.items():
+        own = of_framework(rows, name)
+        if not own:
+            continue
+        known = [row for row in own if not case.held_out(row)] or own
+        predicted = steps(own, profile(name))
+        out = np.array([case.held_out(row) for row in own])
+        plain = baseline(own, known)
+        entry: dict[str, Any] = {"split": case.split}
+        for part, mask in (("fitted", ~out), ("held out", out)):
+            chosen = [row for row, yes in zip(own, mask, strict=True) if yes]
+            if chosen:
+                entry[part] = errors(predicted[mask], chosen) | {"regret": regret(predicted[mask], chosen)}
+                entry[f"{part}, baseline"] = errors(plain[mask], chosen) | {"regret": regret(plain[mask], chosen)}
+        table[name] = entry
+    return table
+
+
+def by(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[str, Any]:
+    """Errors on rows held out, by anything."""
+    groups: dict[Any, list[tuple[float, Row]]] = defaultdict(list)
+    for name, case in CASES.items():
+        own = [row for row in of_framework(rows, name) if case.held_out(row)]
+        for value, row in zip(steps(own, profile(name)), own, strict=True):
+            groups[key(row)].append((float(value), row))
+    return {str(k): errors(np.array([v for v, _ in groups[k]]), [row for _, row in groups[k]]) for k in sorted(groups)}
+
+
+def memory(rows: Sequence[Row]) -> dict[str, Any]:
+    """Error of memory, and what is said of runs that failed and of runs that ran."""
+    constants = fitted().get("memory", {}).get("nanotron")
+    if constants is None:
+        return {}
+    report: dict[str, Any] = {}
+    case = CASES["nanotron"]
+    every = [row for row in rows if row.framework == "nanotron"]
+    for part, wanted in (("fitted", (False,)), ("held out", (True,)), ("all", (False, True))):
+        own = [row for row in every if case.held_out(row) in wanted]
+        sizes = np.array([planner_memory.gib(row.setting, "nanotron", constants) for row in own])
+        limit = np.array([LIMIT * (row.device.memory_gib or 0.0) for row in own])
+        ran = np.array([row.fits for row in own])
+        known = np.array([row.memory_gib is not None for row in own])
+        measured = np.array([row.memory_gib or 1.0 for row in own])
+        relative = np.abs(sizes / measured - 1)[known & ran]
+        if len(relative):
+            over = sizes > limit
+            report[part] = {
+                "rows": len(relative),
+                "median": float(np.median(relative)),
+                "p90": float(np.quantile(relative, 0.9)),
+                "failed": int((~ran).sum()),
+                "recall": share(over, ~ran),
+                # Some runs crashed for other reasons: by counting they fill less than half of the device.
+                "recall where half is full": share(over, ~ran & (sizes > limit / 2)),
+                "false alarms": share(over, ran),
+            }
+    return report
+
+
+def share(yes: np.ndarray, of: np.ndarray) -> float:
+    """The part of some rows for which something holds; 0 of none."""
+    return float(yes[of].mean()) if of.any() else 0.0
+
+
+def ablation(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Median error on rows held out, whole and with each term left out, without fitting again."""
+    report = {}
+    for name, case in CASES.items():
+        own, found = [row for row in of_framework(rows, name) if case.held_out(row)], profile(name)
+        if not own:
+            continue
+        measured = np.array([row.seconds for row in own])
+        predictions = [predict(row.setting, row.device, row.cluster, found) for row in own]
+        whole = np.array([p.step for p in predictions])
+        smooth = [predict(row.setting, replace(row.device, multiprocessors=None), row.cluster, found).step for row in own]
+        without = {term: whole - np.array([p.terms[term] for p in predictions]) for term in SWITCHES if term != "shape"}
+        table = {"nothing": whole, "shape": np.array(smooth), **without}
+        report[name] = {term: float(np.median(np.abs(values / measured - 1))) for term, values in table.items()}
+    return report
+
+
+def worst(rows: Sequence[Row], count: int = 3) -> list[dict[str, Any]]:
+    """Of rows held out, the furthest off in each of the largest frameworks."""
+    found = []
+    for name in ("nanotron", "megatron-2023", "nemo"):
+        case = CASES[name]
+        own = [row for row in of_framework(rows, name) if case.held_out(row)]
+        predicted = steps(own, profile(name))
+        off = np.abs(np.log(predicted / np.array([row.seconds for row in own])))
+        for i in np.argsort(-off)[:count]:
+            s = own[i].setting
+            layout = f"tp{s.tensor} pp{s.pipeline} cp{s.context} dp{s.data} micro batch {s.micro_batch} × {s.microbatches}, zero {s.zero}"
+            terms = {k: round(v, 3) for k, v in predict(s, own[i].device, own[i].cluster, profile(name)).terms.items() if v > 1e-3}
+            found.append({"framework": name, "model": own[i].model, "layout": layout, "measured": own[i].seconds, "terms": terms})
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The scoreboard as a table."""
+    lines = ["# Predicted steps beside measured ones", "", f"`{report['command']}`", ""]
+    lines += ["| framework | rows | error, median | 90th percentile | baseline, median | 90th | regret, median | worst | baseline's |"]
+    lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for name, entry in report["frameworks"].items():
+        for part in ("fitted", "held out"):
+            if part in entry:
+                own, plain = entry[part], entry[f"{part}, baseline"]
+                r, q = own["regret"], plain["regret"]
+                cells = [f"{own['median']:.1%}", f"{own['p90']:.1%}", f"{plain['median']:.1%}", f"{plain['p90']:.1%}"]
+                cells += [f"{r['median']:.2f}", f"{r['worst']:.2f}", f"{q['median']:.2f}"] if r else ["", "", ""]
+                lines.append(f"| {name} | {own['rows']} {part} | {' | '.join(cells)} |")
+    lines += ["", "How each was split:", ""] + [f"- {name}: {entry['split']}." for name, entry in report["frameworks"].items()]
+    lines += ["", "| nanotron's memory | rows | median | 90th percentile | failed rows | recall | of those that fill half | false alarms |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for part, m in report["memory"].items():
+        cells = [str(m["rows"]), f"{m['median']:.1%}", f"{m['p90']:.1%}", str(m["failed"]), f"{m['recall']:.2f}"]
+        cells += [f"{m['recall where half is full']:.2f}", f"{m['false alarms']:.1%}"]
+        lines.append(f"| {part} | {' | '.join(cells)} |")
+    lines += ["", "Median error on rows held out, with one term left out and nothing fitted again:", ""]
+    names = list(report["ablation"])
+    lines += [f"| without | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    for term in ("nothing", *SWITCHES):
+        lines.append(f"| {term} | {' | '.join(f'{own[term]:.1%}' for own in report['ablation'].values())} |")
+    lines += ["", "Rows that cannot be predicted:", ""] + [f"- {count} of {source}: {why}." for (source, why), count in report["skipped"]]
+    return "\n".join(lines) + "\n"
+
+
+def run(argv: list[str]) -> None:
+    """Everything that the command does."""
+    args = parse(argv)
+    rows, skipped = read(args.data)
+    if args.fit:
+        fit_all(rows, args.data)
+    counts = Counter((row.source, row.why) for row in skipped)
+    mixtures = Counter((row.source, "a mixture of experts, for which nothing is fitted") for row in rows if row.setting.experts)
+    report = {
+        "command": f"python -m benchmarks.planner {args.data.name}",
+        "frameworks": score(rows),
+        "held out, by devices": by(rows, lambda row: row.setting.world),
+        "held out, by source": by(rows, lambda row: row.source),
+        "memory": memory(rows),
+        "ablation": ablation(rows),
+        "worst": worst(rows),
+        "skipped": [*counts.items(), *mixtures.items()],
+    }
+    print(markdown(report))
+    if args.output is not None:
+        args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        args.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+        points = {}
+        for name, case in CASES.items():
+            own = of_framework(rows, name)
+            points[name] = [
+                (row.seconds or 0.0, float(p), case.held_out(row)) for row, p in zip(own, steps(own, profile(name)), strict=True)
+            ]
+        draw_measured(ROOT / "docs/figures/planner_measured.png", points)
+        draw_ablation(ROOT / "docs/figures/planner_ablation.png", report["ablation"])
+        print(f"written to {args.output}.json and .md, and docs/figures", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    exit_with(run)

@@ -1,0 +1,137 @@
+"""Reads a table of measured steps: a row becomes a setting, a device, a cluster, and the framework that ran it."""
+
+import csv
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacore.errors import ConfigError
+from megacore.files import read_text
+from megacore.plan.devices import Cluster, Device, read_cluster, read_device
+from megacore.plan.setting import Setting
+
+DEVICES = {
+    "A100-80GB": "a100", "A100-40GB": "a100 40gb", "H100-80GB": "h100", "H100-96GB-HBM2e-500W": "h100 96gb hbm2e", "H200-141GB": "h200",
+    "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300", "MI300X": "mi300x",
+}  # fmt: skip
+# By device, the cluster of a row whose `interconnect` names no other.
+CLUSTERS = {"a100": "dgx_a100", "a100 40gb": "a100_roce", "b200": "dgx_b200", "b300": "dgx_b200", "gb200": "nvl72", "gb300": "nvl72"}
+NETWORKS = (("EFA", "p5"), ("RoCE 1600", "a100_roce"), ("800Gb/s", "h100_800g"), ("400Gb/s", "a100_400g"))
+PROFILES = (
+    ("nanotron", "nanotron"), ("vTrain", "megatron-2023"), ("Megatron-LM", "megatron-2022"), ("NeMo", "nemo"), ("NEMO", "nemo"),
+    ("Megatron-Bridge", "nemo"), ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("fms-fsdp", "fms-fsdp"), ("MaxText", "jax"),
+    ("PaxML", "jax"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: what ran, on what, and what came of it."""
+
+    source: str
+    framework: str  # the profile's name
+    model: str
+    setting: Setting
+    device: Device
+    cluster: Cluster
+    fits: bool
+    seconds: float | None  # a step's
+    memory_gib: float | None
+    note: str
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """Rows among which a layout can be chosen: the same source, model and device, on as many ranks, with as large a batch."""
+        s = self.setting
+        return self.source, f"{self.model} {self.device.name} {s.precision} seq {s.seq} batch {s.global_batch} kv {s.kv_heads}", s.world
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that cannot be predicted, and why."""
+
+    source: str
+    why: str
+
+
+def read(path: Path) -> tuple[list[Row], list[Skipped]]:
+    """The table's rows. Raises `ConfigError` if it is no such table."""
+    try:
+        rows = list(csv.DictReader(read_text(path).splitlines()))
+        found = [_row(row) for row in rows]
+    except OSError as error:
+        raise ConfigError("DATA.csv", f"cannot read {path}: {error.strerror}", "a table of measured steps") from None
+    except (KeyError, ValueError) as error:
+        raise ConfigError("DATA.csv", f"{path} is no table of measured steps: {error}", "the columns that docs/planning.md names") from None
+    return [row for row in found if isinstance(row, Row)], [row for row in found if isinstance(row, Skipped)]
+
+
+def _row(r: dict[str, str]) -> Row | Skipped:
+    """One row."""
+    source, ok = r["source_id"], r["status"] == "ok"
+
+    def number(name: str, default: int = 1) -> int:
+        return int(float(r[name])) if r[name] not in ("", None) else default
+
+    if r["arch"] not in ("dense", "moe"):
+        return Skipped(source, f"{r['arch']} is no architecture of this model")
+    for name in ("hidden", "layers", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp"):
+        if not r[name]:
+            return Skipped(source, f"{name} is not stated")
+    if r["hardware"] not in DEVICES:
+        return Skipped(source, f"{r['hardware']} is not a known device")
+    if ok and not r["step_time_s"]:
+        return Skipped(source, "no step time")
+    profile = next((name for key, name in PROFILES if key in r["framework"]), None)
+    if profile is None:
+        return Skipped(source, f"{r['framework']} has no profile")
+    device = DEVICES[r["hardware"]]
+    network = next((name for key, name in NETWORKS if key in r["interconnect"]), None)
+    precision = r["precision"]
+    kind = "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "fp16" if precision.startswith("fp16") else "bf16"
+    recompute = next((mode for mode in ("none", "selective", "full") if r["recompute"].startswith(mode)), "none")
+    tensor, zero = number("tp"), number("zero", 0)
+    setting = Setting(
+        layers=number("layers"),
+        hidden=number("hidden"),
+        ffn=number("moe_ffn") if r["moe_ffn"] else number("ffn"),
+        heads=number("heads"),
+        kv_heads=number("kv_heads", number("heads")),
+        head_size=number("hidden") // number("heads"),
+        vocab=number("vocab"),
+        seq=number("seq"),
+        gated=r["mlp"] in ("swiglu", "geglu"),
+        experts=number("experts", 0),
+        experts_a_token=number("topk", 0),
+        tensor=tensor,
+        pipeline=number("pp"),
+        context=number("cp"),
+        data=number("dp"),
+        expert=number("ep"),
+        chunks=number("vp"),
+        sequence=r["sp"] == "1" if r["sp"] else tensor > 1,
+        micro_batch=number("mbs"),
+        global_batch=number("gbs"),
+        precision=kind,
+        recompute=recompute,
+        schedule=r["schedule"] or "1f1b",
+        flash=profile not in ("megatron-2023", "megatron-2022"),
+        zero=zero,
+        gradient_bytes=2 if "pure" in precision or zero == 3 else 4,
+    )
+    if r["params_b"]:  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
+        blocks = setting.layers * replace(setting, tensor=1, expert=1).block_parameters
+        vocabulary = setting.vocab * setting.hidden
+        stated = 1e9 * float(r["params_b"])
+        setting = replace(setting, tied=abs(blocks + vocabulary - stated) < abs(blocks + 2 * vocabulary - stated))
+    return Row(
+        source=source,
+        framework=profile,
+        model=r["model"] if r["model"] != "gpt" else f"gpt {r['layers']}x{r['hidden']}",
+        setting=setting,
+        device=read_device(device),
+        cluster=read_cluster(network or CLUSTERS.get(device, "dgx_h100")),
+        fits=ok,
+        seconds=float(r["step_time_s"]) if r["step_time_s"] else None,
+        memory_gib=float(r["mem_gib"]) if r["mem_gib"] else None,
+        note=r["note"],
+    )

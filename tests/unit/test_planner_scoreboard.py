@@ -1,0 +1,136 @@
+"""The planner's scoreboard: its figures on rows made up here, whose right answers are known. No table of measurements is needed."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import planner_memory
+from benchmarks.planner import baseline, errors, operations, regret, run
+from benchmarks.planner_fit import Case, fit, steps
+from benchmarks.planner_rows import Row, read
+from megacore.errors import ConfigError
+from megacore.plan.devices import read_cluster, read_device
+from megacore.plan.profile import Profile
+from megacore.plan.setting import Setting
+from megacore.plan.step_time import predict
+
+SETTING = Setting(
+    layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=16, head_size=128, vocab=32000, seq=2048, global_batch=64, precision="bf16"
+)
+START = {"stages": "even", "product_rate": {"any": 0.7}, "layer_host": 1e-3}
+
+
+def row(setting: Setting, seconds: float | None, memory: float | None = None) -> Row:
+    device, cluster = read_device("h100"), read_cluster("dgx_h100")
+    return Row("made up", "nanotron", "model", setting, device, cluster, seconds is not None, seconds, memory, "")
+
+
+def layouts() -> list[Setting]:
+    found = []
+    for tensor, pipeline, data, micro in (
+        (1, 1, 8, 1),
+        (2, 1, 4, 2),
+        (4, 1, 2, 4),
+        (8, 1, 1, 8),
+        (1, 2, 4, 1),
+        (1, 4, 2, 2),
+        (2, 2, 2, 1),
+        (2, 4, 1, 4),
+    ):
+        found.append(replace(SETTING, tensor=tensor, pipeline=pipeline, data=data, micro_batch=micro))
+    return found
+
+
+def test_a_fit_finds_the_constants_that_made_the_rows() -> None:
+    """Constants that the fit does not find again would mean nothing; rows that something else slowed must not move them."""
+    truth = Profile("truth").with_constants({"stages": "even", "product_rate": {"any": 0.55}, "layer_host": 3e-3})
+    device, cluster = read_device("h100"), read_cluster("dgx_h100")
+    rows = [row(setting, predict(setting, device, cluster, truth).step) for setting in layouts()]
+    slowed = row(replace(layouts()[0], micro_batch=2), 100.0)
+    case = Case(lambda _: False, "none", START, ("product_rate/any", "layer_host"))
+    found = fit([*rows, slowed], case, "found")
+    assert found.product_rate["any"] == pytest.approx(0.55, rel=0.03) and found.layer_host == pytest.approx(3e-3, rel=0.03)
+    assert errors(steps(rows, found), rows)["p90"] < 0.03
+    assert errors(steps(rows, Profile("start").with_constants(START)), rows)["median"] > 0.1, "the start was not yet right"
+
+
+def test_regret_is_the_chosen_layouts_time_over_the_best() -> None:
+    """A predictor can err little and still choose badly: the planner is for choosing."""
+    one, two, three = layouts()[:3]
+    rows = [row(one, 1.0), row(two, 2.0), row(three, 4.0)]
+    assert regret(np.array([1.0, 2.0, 3.0]), rows)["worst"] == 1.0
+    assert regret(np.array([9.0, 2.0, 3.0]), rows)["worst"] == 2.0
+    assert regret(np.array([1.0, 1.0, 1.0]), rows)["worst"] == pytest.approx(7 / 3), "equal predictions choose any of them"
+    assert regret(np.array([1.0]), rows[:1]) == {}, "no choice"
+    other = replace(two, tensor=1, data=8, micro_batch=1, global_batch=128)
+    assert regret(np.array([1.0, 0.5]), [row(one, 1.0), row(other, 9.0)]) == {}, "another batch is another question"
+
+
+def test_the_baseline_is_one_mfu() -> None:
+    """If the baseline were weaker than it says, any planner would look good beside it."""
+    rows = [row(setting, seconds) for setting, seconds in zip(layouts()[:3], (1.0, 2.0, 4.0), strict=True)]
+    assert baseline(rows, rows) == pytest.approx([2.0] * 3), "the median MFU, and as many operations in every layout"
+    double = replace(SETTING, layers=32)
+    blocks = operations(double) - operations(SETTING)
+    head = 3 * 64 * 2048 * 2 * 2048 * 32000
+    assert operations(SETTING) == pytest.approx(blocks + head)
+
+
+def test_memory_constants_are_found_again() -> None:
+    """What is said of "does not fit" rests on these constants."""
+    truth = dict.fromkeys(planner_memory.FEATURES, 0.0) | {
+        "bytes_a_parameter": 6.0,
+        "bytes_a_divided_parameter": 12.0,
+        "bytes_a_logit": 10.0,
+    }
+    settings = [replace(s, zero=z, micro_batch=m, global_batch=64) for s in layouts() for z in (0, 1) for m in (1, 2, 4)]
+    rows = [row(s, 1.0, planner_memory.gib(s, "even", truth)) for s in settings]
+    found = planner_memory.fit(rows, "even")
+    assert [planner_memory.gib(s, "even", found) for s in settings] == pytest.approx([r.memory_gib for r in rows], rel=0.01)
+    full, half = (planner_memory.gib(replace(layouts()[0], zero=z), "even", truth) for z in (0, 1))
+    parameters = 16 * (4 * 2048**2 + 2 * 2048 * 8192) + 2 * 32000 * 2048
+    assert (full - half) * 2**30 == pytest.approx(12 * parameters * 7 / 8), "eight ranks divide twelve bytes"
+
+
+def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that anyone types: a table in, the scoreboard out; rows that say too little are counted with their reason."""
+    columns = [
+        "source_id", "framework", "hardware", "interconnect", "n_gpus", "model", "arch", "mlp", "params_b",
+        "layers", "hidden", "ffn", "heads", "kv_heads", "seq", "vocab", "experts", "topk",
+        "moe_ffn", "tp", "pp", "vp", "cp", "ep", "dp", "zero", "sp",
+        "mbs", "gbs", "precision", "recompute", "schedule", "step_time_s", "mem_gib", "status", "note",
+    ]  # fmt: skip
+    common = dict.fromkeys(columns, "") | {
+        "source_id": "made up", "framework": "nanotron", "hardware": "H100-80GB", "interconnect": "EFA", "arch": "dense",
+        "mlp": "swiglu", "layers": 16,
+        "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 32, "seq": 4096, "vocab": 131072, "params_b": 1.34, "pp": 1,
+        "cp": 1, "sp": 1, "gbs": 256,
+        "precision": "bf16", "recompute": "none", "status": "ok", "zero": 0,
+    }  # fmt: skip
+    rows = [
+        common | {"model": model, "tp": tp, "dp": 8 // tp, "mbs": 1, "step_time_s": seconds, "mem_gib": 30}
+        for model in ("nanotron-1.34B", "nanotron-3.57B")
+        for tp, seconds in ((1, 3.3), (2, 4.5), (4, 9.1))
+    ]
+    rows += [
+        common | {"model": "nanotron-1.34B", "tp": 1, "dp": 8, "mbs": 64, "status": "failed"},
+        common | {"model": "x", "tp": 1, "dp": 8},
+    ]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    found, skipped = read(path)
+    assert (len(found), [s.why for s in skipped]) == (7, ["mbs is not stated"])
+    assert found[0].setting.tied and found[0].setting.head_size == 64 and found[1].setting.sequence and not found[-1].fits
+    run([str(path)])
+    said = capsys.readouterr().out
+    assert "| nanotron | 3 fitted |" in said and "| nanotron | 3 held out |" in said and "mbs is not stated" in said
+    (tmp_path / "no.csv").write_text("a,b\n1,2\n")
+    for wrong in (tmp_path / "no.csv", tmp_path / "missing.csv"):
+        with pytest.raises(ConfigError):
+            run([str(wrong)])
