@@ -14,13 +14,17 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
 from megacore.files import read_text
-from megacore.plan.devices import device_names, peak_flops
+from megacore.plan.calibrate import calibrate
+from megacore.plan.devices import Cluster, Device, cluster_names, device_names, read_cluster, read_device
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
 from megacore.plan.partition import alternatives, measured, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plot import check_plot
+from megacore.plan.profile import profile
+from megacore.plan.setting import setting_of
 from megacore.plan.simulate import Timeline, peak_live
+from megacore.plan.step_time import predict
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
 
 if TYPE_CHECKING:
@@ -40,7 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__, epilog=EPILOG)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
-    parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}")
+    parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
+    parser.add_argument("--cluster", metavar="NAME", help=f"adds the predicted step: {', '.join(cluster_names())}, or a JSON file")
+    parser.add_argument("--calibrate", metavar="RUN", help="corrects the prediction by a run on this device and cluster: its folder")
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--compare-schedules", action="store_true", help="compares all schedules that this model and layout can have")
@@ -50,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def report(config: Config, device: str | None, lines: Lines, host_size: int) -> None:
+def report(config: Config, device: Device | None, lines: Lines, host_size: int) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -70,10 +76,9 @@ def report(config: Config, device: str | None, lines: Lines, host_size: int) -> 
     console.print(f"a step        {step_tokens:,} tokens, {full:.4g} model FLOPs ({causal:.4g} with attention counted causally)")
     console.print(f"bubble        {1 - sum(busy) / (len(busy) * makespan):.1%} under {parallel.schedule}")
     if device:
-        peak = peak_flops(device, train.precision)
-        assert peak is not None
+        peak = device.peak_flops[train.precision]
         console.print(
-            f"step time     at least {makespan / peak:.4g} s on {device}: the bubble, and every product at the dense peak of "
+            f"step time     at least {makespan / peak:.4g} s on {device.name}: the bubble, and every product at the dense peak of "
             f"{peak / 1e12:g} TFLOP/s in {train.precision}; without memory traffic and communication"
         )
     console.print()
@@ -82,6 +87,22 @@ def report(config: Config, device: str | None, lines: Lines, host_size: int) -> 
         console.print(traffic_table(config, lines, host_size))
     elif world > 1:
         console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
+
+
+def step_report(config: Config, device: Device, cluster: Cluster, run_folder: str | None) -> str:
+    """The predicted step and its terms, as lines. Raises `ConfigError`."""
+    constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
+    if run_folder is not None:
+        constants, ran, seconds = calibrate(constants, run_folder, device, cluster)
+        source = f"calibrated by {seconds:.4g} s a step of {run_folder}, {ran.world} ranks and {ran.global_batch} sequences"
+    setting = setting_of(config)
+    found = predict(setting, device, cluster, constants)
+    speed = setting.global_batch * setting.seq / found.step
+    lines = [f"\npredicted     {found.step:.4g} s a step, {speed:,.0f} tokens/s on {device.name} in {cluster.name}; {source}"]
+    for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
+        if value > 5e-4 * found.step:
+            lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
+    return "\n".join(lines) + "\n"
 
 
 def stage_table(config: Config) -> "Table":
@@ -138,18 +159,18 @@ def traffic_table(config: Config, lines: Lines, host_size: int) -> "Table":
     return table
 
 
-def compare_schedules(config: Config, device: str | None) -> None:
+def compare_schedules(config: Config, device: Device | None) -> None:
     """Prints what every schedule would cost; fastest first."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    peak = peak_flops(device, config.train.precision) if device else None
+    peak = device.peak_flops[config.train.precision] if device else None
     found = [(step_times(other), max(rank_memory(other), key=lambda m: m.total), other) for other in alternatives(config)]
     found.sort(key=lambda row: (row[0][0], row[1].total))
     longest = found[-1][1]
     unit, size = ("GiB", 2**30) if longest.total >= 2**30 else ("MiB", 2**20)
-    caption = f"Simulated with each stage's products as its time{', at their peak on ' + device if device else ''}; without transfers.\n"
+    caption = f"Simulated with each stage's products as its time{', at their peak on ' + device.name if device else ''}; without transfers.\n"
     table = Table(caption=caption + f"Memory of the fullest rank, in {unit}.", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     step = "step, s" if peak else "step, PFLOP"
     for name in ("schedule", "chunks", "bubble", step, "of this config's", "activations", "memory"):
@@ -191,9 +212,14 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--host-size", f"{args.host_size} ranks cannot run anything", "a positive number")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
-    if args.device and peak_flops(args.device, config.train.precision) is None:
-        known = [name for name in device_names() if peak_flops(name, config.train.precision)]
-        raise ConfigError("--device", f"the {config.train.precision} peak of {args.device} is not known", f"one of {', '.join(known)}")
+    device = None if args.device is None else read_device(args.device)
+    if device is not None and config.train.precision not in device.peak_flops:
+        wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
+        raise ConfigError("--device", wrong, f"train.precision is one of {known}, or another device")
+    if device is None and (args.cluster or args.calibrate):
+        raise ConfigError("--device", "a step is predicted for a device", f"also --device, such as {device_names()[0]}")
+    if args.calibrate and not args.cluster:
+        raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
     if args.dry_run is not None:
         return dry_run(config, args.dry_run, args.host_size)
     lines = {} if args.links is None else read_lines(args.links)
@@ -202,10 +228,12 @@ def run(argv: list[str]) -> int:
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
+    predicted = step_report(config, device, read_cluster(args.cluster), args.calibrate) if device is not None and args.cluster else ""
     if args.compare_schedules:
-        compare_schedules(config, args.device)
+        compare_schedules(config, device)
     else:
-        report(config, args.device, lines, args.host_size)
+        report(config, device, lines, args.host_size)
+    print(predicted, end="")
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
     return 0

@@ -324,7 +324,12 @@ def test_plan_command(tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["model.layers=3"], "config error: model.layers: unknown key"),
-        (["--device", "abacus"], "config error: --device: the fp32 peak of abacus is not known"),
+        (["--device", "abacus"], "config error: --device: abacus is not known"),
+        (["--device", "l4", "train.precision=fp64"], "config error: --device: the fp64 peak of l4 is not known"),
+        (["--device", "h100", "--cluster", "abacus"], "config error: --cluster: abacus is not known"),
+        (["--cluster", "p5"], "config error: --device: a step is predicted for a device"),
+        (["--device", "h100", "--calibrate", "none"], "config error: --cluster: a run is explained by its device and its links"),
+        (["--device", "h100", "--cluster", "p5", "--calibrate", "none"], "config error: --calibrate: cannot read none"),
         (["--plot", "s.gantt"], "config error: --plot: cannot write s.gantt"),
     ],
 )
