@@ -28,7 +28,10 @@ from megacore.plan.profile import Profile
 from megacore.plan.setting import Setting
 
 BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
-TERMS = ("products", "attention", "passes", "tensor", "context", "expert", "launch", "pipeline", "bubble", "data", "optimizer", "host")
+# The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
+# gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
+BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2}
+FOLDED = ("zb_v", "v_half")  # a rank's second stage stands as far from the last as its first does from the first
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,7 @@ def predict(s: Setting, device: Device, cluster: Cluster, profile: Profile) -> P
     machine = Machine(device, cluster, profile)
     stages = cut(s, profile.stages)
     block, head = block_work(s, machine), head_work(s, machine)
-    # A rank holds every `pipeline`-th stage.
-    held = [stages[rank :: s.pipeline] for rank in range(s.pipeline)]
+    held = [[stages[rank], stages[-1 - rank]] if s.schedule in FOLDED else stages[rank :: s.pipeline] for rank in range(s.pipeline)]
     works = [block * sum(st.blocks for st in own) + head * sum(st.head for st in own) for own in held]
     times = [work.host_bound() for work in works]
     host = profile.microbatch_host
@@ -226,7 +228,7 @@ def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -
     # A microbatch crosses two boundaries of a rank and chunk, there and back.
     sides = 2 if s.pipeline == 2 and s.chunks == 1 else 4
     exposed = s.microbatches * s.chunks * sides * one
-    fill = (sum(totals) - totals[slowest]) / s.chunks + 2 * (s.pipeline - 1) * one
+    fill = (sum(totals) - totals[slowest]) * BUBBLES.get(s.schedule, 1 / s.chunks) + 2 * (s.pipeline - 1) * one
     return exposed, fill
 
 
