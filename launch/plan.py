@@ -170,7 +170,8 @@ def compare_schedules(config: Config, device: Device | None) -> None:
     found.sort(key=lambda row: (row[0][0], row[1].total))
     longest = found[-1][1]
     unit, size = ("GiB", 2**30) if longest.total >= 2**30 else ("MiB", 2**20)
-    caption = f"Simulated with each stage's products as its time{', at their peak on ' + device.name if device else ''}; without transfers.\n"
+    at_peak = f", at their peak on {device.name}" if device else ""
+    caption = f"Simulated with each stage's products as its time{at_peak}; without transfers.\n"
     table = Table(caption=caption + f"Memory of the fullest rank, in {unit}.", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     step = "step, s" if peak else "step, PFLOP"
     for name in ("schedule", "chunks", "bubble", step, "of this config's", "activations", "memory"):
