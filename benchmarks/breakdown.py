@@ -21,7 +21,7 @@ from benchmarks.wire import Wire
 from megacore.distributed.comm import all_gather, all_reduce
 from megacore.distributed.mesh import Group, Mesh
 from megacore.plan.schedule import Action, Op, Plan
-from megacore.plan.simulate import simulate
+from megacore.plan.simulate import Span, Timeline, simulate
 from megacore.plan.traffic import Transfer
 from megacore.train import step as train_step
 
@@ -92,13 +92,13 @@ class Breakdown:
     transfers: list[Transfer]
 
 
-def measured_step(training: Training) -> Breakdown:
-    """Runs a step with its parts measured; collective.
+def measured_step(training: Training, watch: Stopwatch | None = None) -> Breakdown:
+    """Runs a step with its parts measured, by `watch` if it is given; collective.
 
     The bubble is what the simulated schedule, fed with the stages' own seconds of this step, says that this stage idles: it is taken
     out of its waits, and what remains of them is communication that was not hidden.
     """
-    watch = Stopwatch(training.mesh.device)
+    watch = watch or Stopwatch(training.mesh.device)
     wire = Wire(training.mesh, watch.part)
     training.meet()
     with wire, _named(training, watch, wire):
@@ -157,18 +157,38 @@ def _idle(training: Training, watch: Stopwatch) -> float:
     if pp.size == 1:
         return 0.0
     plan = training.train_step.plan
-    timeline = simulate(plan, *stage_seconds(plan, watch, pp, training.mesh.device))
+    timeline = simulated(plan, watch, pp, training.mesh.device)
     return max(spans[-1].end for spans in timeline.spans) - timeline.busy[pp.rank]
 
 
-def stage_seconds(plan: Plan, watch: Stopwatch, pp: Group, device: torch.device) -> tuple[list[float], list[float]]:
-    """The mean seconds of every stage's forward and backward in a measured step; collective over the pipeline."""
+def simulated(plan: Plan, watch: Stopwatch, pp: Group, device: torch.device) -> Timeline:
+    """The plan with every stage's own mean seconds of a measured step; collective over the pipeline."""
     chunks = range(len(plan.placement[pp.rank]))
     own = torch.tensor([[[watch.mean_of(op, chunk) for op in COMPUTE] for chunk in chunks]], device=device)
     of_all = all_gather(own, pp).tolist()  # [ranks, chunks, ops]
     placed = (plan.where[stage] for stage in range(plan.stages))
-    forward, *backwards = zip(*(of_all[rank][chunk] for rank, chunk in placed), strict=True)
-    return list(forward), [sum(parts) for parts in zip(*backwards, strict=True)]
+    forward, whole, inputs, weights = zip(*(of_all[rank][chunk] for rank, chunk in placed), strict=True)
+    backward = [max(parts[0], parts[1] + parts[2]) for parts in zip(whole, inputs, weights, strict=True)]
+    return simulate(plan, forward, backward, weight=weights)
+
+
+def beside_each_other(training: Training) -> Timeline:
+    """A measured step between the rows of its simulation: two rows for each rank of the pipeline. Collective over the pipeline."""
+    plan, pp, watch = training.train_step.plan, training.mesh.pp, Stopwatch(training.mesh.device)
+    measured_step(training, watch)
+    actions = [[action for action in own if action.op in COMPUTE] for own in plan.actions]
+    own = torch.zeros(1, max(map(len, actions)), 2, dtype=torch.float64, device=training.mesh.device)
+    times = [[watch.between(0, first), watch.between(0, last)] for _, first, last in watch.spans]
+    own[0, : len(times)] = torch.tensor(times, dtype=torch.float64)
+    gathered = all_gather(own, pp).cpu()
+    gathered -= gathered[:, 0, 0].min()  # the clock starts with the first action, as the simulation's
+    expected = simulated(plan, watch, pp, training.mesh.device)
+    rows = []
+    for rank, held in enumerate(actions):
+        rows.append(tuple(span for span in expected.spans[rank] if span.action.op in COMPUTE))
+        rows.append(tuple(Span(action, start, end) for action, (start, end) in zip(held, gathered[rank].tolist(), strict=False)))
+    twice = Plan(tuple(own for own in plan.actions for _ in (0, 1)), tuple(own for own in plan.placement for _ in (0, 1)))
+    return Timeline(twice, tuple(rows))
 
 
 def shares(steps: list[Breakdown], mesh: Mesh) -> dict[str, float]:

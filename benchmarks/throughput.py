@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import machine
-from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, measured_step, shares
+from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, beside_each_other, measured_step, shares
 from benchmarks.charts import stacked_bars
 from benchmarks.training import RandomStream, Training, join
 from megacore.cli import Parser, exit_rank_with
@@ -31,6 +31,7 @@ from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.model.gpt import DTYPES
 from megacore.plan.flops import flops_per_token, recomputed_flops
+from megacore.plan.plot import check_plot, draw
 from megacore.plan.traffic import sent_by_group
 from megacore.survive.failure import fail
 from megacore.train.meters import Utilisation, peak_memory
@@ -53,11 +54,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", action="store_true", help="reads the corpus of data.train instead of random tokens")
     parser.add_argument("--peak", action="store_true", help="measures the peak by a large product, on all ranks at once")
     parser.add_argument("--profile", metavar="FILE.json", help="writes a trace of one step of rank 0, which ui.perfetto.dev opens")
+    parser.add_argument("--timeline", metavar="FILE.png", help="draws one more step, action by action, beside the simulated one")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if args.steps < 1:
         parser.error("argument --steps: must be at least 1")
+    if args.timeline is not None:
+        check_plot("--timeline", args.timeline)
     return args
 
 
@@ -92,7 +96,19 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     }
     if args.profile:
         write_trace(training, args.profile)
+    if args.timeline is not None:
+        draw_timeline(training, args.timeline)
     return result
+
+
+def draw_timeline(training: Training, path: str) -> None:
+    """Draws a measured step beside its simulation, for the pipeline of rank 0; collective."""
+    timeline, schedule = beside_each_other(training), training.config.parallel.schedule
+    if training.mesh.place.rank == 0:
+        rows = [f"{rank} {what}" for rank in range(training.mesh.pp.size) for what in ("simulated", "measured")]
+        seconds = [max(row[-1].end for row in timeline.spans[first::2]) for first in (0, 1)]
+        title = f"{schedule}, simulated ({1e3 * seconds[0]:.0f} ms) and measured ({1e3 * seconds[1]:.0f} ms), for each rank of the pipeline"
+        draw(timeline, title, path, rows=rows)
 
 
 def hardware_flops_per_token(config: Config, causal: bool) -> float:
@@ -170,9 +186,9 @@ def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
     """One layout's result, from processes of its own; `failed` with the reason where it could not be measured."""
     wanted = parse_layout(layout)
     own = ["--config", args.config, "--steps", str(args.steps), *(f"--{flag}" for flag in ("peak", "data") if getattr(args, flag))]
-    if args.profile:
-        path = Path(args.profile)
-        own += ["--profile", str(path.with_stem(f"{path.stem}_{layout}"))]
+    for option in ("profile", "timeline"):
+        if value := getattr(args, option):
+            own += [f"--{option}", str(Path(value).with_stem(f"{Path(value).stem}_{layout}"))]
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted.world), "-m"]
     command = [sys.executable, "-m", *launcher, "benchmarks.throughput", *own, *args.overrides, *wanted.overrides()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

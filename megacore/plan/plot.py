@@ -3,9 +3,11 @@
 Of a long schedule the chart shows the beginning and the end, large enough to read, and says what it leaves out between them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
@@ -66,8 +68,10 @@ def check_plot(option: str, path: str) -> None:
     check_output(option, path)
 
 
-def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> None:
+def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s", rows: Sequence[str] | None = None) -> None:
     """Writes `timeline` of the schedule called `name` to an image file; its times are in `unit` (s, FLOP).
+
+    `rows`: what its rows are called, if they are not the ranks of one plan. `name` is then the whole title.
 
     The ending of `path` chooses the format; matplotlib raises `ValueError` for one that it does not know, and
     `OSError` says why a path cannot be written.
@@ -79,7 +83,8 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     stages, chunks = len(timeline.spans), max(map(len, timeline.plan.placement))
     boxes = [[s for s in row if s.action.op in COMPUTE] for row in timeline.spans]
     microbatches = len({s.action.microbatch for row in boxes for s in row})
-    shortest = min(s.end - s.start for row in boxes for s in row)
+    lengths = [s.end - s.start for row in boxes for s in row]
+    shortest = median(lengths) if rows else min(lengths)  # measured ones vary
     last = max(row[-1].end for row in boxes)
     cut = find_cut(last, shortest, stages)
     end = cut.place(last)
@@ -108,7 +113,7 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
 
     axes.set_xlim(0, end)
     axes.set_ylim(stages - 0.5, -0.5)
-    axes.set_yticks(range(stages), [f"rank {i}" if chunks > 1 else f"stage {i}" for i in range(stages)], fontsize=text_size)
+    axes.set_yticks(range(stages), rows or [f"rank {i}" if chunks > 1 else f"stage {i}" for i in range(stages)], fontsize=text_size)
     axes.tick_params(axis="y", length=0)
     mark_time(axes, cut, end, unit)
     axes.spines[:].set_visible(False)
@@ -118,12 +123,9 @@ def draw(timeline: Timeline, name: str, path: str | Path, unit: str = "s") -> No
     peaks.tick_params(axis="y", length=0)
     peaks.set_ylabel("microbatches held at most", fontsize=9, rotation=270, labelpad=14)
     peaks.spines[:].set_visible(False)
-    rows = f"{stages} ranks of {chunks} chunks (later ones paler)" if chunks > 1 else counted(stages, "stage")
-    axes.set_title(
-        f"{name}: {rows} × {counted(microbatches, 'microbatch')}, bubble {timeline.bubble_rate:.1%}",
-        loc="left",
-        fontsize=12,
-    )
+    ranks = f"{stages} ranks of {chunks} chunks (later ones paler)" if chunks > 1 else counted(stages, "stage")
+    size = f"{ranks} × {counted(microbatches, 'microbatch')}, bubble {timeline.bubble_rate:.1%}"
+    axes.set_title(name if rows else f"{name}: {size}", loc="left", fontsize=12)
     there = {span.action.op for row in boxes for span in row}
     handles = [Patch(color=FACE[op], label=NAMES.get(op, op.value)) for op in FACE if op in there]
     handles += [Patch(color=IDLE, label="idle"), Patch(color=HELD, label="activations held")]

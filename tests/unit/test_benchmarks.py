@@ -1,6 +1,7 @@
 """What benchmarks compute from what they measure, without measuring."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.breakdown import Stopwatch
+from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
 from benchmarks.peers import plain_gpt
 from benchmarks.peers.__main__ import begin, parse
@@ -24,7 +25,7 @@ from benchmarks.rounds import ROOT, Contender, Race, Record
 from benchmarks.rounds import race as start_race
 from benchmarks.throughput import hardware_flops_per_token
 from benchmarks.training import Training, random_batch
-from megacore.config import Config
+from megacore.config import Config, load
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
@@ -34,9 +35,11 @@ from megacore.interchange.mapped import Mapped, gpt2_tensors
 from megacore.interchange.nanogpt import nanogpt_tensors
 from megacore.model.gpt import Stage, whole_model
 from megacore.plan.flops import attention_flops, block_flops, flops_per_token, head_flops
-from megacore.plan.schedule import Action, Op
+from megacore.plan.plot import draw
+from megacore.plan.schedule import COMPUTE, Action, Op
 from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
+from tests.training import write_config
 
 
 def test_line_is_the_one_that_made_the_times() -> None:
@@ -371,3 +374,20 @@ def test_the_model_of_transformers_starts_with_megacores_weights() -> None:
     ours = dict(whole_model(config).named_parameters())
     assert all(torch.equal(tensor.join(theirs), ours[tensor.name]) for tensor in mapping)  # type: ignore[arg-type]
     assert farthest_from_megacore(WithLoss(), config, mapping) < FP32
+
+
+def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
+    """A drawing that mixes up actions, clocks or ranks would send people after differences that are not there."""
+    config = load(write_config(tmp_path, "unused"), ["parallel.schedule=zb_h1"]).config
+    training = Training(config, Mesh(config, Place(), torch.device("cpu")))
+    timeline = beside_each_other(training)
+    simulated, measured = timeline.spans
+    done = [action for action in training.train_step.plan.actions[0] if action.op in COMPUTE]
+    assert [span.action for span in measured] == [span.action for span in simulated] == done
+    assert measured[0].start == 0.0 and all(a.end <= b.start for a, b in pairwise(measured))
+    for op in {action.op for action in done}:
+        totals = [sum(span.end - span.start for span in row if span.action.op is op) for row in timeline.spans]
+        assert totals[0] == pytest.approx(totals[1], rel=1e-6) and totals[0] > 0
+    draw(timeline, "both", tmp_path / "both.png", rows=["0 simulated", "0 measured"])
+    assert (tmp_path / "both.png").stat().st_size > 1000
+    training.engine.close()
