@@ -47,6 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="default: benchmarks/results/collectives_<date>.json; a chart beside it"
     )
+    parser.add_argument("--cluster-file", type=Path, metavar="FILE.json", help="writes these links for launch/plan.py --cluster")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     if args.repeat < 1 or args.largest * 2**20 < SMALLEST:
@@ -172,6 +173,25 @@ def measure(mesh: Mesh, largest: int, repeat: int, say: Callable[[str], None]) -
     return {"measured": rows, "lines": lines}
 
 
+def cluster_content(lines: list[dict[str, Any]], machine_ranks: int) -> dict[str, Any]:
+    """What a cluster file of the planner holds (see megacore/plan/devices.py), from the fitted lines of gathers.
+
+    A level for the largest group within a machine and one for the largest beyond it, if there are such groups. A hop's latency is
+    the line's, shared among the ring's hops. A ring that leaves a machine uses the links of all its ranks there.
+    """
+    gathers = sorted((line for line in lines if line["operation"] == "all_gather"), key=lambda line: line["ranks"])
+    inside = [line for line in gathers if line["ranks"] <= machine_ranks]
+    beyond = [line for line in gathers if line["ranks"] > machine_ranks]
+    levels: list[dict[str, Any]] = []
+    for own in (*inside[-1:], *beyond[-1:]):
+        sharing = machine_ranks if own["ranks"] > machine_ranks else 1
+        bandwidth = 1 / (max(own["beta_seconds_per_byte"], 1e-15) * sharing)
+        latency = own["alpha_seconds"] / (own["ranks"] - 1)
+        levels.append({"link": "measured", "ranks": machine_ranks, "bytes_per_second": bandwidth, "latency_seconds": latency})
+    levels[-1]["ranks"] = None
+    return {"name": "measured", "source": "benchmarks.collectives", "levels": levels}
+
+
 def nccl_settings() -> dict[str, str]:
     """What the environment sets of NCCL and gloo."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
@@ -203,6 +223,9 @@ def run(args: argparse.Namespace, config: Config, mesh: Mesh) -> None:
         output = args.output or Path(__file__).parent / "results" / f"collectives_{report['date'][:10]}.json"
         write(report, output)
         say(f"written to {output}")
+        if args.cluster_file is not None:
+            content = cluster_content(result["lines"], min(mesh.place.local_world_size, mesh.place.world_size))
+            args.cluster_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str], place: Place) -> int:

@@ -39,6 +39,36 @@ def measured_peak(dtype: torch.dtype, device: torch.device, seconds: float = 1.0
     return 2 * size**3 / best
 
 
+def measured_bandwidth(device: torch.device, seconds: float = 1.0) -> float:
+    """Bytes a second that a large copy reads and writes, the best of as many as fit in `seconds`."""
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target, best, until = torch.empty_like(source), math.inf, perf_counter() + seconds
+    while perf_counter() < until or best == math.inf:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, perf_counter() - started)
+    return 2 * source.numel() / best
+
+
+def device_content(precision: str, peak: float, device: torch.device) -> dict[str, Any]:
+    """What a device file of the planner holds, measured here: see megacore/plan/devices.py."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "name": "measured",
+        "source": f"benchmarks.throughput --peak on {gpu.name if gpu else processor()}",
+        "torch_names": [],
+        "peak_flops": {precision: peak},
+        "memory_gib": gpu.total_memory / 2**30 if gpu else None,
+        "memory_bytes_per_second": measured_bandwidth(device),
+        "multiprocessors": gpu.multi_processor_count if gpu else None,
+        "power_watts": None,
+    }
+
+
 def commit(checkout: Path) -> str | None:
     """The commit that a checkout is of; None outside git."""
     said = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=checkout)

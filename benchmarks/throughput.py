@@ -53,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layouts", metavar="NAMES", help="starts these here, such as one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2")
     parser.add_argument("--data", action="store_true", help="reads the corpus of data.train instead of random tokens")
     parser.add_argument("--peak", action="store_true", help="measures the peak by a large product, on all ranks at once")
+    parser.add_argument("--device-file", type=Path, metavar="FILE.json", help="with --peak: writes a device for launch/plan.py --device")
     parser.add_argument("--profile", metavar="FILE.json", help="writes a trace of one step of rank 0, which ui.perfetto.dev opens")
     parser.add_argument("--timeline", metavar="FILE.png", help="draws one more step, action by action, beside the simulated one")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it")
@@ -62,6 +63,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("argument --steps: must be at least 1")
     if args.timeline is not None:
         check_plot("--timeline", args.timeline)
+    if args.device_file and (not args.peak or args.layouts):
+        parser.error("argument --device-file: goes with --peak, and without --layouts")
     return args
 
 
@@ -71,6 +74,9 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     Time and speed are of plain steps; the breakdown is of as many more, in which its measuring takes part.
     """
     measured = peak_of_all(config, mesh) if args.peak else None
+    if args.device_file is not None and measured is not None and mesh.place.rank == 0:
+        content = machine.device_content(config.train.precision, measured / mesh.place.world_size, mesh.device)
+        args.device_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     training = Training(config, mesh, training_stream(config) if args.data else RandomStream(config))
     for _ in range(WARM_UP):
         training.step()

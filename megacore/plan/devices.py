@@ -1,7 +1,7 @@
 """Devices and clusters as data: one JSON file each in `devices/` and `clusters/`, with constants that their makers publish.
 
-A file of your own does as well: `benchmarks.throughput --device-file` and `benchmarks.collectives --cluster-file` write one of the
-machine at hand.
+A file of your own does as well: `benchmarks.throughput --peak --device-file` and `benchmarks.collectives --cluster-file` write one of
+the machine at hand.
 """
 
 import json

@@ -1,18 +1,22 @@
 """The planner's scoreboard: its figures on rows made up here, whose right answers are known. No table of measurements is needed."""
 
 import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import planner_memory
+from benchmarks import machine, planner_memory
+from benchmarks.collectives import cluster_content
 from benchmarks.planner import baseline, errors, operations, regret, run
 from benchmarks.planner_fit import Case, fit, steps
 from benchmarks.planner_rows import Row, read
 from megacore.errors import ConfigError
 from megacore.plan.devices import read_cluster, read_device
+from megacore.plan.operations import Machine
 from megacore.plan.profile import Profile
 from megacore.plan.setting import Setting
 from megacore.plan.step_time import predict
@@ -77,6 +81,29 @@ def test_the_baseline_is_one_mfu() -> None:
     blocks = operations(double) - operations(SETTING)
     head = 3 * 64 * 2048 * 2 * 2048 * 32000
     assert operations(SETTING) == pytest.approx(blocks + head)
+
+
+def test_links_and_devices_that_were_measured_can_be_read(tmp_path: Path) -> None:
+    """The files that benchmarks write must give back the times that they were measured from."""
+    truth = Machine(read_device("h100"), read_cluster("p5"), Profile("none", call=0.0))
+    levels = truth.cluster.levels
+    lines = []
+    inside = 7 * levels[0].latency_seconds
+    for ranks, latency, bandwidth in ((8, inside, 450e9), (32, inside + 3 * levels[1].latency_seconds, 8 * 50e9)):
+        lines.append({"operation": "all_gather", "ranks": ranks, "alpha_seconds": latency, "beta_seconds_per_byte": 1 / bandwidth})
+        lines.append({"operation": "send", "ranks": ranks, "alpha_seconds": 1.0, "beta_seconds_per_byte": 1.0})
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster_content(lines, 8)))
+    found = Machine(truth.device, read_cluster(str(tmp_path / "cluster.json")), truth.profile)
+    assert [level.ranks for level in found.cluster.levels] == [8, None]
+    assert [level.bytes_per_second for level in found.cluster.levels] == pytest.approx([450e9, 50e9])
+    assert found.collective(1.0, 1e9, 8) == pytest.approx(truth.collective(1.0, 1e9, 8))
+    assert found.collective(1.0, 1e9, 32) == pytest.approx(truth.collective(1.0, 1e9, 32), rel=0.05), "latency is shared among hops"
+    alone = cluster_content(lines[:2], 8)["levels"]
+    assert [level["ranks"] for level in alone] == [None]
+    content = machine.device_content("fp32", 1e11, torch.device("cpu"))
+    (tmp_path / "device.json").write_text(json.dumps(content))
+    own = read_device(str(tmp_path / "device.json"))
+    assert own.peak_flops == {"fp32": 1e11} and (own.memory_bytes_per_second or 0.0) > 1e8 and own.multiprocessors is None
 
 
 def test_memory_constants_are_found_again() -> None:
