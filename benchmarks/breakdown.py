@@ -25,7 +25,7 @@ from megacore.plan.simulate import Span, Timeline, simulate
 from megacore.plan.traffic import Transfer
 from megacore.train import step as train_step
 
-COMMUNICATION = ("tp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
+COMMUNICATION = ("tp", "cp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 # Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is taken out:

@@ -6,7 +6,7 @@ from pathlib import Path
 # One colour a part of a step: work in blues and greens, waiting in reds and greys.
 COLOURS = {
     "compute": "#2f6fab", "optimizer": "#7fb3d5", "data": "#8fbf8f",
-    "tp": "#c0392b", "dp": "#e67e22", "pp": "#f1c40f", "tied": "#d98880", "loss": "#edbb99", "norm": "#f5b7b1",
+    "tp": "#c0392b", "cp": "#9b59b6", "dp": "#e67e22", "pp": "#f1c40f", "tied": "#d98880", "loss": "#edbb99", "norm": "#f5b7b1",
     "bubble": "#b0b0b0", "other": "#dddddd",
 }  # fmt: skip
 KINDS = ("#2f6fab", "#e67e22")  # bars of two kinds side by side

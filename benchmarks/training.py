@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from megacore.config import Config, load
-from megacore.distributed.mesh import SOLO, Mesh, pick_device, set_up_device
+from megacore.context_parallel.pieces import positions_of, runs_of
+from megacore.data.documents import Bounds
+from megacore.distributed.mesh import SOLO, Group, Mesh, pick_device, set_up_device
 from megacore.distributed.place import Place
 from megacore.engine.choose import build_engine
 from megacore.model.gpt import DTYPES, Stage
@@ -25,13 +27,14 @@ def join(config: Config, place: Place) -> Mesh:
     return Mesh(config, place, device)
 
 
-def random_batch(config: Config, device: torch.device, seed: int = 0) -> list[Microbatch]:
-    """A step's microbatches for one data rank, of uniformly random tokens."""
+def random_batch(config: Config, device: torch.device, seed: int = 0, cp: Group = SOLO) -> list[Microbatch]:
+    """A step's microbatches for one data rank, of uniformly random tokens; this context rank's part of them."""
     train = config.train
     generator = torch.Generator().manual_seed(seed)
     shape = (config.num_microbatches, train.micro_batch_size, train.seq_len + 1)
     tokens = torch.randint(config.model.vocab_size, shape, generator=generator).to(device)
-    return [Microbatch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), key) for key, t in enumerate(tokens)]
+    own = torch.from_numpy(positions_of(runs_of(train.seq_len, cp.size, cp.rank))).to(device)
+    return [Microbatch(t[:, own], t[:, own + 1], key) for key, t in enumerate(tokens)]
 
 
 class RandomStream:
@@ -44,6 +47,10 @@ class RandomStream:
         """``[n]`` indices → tokens ``[n, seq_len + 1]``, the same for the same first index."""
         return np.random.default_rng(int(indices[0])).integers(self.vocab_size, size=(len(indices), self.length))
 
+    def documents(self, indices: np.ndarray) -> list[Bounds]:
+        """``[n]`` indices → a document each."""
+        return [(0, self.length) for _ in indices]
+
 
 class Training:
     """One rank's part in the steps of a run. Construction and `step` are collective.
@@ -55,7 +62,7 @@ class Training:
         self.config, self.mesh = config, mesh
         self.train_step = TrainStep(config, mesh)
         self.engine = self.train_step.engine
-        self.batch = random_batch(config, mesh.device, seed=mesh.sample_group.rank)
+        self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp)
         self.loader = None if stream is None else Loader(config, mesh, stream)
         self.steps = 0
         self.figures: Figures | None = None

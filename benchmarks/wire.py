@@ -52,6 +52,7 @@ class Wire(AbstractContextManager["Wire"]):
         self.part: Part = lambda name: part(name.split()[0])  # both levels of dp are one part of a step
         groups = (*mesh.groups.values(), mesh.tied, mesh.world)
         self.groups = [group for group in groups if group is not None and group.size > 1]
+        self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
         self.sums = ""  # what is summed now, if not what the group is named after
         self.elements: Counter[tuple[str, str, int, int]] = Counter()  # by group, operation, size and bytes an element
         self.calls: Counter[tuple[str, str, int, int]] = Counter()
@@ -66,6 +67,7 @@ class Wire(AbstractContextManager["Wire"]):
         for operation, names, whole in COLLECTIVES:
             name = next(name for name in names if hasattr(dist, name))
             self._replace(name, self._collective(getattr(dist, name), operation, whole))
+        self.patches.enter_context(patch.object(wire.Wire, "start_all_to_all", self._exchanging(wire.Wire.start_all_to_all)))
         self._replace("isend", self._message(dist.isend, sends=True))
         self._replace("irecv", self._message(dist.irecv, sends=False))
         for operation, _, whole in COLLECTIVES[:3]:
@@ -88,6 +90,16 @@ class Wire(AbstractContextManager["Wire"]):
 
         return summed
 
+    def _exchanging(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def exchanged(*args: Any) -> Any:
+            self.exchanges = True
+            try:
+                return function(*args)
+            finally:
+                self.exchanges = False
+
+        return exchanged
+
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         """Wherever torch's function goes by a name that is looked up when it is called."""
         original = getattr(dist, name)
@@ -99,7 +111,7 @@ class Wire(AbstractContextManager["Wire"]):
         def counted(*args: Any, **options: Any) -> Any:
             tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
             group = options.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), dist.group.WORLD)
-            name = self._count(self._group(group), operation, tensors[whole])
+            name = self._count(self._group(group), "all_to_all" if self.exchanges else operation, tensors[whole])
             with self.part(name):
                 work = function(*args, **options)
             return work if work is None else Waited(work, name, self.part)
@@ -129,7 +141,8 @@ class Wire(AbstractContextManager["Wire"]):
 
     def _count(self, group: Group, operation: str, tensor: Tensor, sends: bool = True) -> str:
         """Counts a transfer; the name of its group."""
-        name = self.sums if self.sums and operation == "all_reduce" else {"shard": "dp", "replicate": "dp"}.get(group.name, group.name)
+        name = "dp" if group.name in ("shard", "replicate", "dp×cp") else group.name
+        name = self.sums if self.sums and operation == "all_reduce" else name
         key = (name, operation, group.size, tensor.element_size())
         if sends:
             self.elements[key] += tensor.numel()

@@ -64,11 +64,12 @@ def report(config: Config, device: Device | None, lines: Lines, host_size: int) 
 
     train, parallel = config.train, config.parallel
     assert isinstance(parallel.data, int)
-    world, step_tokens = parallel.tensor * parallel.pipeline * parallel.data, train.global_batch_size * train.seq_len
+    context = f" × context {parallel.context}" if parallel.context > 1 else ""
+    world, step_tokens = parallel.tensor * parallel.pipeline * config.token_ranks, train.global_batch_size * train.seq_len
     full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(f"parameters    {parameters(config):,}")
-    console.print(f"ranks         {world} = tensor {parallel.tensor} × pipeline {parallel.pipeline} × data {parallel.data}")
+    console.print(f"ranks         {world} = tensor {parallel.tensor} × pipeline {parallel.pipeline}{context} × data {parallel.data}")
     console.print(
         f"batch         global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
         f" × microbatches {config.num_microbatches} × data {parallel.data}"
@@ -111,7 +112,7 @@ def stage_table(config: Config) -> "Table":
     from rich.table import Table
 
     memories = rank_memory(config)
-    tokens = config.train.micro_batch_size * config.train.seq_len
+    tokens = config.rank_tokens
     layers, costs = stage_layers(config), stage_costs(config)
     placement, live_forwards = placement_of(config), measured(config, peak_live)
     work = [sum(costs[stage].total for stage in stages) * tokens / config.parallel.tensor for stages in placement]
@@ -149,7 +150,7 @@ def traffic_table(config: Config, lines: Lines, host_size: int) -> "Table":
     sent, seconds = [sent_by_group(transfers) for transfers in traffic], [seconds_by_group(transfers, lines) for transfers in traffic]
     caption = "Sent by each rank of the pipeline in a step, in MB" + (";\nand in seconds, one transfer after the other." if lines else ".")
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    groups = [name for name in ("tp", "dp", "dp within a host", "dp between hosts", "pp", "tied") if any(name in own for own in sent)]
+    groups = [name for name in ("tp", "cp", "dp", "dp within a host", "dp between hosts", "pp", "tied") if any(name in own for own in sent)]
     table.add_column("pp", justify="right")
     for name in groups:
         table.add_column(name, justify="right", no_wrap=True)

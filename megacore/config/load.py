@@ -71,7 +71,7 @@ def smallest_world(path: str, overrides: list[str]) -> int:
     for override in overrides:
         set_value(raw, *parse_override(override))
     parallel = validate(raw).parallel
-    return parallel.tensor * parallel.pipeline * (1 if parallel.data == "auto" else parallel.data)
+    return parallel.tensor * parallel.pipeline * parallel.context * (1 if parallel.data == "auto" else parallel.data)
 
 
 def read(path: str) -> dict[str, Any]:

@@ -41,11 +41,11 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if parallel.chunks is None:
         derived["parallel.chunks"] = CHUNKS[parallel.schedule]
     if parallel.data == "auto":
-        derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline))
+        derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline * parallel.context))
     if config.engine.bucket_mib is None:
         # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more ranks until latency rules.
-        data = derived.get("parallel.data", parallel.data)
-        derived["engine.bucket_mib"] = max(BUCKET_MIB, PART_MIB * data)
+        ranks = derived.get("parallel.data", parallel.data) * parallel.context
+        derived["engine.bucket_mib"] = max(BUCKET_MIB, PART_MIB * ranks)
     if config.optim.decay_steps is None:
         # A run cut short (train.steps=20) may end within its warmup.
         steps, warmup = config.train.steps, config.optim.warmup_steps
@@ -151,13 +151,37 @@ def check_model(config: Config) -> None:
         raise ConfigError("parallel.pipeline", wrong, right)
     if parallel.pipeline > MOST_STAGES:
         raise ConfigError("parallel.pipeline", f"{parallel.pipeline} stages are more than any run has", f"at most {MOST_STAGES}")
-    if parallel.sequence:
-        tokens = train.micro_batch_size * train.seq_len
-        divides("train.seq_len", train.seq_len, "parallel.tensor", parallel.tensor) if tokens % parallel.tensor else None
+    check_context(config)
+    if parallel.sequence and config.rank_tokens % parallel.tensor:
+        divides("train.seq_len", train.seq_len // parallel.context, "parallel.tensor", parallel.tensor)
     if model.kernels == "triton" and train.precision == "fp64":
         raise ConfigError("model.kernels", "the Triton kernels keep their statistics in fp32, below fp64's precision", "auto or eager")
     if model.attention == "fused" and train.precision == "fp64":
         raise ConfigError("model.attention", "the fused softmax keeps its statistics in fp32, below fp64's precision", "sdpa or eager")
+
+
+def check_context(config: Config) -> None:
+    """Checks that sequences, and under ulysses heads, divide among the context ranks, and that the engine knows them."""
+    parallel = config.parallel
+    if parallel.context == 1:
+        return
+    divides("train.seq_len", config.train.seq_len, "2 × parallel.context", 2 * parallel.context)
+    if config.engine.kind == "deepspeed":
+        wrong = "the deepspeed engine counts a batch by its data ranks, and context ranks share a sample"
+        raise ConfigError("parallel.context", wrong, "1, or engine.kind=native or fsdp")
+    if parallel.context_method == "ulysses" and (reason := unexchanged(config)) is not None:
+        raise ConfigError("parallel.context_method", reason, "gather or ring, or another parallel.context")
+
+
+def unexchanged(config: Config) -> str | None:
+    """Why a tensor rank's heads cannot be dealt to the context ranks, in a few words; None if they can."""
+    parallel = config.parallel
+    heads, kv_heads = config.model.num_heads // parallel.tensor, config.kv_heads // parallel.tensor
+    if heads % parallel.context:
+        return f"ulysses cannot deal {heads} heads of a tensor rank to {parallel.context} context ranks"
+    if kv_heads % parallel.context and parallel.context % kv_heads:
+        return f"ulysses cannot deal {kv_heads} key/value heads of a tensor rank to {parallel.context} context ranks"
+    return None
 
 
 def check_positions(config: Config) -> None:
@@ -183,11 +207,13 @@ def check_positions(config: Config) -> None:
 def check_world(config: Config, world_size: int) -> None:
     """Checks that the mesh has as many places as there are ranks."""
     p, data = config.parallel, config.data_size
-    model_parallel = p.tensor * p.pipeline
+    model_parallel = p.tensor * p.pipeline * p.context
     if model_parallel * data != world_size:
-        wrong = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data} = {model_parallel * data} ranks, but there are {world_size}"
+        context, factor = (f" × context {p.context}", " × context") if p.context > 1 else ("", "")
+        sizes = f"tensor {p.tensor} × pipeline {p.pipeline}{context} × data {p.data}"
+        wrong = f"{sizes} = {model_parallel * data} ranks, but there are {world_size}"
         if world_size % model_parallel:
-            raise ConfigError("parallel", wrong, f"a multiple of tensor × pipeline = {model_parallel} ranks")
+            raise ConfigError("parallel", wrong, f"a multiple of tensor × pipeline{factor} = {model_parallel} ranks")
         raise ConfigError("parallel.data", wrong, f"{world_size // model_parallel} or auto")
 
 
@@ -250,7 +276,7 @@ def check_links(config: Config) -> None:
 
 def check_fsdp(config: Config) -> None:
     """Refuses settings that the fsdp engine does not support, and keys of fsdp under another engine."""
-    engine, data = config.engine, config.data_size
+    engine, ranks = config.engine, config.token_ranks
     if engine.kind != "fsdp":
         for key in ("shard_size", "reshard", "cpu_offload"):
             if getattr(engine, key) not in (None, False):
@@ -264,7 +290,7 @@ def check_fsdp(config: Config) -> None:
     if engine.shard_size == 1:
         wrong = "nothing is divided among 1 rank"
         raise ConfigError("engine.shard_size", wrong, "at least 2, or engine.kind=native, which holds copies")
-    divides("parallel.data", data, "engine.shard_size", config.shard_size)
-    if engine.cpu_offload and data == 1:
+    divides("parallel.data", ranks, "engine.shard_size", config.shard_size)
+    if engine.cpu_offload and ranks == 1:
         wrong = "with one data rank there is nothing to divide, and the native engine, which does its work, keeps all on the device"
         raise ConfigError("engine.cpu_offload", wrong, "false, or at least 2 data ranks")

@@ -131,7 +131,13 @@ class Model(Section):
 class Parallel(Section):
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
-    data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline)")
+    data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline × context)")
+    context: PositiveInt = Field(1, description="ranks that divide the tokens of every sample among themselves, in every layer")
+    context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
+        "auto",
+        description="how context ranks attend: gather all keys and values; pass them round; exchange sequences for heads; "
+        "auto: what sends least, see docs/long_texts.md",
+    )
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half"] = Field(
         "1f1b", description="docs/schedules.md compares them; the last three leave weights' gradients for gaps in the pipeline"
@@ -203,6 +209,9 @@ class Optim(Section):
 
 
 class Data(Section):
+    document_mask: bool = Field(
+        False, description="attention stays within a document, positions start anew in each, and no target lies across a boundary"
+    )
     train: Prefix | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
     valid: Prefix | WeightedPrefixes | None = None
     tokenizer: str | None = Field(None, description="bytes, a sentencepiece .model or a tokenizer.json; needed only where text is shown")
@@ -295,14 +304,24 @@ class Config(Section):
         return resolved(self.parallel.chunks)
 
     @property
+    def token_ranks(self) -> int:
+        """Ranks that hold the same parameters and compute on different tokens: data × context. They sum gradients."""
+        return self.data_size * self.parallel.context
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of a microbatch that a context rank holds."""
+        return self.train.micro_batch_size * self.train.seq_len // self.parallel.context
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches that each data-parallel rank runs in a step."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_size)
 
     @property
     def shard_size(self) -> int:
-        """Data ranks that divide one copy of the state among themselves under the fsdp engine."""
-        return min(self.engine.shard_size or self.data_size, self.data_size)
+        """Ranks that divide one copy of the state among themselves under the fsdp engine: data and context ranks."""
+        return min(self.engine.shard_size or self.token_ranks, self.token_ranks)
 
     @property
     def kv_heads(self) -> int:

@@ -31,6 +31,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 SCAN_BYTES = 256 << 20  # the most that a scan for ids beyond the vocabulary reads
 SCAN_BLOCK = 1 << 20
+IGNORED = -100  # a target that no loss counts: padding, the first token of another document
 PREPARE_AGAIN = "prepare or copy it again"
 
 
@@ -92,6 +93,14 @@ class IndexedTokens:
         """The number, from 0, of the document with the token at `position` of the stream."""
         sequence = np.searchsorted(self._pointers, position * self.dtype.itemsize, side="right") - 1
         return int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
+
+    def document_starts(self, first: int, stop: int) -> np.ndarray:
+        """The positions from `first` up to `stop`, which is left out, at which a document begins; ascending."""
+        if first >= stop:
+            return np.empty(0, dtype=np.int64)
+        documents = self._boundaries[self.document_at(first) : self.document_at(stop - 1) + 1]
+        starts = np.unique(self._pointers[documents] // self.dtype.itemsize)
+        return starts[starts >= first]
 
     def document_and_offset(self, position: int) -> tuple[int, int]:
         """The document of the token at `position` of the stream and the token's offset in it, both from 0."""

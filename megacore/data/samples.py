@@ -1,13 +1,14 @@
 """Computes the tokens of every sample of a run from the config alone. Nothing is built or stored."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from megacore.config import Config
-from megacore.data.indexed import IndexedTokens, check_vocabulary
+from megacore.data.documents import Bounds, document_bounds
+from megacore.data.indexed import IGNORED, IndexedTokens, check_vocabulary
 from megacore.data.order import derive_key, permute
 from megacore.errors import ConfigError, DataError
-
-IGNORED = -100  # a target that no loss counts: padding
 
 _ONE = 1 << 30  # 1 in the fixed-point arithmetic of `blend`
 
@@ -67,6 +68,12 @@ class SampleStream:
             row[:] = self.corpora[c].read(start, self.seq_len + 1)
             check_ids(row, self.corpora[c], start, self.vocab_size)
         return out
+
+    def documents(self, indices: np.ndarray) -> list[Bounds]:
+        """The documents in the tokens of each sample."""
+        corpus, _, sample = self.locate(indices)
+        where, whole = zip(corpus.tolist(), (sample * self.seq_len).tolist(), strict=True), self.seq_len + 1
+        return [document_bounds(self.corpora[c], start, whole, whole) for c, start in where]
 
     def where(self, index: int) -> tuple[str, int, int]:
         """The prefix, the epoch, and the sample within the corpus of a global sample index."""
@@ -152,15 +159,24 @@ class EvalSamples:
         inputs = np.zeros((len(indices), self.seq_len), dtype=np.int64)
         targets = np.full((len(indices), self.seq_len), IGNORED, dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
-            for tokens, count in zip(self.corpora, self.counts, strict=True):
-                if index < count:
-                    start = index * self.seq_len
-                    read = tokens.read(start, min(self.seq_len + 1, tokens.num_tokens - start))
-                    check_ids(read, tokens, start, self.vocab_size)
-                    inputs[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
-                    break
-                index -= count
+            for tokens, start, length in self._window(index):
+                read = tokens.read(start, length)
+                check_ids(read, tokens, start, self.vocab_size)
+                inputs[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
         return inputs, targets
+
+    def documents(self, indices: np.ndarray) -> list[Bounds]:
+        """The documents in the tokens of each sample."""
+        whole = self.seq_len + 1
+        return [next((document_bounds(*window, whole) for window in self._window(index)), (0, whole)) for index in indices.tolist()]
+
+    def _window(self, index: int) -> Iterator[tuple[IndexedTokens, int, int]]:
+        """The corpus, first position and tokens of a sample; nothing for an index past the last one."""
+        for tokens, count in zip(self.corpora, self.counts, strict=True):
+            if index < count:
+                yield tokens, index * self.seq_len, min(self.seq_len + 1, tokens.num_tokens - index * self.seq_len)
+                return
+            index -= count
 
 
 def check_ids(tokens: np.ndarray, corpus: IndexedTokens, start: int, vocab_size: int) -> None:

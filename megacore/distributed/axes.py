@@ -17,13 +17,16 @@ class Axis:
     layers: bool = False  # ranks along it hold different layers: nothing is copied
     samples: bool = False  # they read different samples
     tokens: bool = False  # they compute on different tokens: gradients of parameters that all hold are summed over them
+    rare: bool = False  # most runs have one rank along it, and are not told so
 
 
 # From the outermost, whose neighbours are far apart in rank, to the innermost. Tensor ranks communicate in every layer, so they are
-# neighbours, on one node, where links are fastest. Pipeline ranks have the least traffic.
+# neighbours, on one node, where links are fastest; context ranks, which do so once a layer, come next. Pipeline ranks have the least
+# traffic.
 AXES = (
     Axis("pp", "pipeline", layers=True),
     Axis("dp", "data", samples=True, tokens=True),
+    Axis("cp", "context", tokens=True, rare=True),
     Axis("tp", "tensor"),
 )
 
@@ -45,11 +48,17 @@ def ranks_along(axes: Container[str], rank: int, sizes: Mapping[str, int]) -> tu
     return tuple(ranks)
 
 
-def place_text(at: Mapping[str, int]) -> str:
-    """Coordinates in words, such as `pp 0, dp 1, tp 0`."""
-    return ", ".join(f"{axis} {where}" for axis, where in at.items())
+def place_text(rank: int, sizes: Mapping[str, int], axes: Sequence[Axis] = AXES) -> str:
+    """A rank's coordinates in words, such as `pp 0, dp 1, tp 0`."""
+    at = coordinates(rank, sizes)
+    return ", ".join(f"{axis.name} {at[axis.name]}" for axis in axes if told(axis, sizes))
 
 
 def describe(axes: Sequence[Axis], sizes: Mapping[str, int]) -> str:
     """The sizes as text, such as `pipeline 2 × data 4 × tensor 2`."""
-    return " × ".join(f"{axis.title} {sizes[axis.name]}" for axis in axes)
+    return " × ".join(f"{axis.title} {sizes[axis.name]}" for axis in axes if told(axis, sizes))
+
+
+def told(axis: Axis, sizes: Mapping[str, int]) -> bool:
+    """Whether a text about the mesh names the axis."""
+    return sizes[axis.name] > 1 or not axis.rare

@@ -101,7 +101,7 @@ class Mesh:
         self.groups: dict[tuple[str, ...], Group] = {}
         self.silent: dict[tuple[str, ...], Group] = {}  # groups that are only asked for their ranks
         self.world = self._create("world", everyone)
-        for product in (*self._used(config), *used):
+        for product in map(self._several, (*self._used(config), *used)):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
         self.tied = self._ends(config)
         self.levels = Levels(SOLO, self.gradient_group)
@@ -115,6 +115,7 @@ class Mesh:
 
     def group(self, *axes: str) -> Group:
         """The group of this rank along a product of axes. Its ranks can communicate if `_used` lists the product."""
+        axes = self._several(axes)
         if axes not in self.groups:
             name, ranks = "×".join(axes), self._ranks_along(axes)
             if len(ranks) > 1 and ranks not in self.communicators:
@@ -131,6 +132,11 @@ class Mesh:
     def pp(self) -> Group:
         """The pipeline's ranks."""
         return self.group("pp")
+
+    @property
+    def cp(self) -> Group:
+        """The context ranks, which divide the tokens of every sequence."""
+        return self.group("cp")
 
     @property
     def sample_group(self) -> Group:
@@ -155,7 +161,7 @@ class Mesh:
     @property
     def coordinates_text(self) -> str:
         """This rank's coordinates as text, such as `pp 0, dp 1, tp 0`."""
-        return place_text(self.coordinates)
+        return place_text(self.place.rank, self.sizes, self.axes)
 
     def placed(self, shard: Shard) -> Shard:
         """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
@@ -171,11 +177,17 @@ class Mesh:
         if config.engine.kind != "fsdp":
             yield self.token_axes
         yield ("pp",)
+        if config.parallel.context > 1:
+            yield ("cp",)
         if config.engine.kind == "fsdp":
             yield ("shard",)
             yield ("replicate",)
         if config.engine.kind == "deepspeed":
             yield ("pp", "tp")
+
+    def _several(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes of a product that have several ranks, or else its first: groups of the same ranks are one, with one name."""
+        return tuple(axis for axis in axes if self.sizes.get(axis) != 1) or axes[:1]
 
     def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks along some axes. The fsdp engine divides the ranks that sum gradients into `shard` and `replicate`: neighbours, which
@@ -235,7 +247,7 @@ class Mesh:
         if tp.wire is None or self.device.type != "cpu":
             return
         assert self.store is not None
-        size = train.micro_batch_size * train.seq_len * config.model.hidden_size * ELEMENT_BYTES[train.precision]
+        size = config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[train.precision]
         key = "shared/" + "-".join(map(str, tp.ranks))
         crowded = self.place.local_world_size > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
         tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, crowded=crowded, timeout=timeout)

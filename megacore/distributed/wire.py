@@ -66,6 +66,18 @@ class Staged:
         self.finish()
 
 
+class Together:
+    """The handle of several operations."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for work in self.works:
+            work.wait()
+
+
 class Wire:
     """The operations of a group of several ranks. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
 
@@ -107,6 +119,22 @@ class Wire:
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=self.process_group, async_op=True)
         return Exchanged(work, parts.view(self.size, *out.shape), out)
+
+    def start_all_to_all(self, x: Tensor, out: Tensor) -> Work:
+        """Begins to send part i of ``[size, …]`` to rank i, and to fill `out` with the parts of all ranks."""
+        return dist.all_to_all_single(out, x, group=self.process_group, async_op=True)
+
+    def start_shift(self, x: Tensor, out: Tensor, after: int, before: int) -> Work:
+        """Begins to send `x` to the world's rank `after`, and to receive `out` from `before`, as one operation of all ranks of a ring.
+
+        NCCL must get the two as a batch: one after the other, every rank's send would wait for a receive that stands behind a send.
+        """
+        if x.device.type == "cpu":
+            sent, received = dist.isend(x, after, group=self.process_group), dist.irecv(out, before, group=self.process_group)
+            assert sent is not None and received is not None
+            return Together([sent, received])
+        pair = dist.P2POp(dist.isend, x, after, self.process_group), dist.P2POp(dist.irecv, out, before, self.process_group)
+        return Together(dist.batch_isend_irecv(list(pair)))
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Copies `x` of the world's rank `source` into `x` of every rank."""

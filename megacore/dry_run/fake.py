@@ -29,7 +29,7 @@ def as_on_its_device(config: Config) -> Config:
     Raises `ConfigError` for an engine whose own code does not run on such tensors.
     """
     engine, train = config.engine, config.train
-    if engine.kind != "native" and config.data_size > 1:
+    if engine.kind != "native" and config.token_ranks > 1:
         wrong = f"the {engine.kind} engine asks for a real device"
         raise ConfigError("engine.kind", wrong, "native; without --dry-run its memory and traffic are predicted by formula")
     kernels = config.model.kernels
@@ -46,7 +46,7 @@ def playing(config: Config, rank: int, watch: Watch, host_size: int = 8) -> Iter
     a device are not launched."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = config.parallel.tensor * config.parallel.pipeline * config.data_size
+    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(mock.patch.object(ActivationOffload, "__init__", offload_nowhere))

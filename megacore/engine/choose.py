@@ -17,7 +17,7 @@ from megacore.plan.partition import placement_of, stage_layers
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     """Builds this rank's stages with parameters on `meta`: the engine, or whoever loads weights, makes what the rank keeps of them."""
     layers = stage_layers(config)
-    stages = [Stage(config, layers[stage], mesh.tp, "meta", mesh.tied) for stage in placement_of(config)[mesh.pp.rank]]
+    stages = [Stage(config, layers[stage], mesh.tp, "meta", mesh.tied, mesh.cp) for stage in placement_of(config)[mesh.pp.rank]]
     first, last = stages[0], stages[-1]
     if config.model.tie_embeddings and first is not last and first.first and last.last:
         last.embedding = first.embedding  # one rank, one copy
@@ -41,7 +41,7 @@ def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
     """
     if config.engine.kind == "deepspeed":
         return DeepSpeedEngine(config, stages, mesh)
-    if config.engine.kind == "fsdp" and config.parallel.data != 1:  # one data rank has nothing to divide
+    if config.engine.kind == "fsdp" and config.token_ranks != 1:  # one has nothing to divide
         from megacore.engine.fsdp import FSDPEngine  # it imports DTensor, for seconds that no other run should wait
 
         return FSDPEngine(config, stages, mesh)

@@ -86,9 +86,9 @@ class DeepSpeedEngine(Engine):
         self.skipped = self._scalar(0.0)  # steps, in stage 0; in others DeepSpeed counts them
         self.held = ZeroState(self.zero_stage, self.parameters, self.optimizer, self.zero, self.access, mesh, place)
 
-    def loss_gradient(self, scale: float) -> Tensor:
+    def loss_gradient(self, scale: float | Tensor) -> Tensor:
         """See `Engine`. DeepSpeed takes the mean over the data ranks, so the scale makes it a sum."""
-        return self._scalar(scale * self.mesh.gradient_group.size * self._loss_scale())
+        return self._scalar(self.mesh.gradient_group.size * self._loss_scale()) * scale
 
     def _scalar(self, value: float) -> Tensor:
         """A number on the device, in fp64, written there by the device: `torch.tensor` copies it from the host, which waits for that."""

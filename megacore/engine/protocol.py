@@ -23,7 +23,7 @@ class Engine(Protocol):
 
     modules: Sequence[nn.Module]  # the modules that compute each chunk's forward: its stage, or the engine's wrapper of it
 
-    def loss_gradient(self, scale: float) -> Tensor:
+    def loss_gradient(self, scale: float | Tensor) -> Tensor:
         """The gradient with which the loss's backward starts: `scale`, times the loss scale under fp16."""
 
     def root(self, output: Tensor) -> Any:

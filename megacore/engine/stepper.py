@@ -54,7 +54,7 @@ class Stepper(Engine, ABC):
         self.skipped = torch.zeros((), device=device, dtype=torch.float64)
         self.spikes = SpikeGuard(optim.spike_threshold, device) if optim.spike_threshold is not None else None
 
-    def loss_gradient(self, scale: float) -> Tensor:
+    def loss_gradient(self, scale: float | Tensor) -> Tensor:
         return self.loss_scale.value * scale
 
     def root(self, output: Tensor) -> GradientEdge:

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
 from megacore.config.schema import resolved
+from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.attention import attend as attend_parts
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import Group
 from megacore.kernels.rope import rope, rope_qkv
@@ -47,9 +49,17 @@ class Attention(nn.Module):
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
         # [batch, seq, kv heads, queries + 2, head]
         qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
-        q, k, v = self.heads(qkv, context.rope)
+        if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
+            q, k, v = (
+                x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
+                for x in self.heads(qkv.flatten(0, 1)[None], context.rope)
+            )
+        else:
+            q, k, v = self.heads(qkv, context.rope)
         if context.cache is not None:
             y = self.attend_all(q, *context.cache.extend(self, k, v))
+        elif context.sequences is not None:
+            y = self.attend_parts(q, k, v, context.sequences)
         elif self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
             y = checkpoint(self.attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -84,6 +94,26 @@ class Attention(nn.Module):
         # Scaled and masked inside the product: no pass over the scores but the softmax's, which computes in fp32 at least.
         scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=self.scale)
         return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+    @torch.compiler.disable
+    def attend_parts(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        """`attend` over sequences that are divided among context ranks, or into documents. A compiled block's graph ends around it."""
+        if is_widened(q):
+            return self.attend_parts(q.float(), k.float(), v.float(), sequences).to(q.dtype)
+        if sequences.group.size == 1 and self.kind(q) == "eager":
+            return self.attend_masked(q, k, v, sequences)
+        return attend_parts(q, k, v, sequences, self.scale)
+
+    def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        """`attend_parts` on one rank by the plain formula, with a mask ``[batch, 1, seq, seq]``."""
+        assert sequences.documents is not None
+        starts = torch.zeros(len(q), q.shape[2], dtype=torch.int64)
+        for row, bounds in zip(starts, sequences.documents, strict=True):
+            row[list(bounds[:-1])] = 1
+        number = starts.cumsum(1).to(q.device)  # of each token's document
+        seen = (number[:, None, :, None] == number[:, None, None, :]).tril()
+        k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
+        return (q @ k.transpose(-2, -1) * self.scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
 
     def kind(self, x: Tensor) -> str:
         """How attention is computed where `x` is."""

@@ -1,9 +1,13 @@
 """The context of a forward pass: shapes, positions, and the key of its random numbers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.pieces import Run
 from megacore.distributed.mesh import Group
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.dropout import bias_dropout_residual
@@ -16,8 +20,8 @@ class Context:
     """The context of one microbatch's forward pass. Activations are ``[batch · seq, hidden]``, one sequence after the other."""
 
     batch_size: int
-    seq_len: int
-    rope: tuple[Tensor, Tensor] | None  # cos, sin
+    seq_len: int  # tokens of each sequence that are here
+    rope: tuple[Tensor, Tensor] | None  # cos, sin: of every token of a sequence, or within documents of every token
     group: Group  # the tensor ranks
     sequence: bool  # whether activations between parallel regions hold only this rank's tokens
     dropout: float  # 0 in validation
@@ -25,6 +29,8 @@ class Context:
     start: int = 0  # the position of the first token
     cache: KeyValueCache | None = None  # in generation: keys and values of earlier tokens
     kernels: Implementation = "auto"
+    sequences: Sequences | None = None  # if they are divided among context ranks, or into documents
+    positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
         """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in every layout and recomputation."""
@@ -36,6 +42,22 @@ class Context:
 
     def _dropped(self, x: Tensor, residual: Tensor | None, scale: float, site: tuple[object, ...]) -> Tensor:
         # An element's mask depends on its position in the whole microbatch, so a rank that holds some tokens begins at an offset.
-        first = self.group.rank * x.numel() if self.sequence else 0
-        key = key_of(self.key, *site)
-        return bias_dropout_residual(x, None, residual, self.dropout, key, first=first, scale=scale, implementation=self.kernels)
+        offset = self.group.rank * len(x) if self.sequence else 0
+        key, out = key_of(self.key, *site), []
+        for here, first in self._runs(offset, len(x)):
+            branch, rest = x[here], None if residual is None else residual[here]
+            at = first * x.shape[1]
+            out.append(bias_dropout_residual(branch, None, rest, self.dropout, key, first=at, scale=scale, implementation=self.kernels))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _runs(self, offset: int, tokens: int) -> Iterator[tuple[slice, int]]:
+        """Where this rank's tokens from `offset` on follow one another in the whole microbatch: a slice, and its first one there."""
+        if self.sequences is None or self.sequences.group.size == 1:
+            yield slice(0, tokens), offset
+            return
+        for row in range(self.batch_size):
+            for run in self.sequences.own:
+                at = row * self.seq_len + run.at
+                if own := Run(at, at + run.stop - run.start, 0).within(offset, offset + tokens):
+                    first = row * self.sequences.seq_len + run.start + own.at
+                    yield slice(own.start - offset, own.stop - offset), first

@@ -3,12 +3,16 @@
 from contextlib import nullcontext
 from functools import cached_property
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
+from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.pieces import Documents, positions_of
 from megacore.distributed.comm import own_part
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
@@ -19,7 +23,7 @@ from megacore.model.initial import initialise
 from megacore.model.norm import Norm
 from megacore.model.offload import ActivationOffload
 from megacore.model.rotary import rope_tables
-from megacore.plan.choices import compiles
+from megacore.plan.choices import compiles, context_method_of
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear, row_stride
@@ -35,15 +39,17 @@ class Stage(nn.Module):
     name. Two ranks that share embeddings each hold a copy under the same name, and the engine sums the two gradients.
     """
 
-    def __init__(self, config: Config, layers: range, group: Group, device: torch.device | str, tied: Group | None = None) -> None:
-        """`tied`: the two ranks that share the embedding at the ends of a pipeline, if this is one of them.
+    def __init__(
+        self, config: Config, layers: range, group: Group, device: torch.device | str, tied: Group | None = None, cp: Group = SOLO
+    ) -> None:
+        """`tied`: the two ranks that share the embedding at the ends of a pipeline, if this is one of them. `cp`: the context ranks.
 
         On the device `meta` the stage has only names and shapes: somebody gives its parameters memory, and calls `compute_on`.
         """
         super().__init__()
         model, train = config.model, config.train
         device, dtype = torch.device(device), DTYPES[train.precision]
-        self.config, self.group = config, group
+        self.config, self.group, self.cp = config, group, cp
         self.first, self.last = layers.start == 0, layers.stop == model.num_layers
         self.sequence = config.parallel.sequence and group.size > 1
         if self.first or (self.last and model.tie_embeddings):
@@ -70,10 +76,17 @@ class Stage(nn.Module):
         """Makes all but the parameters on the device. The engine brings these when they are used."""
         model, train = self.config.model, self.config.train
         self.device = device
+        self.sequences, self.positions = None, None
+        own = np.arange(train.seq_len)
+        if self.cp.size > 1:
+            self.sequences = Sequences(train.seq_len, self.cp, context_method_of(self.config))
+            own = positions_of(self.sequences.own)
+            self.positions = torch.from_numpy(own).expand(train.micro_batch_size, -1).to(device)
         self.rope: tuple[Tensor, Tensor] | None = None
         if model.position == "rope":
             at_least_fp32 = torch.float64 if train.precision == "fp64" else torch.float32
-            self.rope = rope_tables(train.seq_len, self.config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
+            in_tables = np.arange(train.seq_len) if self.config.data.document_mask else own
+            self.rope = rope_tables(in_tables, self.config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
 
     @cached_property
     def offload(self) -> ActivationOffload:
@@ -93,24 +106,43 @@ class Stage(nn.Module):
             tied=tied,
         )
 
-    def forward(self, x: Tensor, key: int = 0, cache: KeyValueCache | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key: int = 0,
+        cache: KeyValueCache | None = None,
+        targets: Tensor | None = None,
+        documents: Documents | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Tokens ``[batch, seq]`` on the first stage, hidden states on others → hidden states, or with `targets` their `loss`.
 
         Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. `key` names the
         microbatch for dropout. The last stage's hidden states go to `loss` or `logits`. With a `cache` the tokens
-        follow those that it holds, and are added to it.
+        follow those that it holds, and are added to it. Context ranks hold the tokens ``sequences.own`` of each sequence.
+        Attention stays within `documents`, in which tokens have `positions` ``[batch, seq]``.
         """
         train = self.config.train
         if self.first:
             batch, seq = x.shape
         elif cache is None:
-            batch, seq = train.micro_batch_size, train.seq_len
+            batch, seq = train.micro_batch_size, train.seq_len // self.cp.size
         else:
             batch, seq = cache.batch_size, x.shape[0] // cache.batch_size
         start = 0 if cache is None else cache.length
-        rope = None if self.rope is None else (self.rope[0][start : start + seq], self.rope[1][start : start + seq])
+        sequences = self.sequences
+        if cache is not None:
+            sequences = None
+        elif documents is not None:
+            sequences = Sequences(train.seq_len, self.cp, context_method_of(self.config), documents)
+        positions = self.positions if positions is None and cache is None else positions
+        rope = None
+        if self.rope is not None:
+            rows = slice(start, start + seq) if documents is None or positions is None else positions.flatten()
+            rope = self.rope[0][rows], self.rope[1][rows]
         dropout = self.config.model.dropout if self.training else 0.0
-        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache, self.config.model.kernels)
+        where, kernels = (sequences, positions), self.config.model.kernels
+        context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache, kernels, *where)
         if self.first:
             x = self.embed(x, context)
         with self.offload.around() if train.offload_activations and self.training else nullcontext():
@@ -129,7 +161,10 @@ class Stage(nn.Module):
         if (scale := self.config.model.embedding_scale) != 1.0:
             x = x * scale
         if self.config.model.position == "learned":
-            positions = self.position[context.start : context.start + context.seq_len].repeat(context.batch_size, 1)
+            if context.positions is None:
+                positions = self.position[context.start : context.start + context.seq_len].repeat(context.batch_size, 1)
+            else:
+                positions = F.embedding(context.positions.flatten(), self.position)
             x = x + (own_part(positions, self.group) if self.sequence else positions)
         return context.drop(x, "embedding")
 

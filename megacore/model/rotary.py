@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,13 +10,13 @@ from megacore.config.schema import LinearRope, Llama3Rope, NtkRope, RopeScaling,
 
 
 def rope_tables(
-    seq_len: int, head_size: int, theta: float, dtype: torch.dtype, device: torch.device, scaling: RopeScaling | None = None
+    positions: np.ndarray, head_size: int, theta: float, dtype: torch.dtype, device: torch.device, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[seq, head]`` of rotary positions; feature i is paired with i + head/2.
+    """cos and sin ``[positions, head]`` of rotary positions; feature i is paired with i + head/2.
 
     Computed in fp64: at long contexts fp32 angles are off by more than bf16 resolves.
     """
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies(head_size, theta, scaling)).repeat(1, 2)
+    angles = torch.outer(torch.from_numpy(positions).double(), frequencies(head_size, theta, scaling)).repeat(1, 2)
     # YaRN multiplies queries and keys by one factor, and their rotation is linear: so the tables can carry it.
     factor = attention_factor(scaling) if isinstance(scaling, YarnRope) else 1.0
     return (factor * angles.cos()).to(device, dtype), (factor * angles.sin()).to(device, dtype)

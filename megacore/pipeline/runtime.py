@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacore.context_parallel.pieces import Documents
 from megacore.distributed.mesh import Group
 from megacore.distributed.wire import Work
 from megacore.engine.protocol import Engine
@@ -21,11 +22,13 @@ from megacore.tensor_parallel.gradient import Part
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Inputs and targets ``[batch, seq]``, on the device, and the key of its random numbers."""
+    """Inputs and targets ``[batch, tokens of this rank]``, on the device, and the key of its random numbers."""
 
     inputs: Tensor
     targets: Tensor
     key: int = 0
+    documents: Documents | None = None  # if attention stays within them: where they begin in each sequence
+    positions: Tensor | None = None  # of its tokens, each in its document, like the inputs; None: those in the sequence
 
 
 Key = tuple[int, int]  # microbatch, chunk
@@ -44,7 +47,7 @@ class Runtime:
         self.stages, self.engine, self.pp = stages, engine, pp
         self.modules: Sequence[nn.Module] = stages if engine is None else engine.modules
         train, first = stages[0].config.train, stages[0]
-        tokens = train.micro_batch_size * train.seq_len // (first.group.size if first.sequence else 1)
+        tokens = first.config.rank_tokens // (first.group.size if first.sequence else 1)
         self.hidden_shape = (tokens, first.config.model.hidden_size)
         self.dtype = DTYPES[train.precision]
         self.device = first.device
@@ -67,7 +70,7 @@ class Runtime:
         assert self.engine is not None, "a plan with backward needs an engine"
         return self.engine
 
-    def run(self, plan: Plan, batch: Sequence[Microbatch], target_weight: float = 0.0) -> Tensor:
+    def run(self, plan: Plan, batch: Sequence[Microbatch], target_weight: float | Tensor = 0.0) -> Tensor:
         """Executes this rank's part of `plan` over `batch`; collective over the pipeline.
 
         `target_weight` is the weight of a target's loss in what backward differentiates: 1 / targets of the global batch.
@@ -98,7 +101,8 @@ class Runtime:
         stage, microbatch = self.stages[chunk], self.batch[action.microbatch]
         x = microbatch.inputs if stage.first else self.inputs[key].requires_grad_(stage.training)
         with torch.set_grad_enabled(stage.training):
-            output = self.modules[chunk](x, microbatch.key, targets=microbatch.targets if stage.last else None)
+            targets, where = microbatch.targets if stage.last else None, (microbatch.documents, microbatch.positions)
+            output = self.modules[chunk](x, microbatch.key, None, targets, *where)
         if stage.last:
             self.loss += output.detach()
         else:

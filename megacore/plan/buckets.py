@@ -28,7 +28,7 @@ class Buffer:
 
 def data_ranks_of_a_host(config: Config, host_size: int) -> int:
     """The data ranks that sum gradients within a host of `host_size` ranks: 1 with one level, or where two are not possible."""
-    data, each = config.data_size, host_size // config.parallel.tensor
+    data, each = config.token_ranks, host_size // config.parallel.tensor
     return each if config.engine.reduce_levels == 2 and 1 < each < data and data % each == 0 else 1
 
 
@@ -44,7 +44,7 @@ def buffers_of(config: Config, rank: int, tensor_rank: int = 0, host_size: int =
             owned.setdefault(parameter.name, (chunk, parameter))
     divided = config.engine.shard_optimizer or config.engine.reduce_dtype == "bf16" or data_ranks_of_a_host(config, host_size) > 1
     limit = resolved(config.engine.bucket_mib) * 2**20 / GRADIENT_BYTES[config.train.precision]
-    unit = ALIGNMENT * (config.data_size if divided else 1)  # every data rank has an equal part, of its own or on the wire
+    unit = ALIGNMENT * (config.token_ranks if divided else 1)  # every data rank has an equal part, of its own or on the wire
     buffers: dict[tuple[int, bool, tuple[str, ...]], Buffer] = {}
     for chunk, parameter in reversed(owned.values()):
         over = (("tp",) if parameter.partial and tensor > 1 else ()) + (("tied",) if tied and parameter.name == "embedding.weight" else ())

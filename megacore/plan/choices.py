@@ -5,6 +5,7 @@ The rules are measured; docs/performance.md has the figures and the commands.
 
 from typing import Literal
 
+from megacore.config.rules import unexchanged
 from megacore.config.schema import Config
 
 # Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
@@ -21,6 +22,8 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
     model, train = config.model, config.train
     if model.attention != "auto":
         return model.attention
+    if config.data.document_mask or config.parallel.context > 1:
+        return "sdpa"  # in parts
     longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.head_size)
     return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"
 
@@ -30,8 +33,24 @@ def splits_backward(config: Config) -> bool:
 
     FSDP and DeepSpeed take gradients from autograd, all of a layer's at once. A compiled block's backward is one graph.
     """
-    whole = config.engine.kind == "deepspeed" or (config.engine.kind == "fsdp" and config.data_size > 1)
+    whole = config.engine.kind == "deepspeed" or (config.engine.kind == "fsdp" and config.token_ranks > 1)
     return not whole and not compiles(config)
+
+
+def context_method_of(config: Config) -> Literal["gather", "ring", "ulysses"]:
+    """How context ranks attend: `parallel.context_method`, or what its `auto` chooses.
+
+    Elements sent for a token and layer, forward and backward, with a query heads, k key/value heads and c ranks: gather and ring
+    6·k·(c-1), ulysses 4·(a + max(k, c))·(c-1)/c. Ring hides its transfers behind attention where the device computes meanwhile.
+    """
+    method = config.parallel.context_method
+    if method != "auto":
+        return method
+    t, c = config.parallel.tensor, config.parallel.context
+    heads, kv_heads = config.model.num_heads // t, config.kv_heads // t
+    if unexchanged(config) is None and 4 * (heads + max(kv_heads, c)) / c < 6 * kv_heads:
+        return "ulysses"
+    return "gather" if config.train.device == "cpu" else "ring"
 
 
 def compiles(config: Config) -> bool:

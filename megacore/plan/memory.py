@@ -139,7 +139,7 @@ def stage_waiting(config: Config) -> list[float]:
 
 def rank_memory(config: Config, tensor_rank: int = 0) -> list[RankMemory]:
     """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks, the first being the fullest."""
-    precision, data = config.train.precision, config.data_size
+    precision, data = config.train.precision, config.token_ranks
     if config.engine.kind == "fsdp" and data > 1:
         return _fsdp_memory(config)
     if config.engine.kind == "deepspeed":
@@ -176,7 +176,7 @@ def _fsdp_memory(config: Config) -> list[RankMemory]:
 
 def _deepspeed_memory(config: Config) -> list[RankMemory]:
     """`rank_memory` of the deepspeed engine, without its buffers, whose sizes the ds_config gives."""
-    precision, data = config.train.precision, config.data_size
+    precision, data = config.train.precision, config.token_ranks
     zero = ds_settings(config)["zero_optimization"]
     stage = zero["stage"]
     away = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" for name in ("param", "optimizer")}
@@ -196,8 +196,8 @@ def _deepspeed_memory(config: Config) -> list[RankMemory]:
 
 
 def _tokens(config: Config) -> int:
-    """Tokens of a microbatch."""
-    return config.train.micro_batch_size * config.train.seq_len
+    """Tokens of a microbatch on a context rank."""
+    return config.rank_tokens
 
 
 def _unsplit(config: Config, size: int) -> int:

@@ -127,7 +127,7 @@ def stage_costs(config: Config) -> list[Cost]:
 
 def simulated(config: Config, plan: Plan) -> Timeline:
     """A plan of the run, each action timed by its FLOPs on a rank, for one microbatch."""
-    tokens = config.train.micro_batch_size * config.train.seq_len / config.parallel.tensor
+    tokens = config.rank_tokens / config.parallel.tensor
     costs = [cost * tokens for cost in stage_costs(config)]
     return simulate(plan, [c.forward for c in costs], [c.backward for c in costs], weight=[c.weight for c in costs])
 

@@ -98,7 +98,7 @@ class Setting:
 def setting_of(config: Config) -> Setting:
     """The setting of a resolved config."""
     model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
-    kind_zero = {"native": int(engine.shard_optimizer), "fsdp": 3 if config.data_size > 1 else 0}
+    kind_zero = {"native": int(engine.shard_optimizer), "fsdp": 3 if config.token_ranks > 1 else 0}
     zero = int(ds_settings(config)["zero_optimization"]["stage"]) if engine.kind == "deepspeed" else kind_zero[engine.kind]
     return Setting(
         layers=model.num_layers,

@@ -10,6 +10,9 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | the same with sequence parallelism | as many, gathered and scattered; and 2·T·h·(t-1)/t to gather again what backward did not keep |
 | with full recomputation | one sum more, 2·T·h·(t-1)/t (two, or 12 together, as published: the block's last is not needed again) |
 | pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
+| context, a layer and microbatch, by gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered |
+| by ring | 2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
+| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
 | data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
 
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 
 from megacore.config.schema import Config
 from megacore.plan.buckets import Buffer, buffers_of, data_ranks_of_a_host
+from megacore.plan.choices import context_method_of
 from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES, held_by
 from megacore.plan.partition import measured, placement_of
 from megacore.plan.schedule import SENDS
@@ -33,9 +37,10 @@ class Transfer:
     Elements are those of the tensor that is reduced or sent, or of the whole that is gathered or scattered.
     """
 
-    # tp, dp (or dp within a host, dp between hosts), pp, tied (the pipeline's two ends), loss or norm (summed over all ranks)
+    # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts), pp, tied (the pipeline's two ends), loss or
+    # norm (summed over all ranks)
     group: str
-    operation: str  # all_reduce, all_gather, reduce_scatter or send
+    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
     size: int  # ranks of the group
     elements: int
     element_bytes: int
@@ -77,7 +82,7 @@ def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0) -> li
     traffic = []
     for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
         first, last = 0 in stages, final in stages
-        found = [*_tensor(config, held.blocks, first, last), _pipeline(config, sends)]
+        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), _pipeline(config, sends)]
         found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
@@ -86,7 +91,7 @@ def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0) -> li
 def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transfer]:
     """Transfers over tp, in forward and backward of `layers` blocks, and of the ends that the stage has."""
     t, microbatches, element = config.parallel.tensor, config.num_microbatches, ELEMENT_BYTES[config.train.precision]
-    tokens = config.train.micro_batch_size * config.train.seq_len
+    tokens = config.rank_tokens
     again = 1 if config.train.recompute == "full" else 0
 
     def over_tokens(operation: str, calls: int) -> Transfer:
@@ -101,9 +106,31 @@ def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transf
     return [over_tokens("all_reduce", (4 + again) * layers + first + last), statistics]
 
 
+def _context(config: Config, layers: int) -> list[Transfer]:
+    """Transfers over cp in forward and backward of `layers` blocks. Full recomputation attends, and communicates, once more."""
+    c, t, runs = config.parallel.context, config.parallel.tensor, layers * config.num_microbatches
+    if c == 1:
+        return []
+    method, element = context_method_of(config), ELEMENT_BYTES[config.train.precision]
+    forwards = 2 if config.train.recompute == "full" else 1
+    own = 2 * config.rank_tokens * config.kv_heads // t * config.head_size  # keys and values of a rank
+    if method == "gather":
+        gathers = runs * (forwards + 1)
+        return [
+            Transfer("cp", "all_gather", c, gathers * c * own, element, gathers),
+            Transfer("cp", "reduce_scatter", c, runs * c * own, element, runs),
+        ]
+    if method == "ring":
+        sends = runs * ((c - 1) * (forwards + 1) + c)
+        return [Transfer("cp", "send", c, sends * own, element, sends)]
+    kv_heads = max(config.kv_heads // t, c)
+    exchanged = 2 * config.rank_tokens * (config.model.num_heads // t + kv_heads) * config.head_size
+    return [Transfer("cp", "all_to_all", c, runs * (forwards + 1) * exchanged, element, runs * (forwards + 1) * 4)]
+
+
 def _pipeline(config: Config, sends: int) -> Transfer:
     """Activations sent to the next stage and gradients sent to the one before, if another rank holds it."""
-    tokens = config.train.micro_batch_size * config.train.seq_len // (config.parallel.tensor if config.parallel.sequence else 1)
+    tokens = config.rank_tokens // (config.parallel.tensor if config.parallel.sequence else 1)
     element = ELEMENT_BYTES[config.train.precision]
     return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
 
@@ -116,8 +143,9 @@ def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> l
     if config.engine.shard_optimizer:
         gathered = parameter
     within = data_ranks_of_a_host(config, host_size)
-    between, part = config.data_size // within, parameters // within
-    name = "dp between hosts" if within > 1 else "dp"
+    between, part = config.token_ranks // within, parameters // within
+    one = "cp" if config.parallel.data == 1 < config.parallel.context else "dp"
+    name = "dp between hosts" if within > 1 else one
     if narrow or config.engine.shard_optimizer:
         scatter = Transfer(name, "reduce_scatter", between, part, travels, calls)
         found = [scatter, Transfer(name, "all_gather", between, part, gathered, calls)]
@@ -131,7 +159,7 @@ def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> l
 def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Transfer]:
     """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends, the loss and the norm."""
     parallel, precision = config.parallel, config.train.precision
-    d, t, p, gradient = config.data_size, parallel.tensor, parallel.pipeline, GRADIENT_BYTES[precision]
+    d, t, p, gradient = config.token_ranks, parallel.tensor, parallel.pipeline, GRADIENT_BYTES[precision]
     elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
     sharded = config.engine.shard_optimizer and d > 1
     found = _over_data(config, elements, calls, host_size)
@@ -142,7 +170,8 @@ def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Tra
             own, ranges = (buffer.size // d, len(buffer.buckets)) if sharded else (buffer.size, 1)
             found.append(Transfer("tied", "all_reduce", 2, own, gradient, ranges))
     # Summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm.
-    found += [Transfer("loss", "all_reduce", t * p * d, 3, 8, 1), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
+    masks = int(config.data.document_mask)  # then the targets that are learned are counted first
+    found += [Transfer("loss", "all_reduce", t * p * d, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from megacore.caches import keep_triton_local
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.axes import coordinates, place_text
+from megacore.distributed.axes import place_text
 from megacore.distributed.meeting import claim, meet
 from megacore.distributed.mesh import Mesh, set_up_device, sizes_of
 from megacore.distributed.place import Place
@@ -55,7 +55,7 @@ def joined(config: Config, place: Place, device: torch.device) -> Iterator[tuple
             if config.parallel.heartbeat_seconds is not None:
                 pulse = Pulse(store, place, config.parallel.heartbeat_seconds, Path(resolved(config.log.dir)))
             if hang_seconds is not None:
-                where = place_text(coordinates(place.rank, sizes_of(config)))
+                where = place_text(place.rank, sizes_of(config))
                 folder = Path(resolved(config.log.dir)) if device.type == "cuda" else None
                 doctor = Doctor(store, place, where, ledger, hang_seconds, device, folder)
             claim(device, place, store)

@@ -21,7 +21,9 @@ from megacore.train.mailbox import Mailbox
 from megacore.train.trainer import Trainer
 
 REDUCTIONS = (Op.REDUCE_GRADIENTS, Op.REDUCE_TIED)  # in which a rank waits for others
-STARTS = {"start_all_reduce": "all_reduce", "start_all_gather": "all_gather", "start_reduce_scatter": "reduce_scatter"}
+STARTS = {
+    f"start_{operation}": operation for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
+}
 
 
 class Begun:

@@ -1,7 +1,7 @@
 """Reads the samples of each rank's microbatches, one step ahead."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from megacore.config import Config
+from megacore.context_parallel.pieces import positions_of, runs_of
 from megacore.data.batches import dealt
+from megacore.data.documents import Bounds, document_positions, ignore_across, of_inputs
 from megacore.data.samples import EvalSamples
 from megacore.distributed.meeting import use_device
 from megacore.distributed.mesh import Mesh
@@ -22,6 +24,9 @@ class Stream(Protocol):
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
+
+    def documents(self, indices: np.ndarray) -> list[Bounds]:
+        """Global sample indices ``[n]`` → the documents in the tokens of each sample."""
 
 
 class Loader:
@@ -63,18 +68,33 @@ class Loader:
         microbatches = []
         for indices in dealt(range(step, step + 1), self.mesh.sample_group.size, train)[0, self.mesh.sample_group.rank]:
             tokens = self.stream.samples(indices)
+            bounds = self.stream.documents(indices) if self.config.data.document_mask else None
             position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
             key = key_of(train.seed, step, position)  # by its position in the global batch, which is the same in every layout
-            microbatches.append(microbatch_on(tokens[:, :-1], tokens[:, 1:], self.mesh.device, key))
+            microbatches.append(microbatch_on(tokens[:, :-1], tokens[:, 1:], self.mesh, key, bounds))
         return microbatches
 
 
-def microbatch_on(inputs: np.ndarray, targets: np.ndarray, device: torch.device, key: int = 0) -> Microbatch:
-    """Copies token arrays ``[batch, seq]`` to the device, without waiting for it."""
-    x, y = (torch.from_numpy(np.ascontiguousarray(a)) for a in (inputs, targets))
-    if device.type == "cuda":
-        x, y = (t.pin_memory().to(device, non_blocking=True) for t in (x, y))
-    return Microbatch(x, y, key)
+def microbatch_on(
+    inputs: np.ndarray, targets: np.ndarray, mesh: Mesh, key: int = 0, bounds: Sequence[Bounds] | None = None
+) -> Microbatch:
+    """Copies this context rank's tokens of arrays ``[batch, seq]`` to the device, without waiting for it.
+
+    With `bounds` of the documents, attention stays within them, and no target is in another document than its input.
+    """
+    arrays, documents, cp = [inputs, targets], None, mesh.cp
+    if bounds is not None:
+        documents = tuple(map(of_inputs, bounds))
+        arrays = [inputs, targets.copy(), np.stack([document_positions(own) for own in documents])]
+        for row, sample in zip(arrays[1], bounds, strict=True):
+            ignore_across(row, sample)
+    if cp.size > 1:
+        own = positions_of(runs_of(inputs.shape[1], cp.size, cp.rank))
+        arrays = [array[:, own] for array in arrays]
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    if mesh.device.type == "cuda":
+        tensors = [t.pin_memory().to(mesh.device, non_blocking=True) for t in tensors]
+    return Microbatch(tensors[0], tensors[1], key, documents, *tensors[2:])
 
 
 def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iterator[list[Microbatch]]:
@@ -93,5 +113,6 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
         microbatches = []
         for positions in dealt(range(batch + 1, batch + 2), mesh.sample_group.size, train)[0, mesh.sample_group.rank]:
             indices = positions * len(samples) // count  # a position past the end stays past the end
-            microbatches.append(microbatch_on(*samples.samples(indices), mesh.device))
+            bounds = samples.documents(indices) if config.data.document_mask else None
+            microbatches.append(microbatch_on(*samples.samples(indices), mesh, bounds=bounds))
         yield microbatches

@@ -19,6 +19,7 @@ from megacore.model.gpt import DTYPES
 from megacore.model.initial import initialise
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan.partition import plan_of
+from megacore.tensor_parallel.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TrainStep:
         self.engine = build_engine(config, self.stages, mesh)
         self.runtime = Runtime(self.stages, self.engine, mesh.pp)
         self.plan = plan_of(config)
-        self.target_weight = 1.0 / (config.train.global_batch_size * config.train.seq_len)  # of a target's loss in the mean
+        self.masks_targets = config.data.document_mask  # whether some targets of a batch are not learned
         self.number = 0  # of the step that is being done
         if draw:
             self.draw()
@@ -82,6 +83,19 @@ class TrainStep:
 
         Returns this rank's part of the global batch's mean loss, fp64 on the device. The sum over all ranks is the loss.
         """
-        loss = self.runtime.run(self.plan, batch, self.target_weight) * self.target_weight
+        weight = self.target_weight(batch)
+        loss = self.runtime.run(self.plan, batch, weight) * weight
         # Only ranks with the last stage have losses, and all tensor ranks have the same.
         return loss.double() if self.mesh.speaks else torch.zeros_like(loss, dtype=torch.float64)
+
+    def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:
+        """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned.
+
+        Where some are masked, ranks count theirs and sum them: a rank may have more than another, or none.
+        """
+        if not self.masks_targets:
+            return 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)
+        own = torch.stack([(microbatch.targets != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
+        # Every stage has the targets, and so does every tensor rank, of which one speaks.
+        total = all_reduce(own if self.mesh.speaks else torch.zeros_like(own), self.mesh.world) / self.mesh.pp.size
+        return 1.0 / total.clamp_(min=1.0)

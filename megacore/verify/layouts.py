@@ -1,4 +1,4 @@
-"""Reads layouts by name: tp2pp2dp2sp is tensor 2 × pipeline 2 × data 2 with sequence parallelism, pp4@zb_v a pipeline's schedule."""
+"""Reads layouts by name: tp2pp2dp2cp2sp is tensor, pipeline, data and context 2 with sequence parallelism, pp4@zb_v has a schedule."""
 
 import re
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from megacore.config.rules import check_model
 from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
 
+AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
 MAX_WORLD = 64  # processes that one machine is asked for
 
 # Every axis alone, in twos and fours, and together up to eight ranks.
@@ -30,15 +31,16 @@ class Layout:
     data: int = 1
     sequence: bool = False
     schedule: str | None = None
+    context: int = 1
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
     def overrides(self) -> list[str]:
         """The layout as overrides `section.key=value`."""
-        sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("tensor", "pipeline", "data")]
+        sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES.values() if axis != "context" or self.context > 1]
         schedule = [] if self.schedule is None else [f"parallel.schedule={self.schedule}", "parallel.chunks=null"]
         return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}", *schedule]
 
@@ -47,13 +49,10 @@ class Layout:
         return self.pipeline * (config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1))
 
 
-AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
-
-
 def parse(text: str) -> Layout:
     """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order. Raises `ConfigError` if it names no layout."""
     name, at, schedule = text.partition("@")
-    parts = re.findall(r"(tp|pp|dp)([1-9]\d{0,2})|(sp)", name)
+    parts = re.findall(r"(tp|pp|dp|cp)([1-9]\d{0,2})|(sp)", name)
     sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
     sequence = any(sp for *_, sp in parts)
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
@@ -71,7 +70,7 @@ def parse(text: str) -> Layout:
 
 def impossible(layout: Layout, config: Config) -> str | None:
     """Why the config does not allow the layout, in a few words; None if it does."""
-    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "sequence")}
+    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "context", "sequence")}
     values["chunks"] = layout.stages(config) // layout.pipeline
     try:
         check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from megacore.context_parallel.pieces import positions_of, runs_of
 from megacore.verify.compare import relative, rms
 
 ORDER = {"forward": 0, "recompute": 1, "backward": 2}
@@ -62,17 +63,21 @@ def read(path: Path) -> dict[Event, np.ndarray]:
     return dict(sorted(events.items(), key=lambda item: item[0].order))
 
 
-def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound: float, *, same_layout: bool = False) -> Parting | None:
+def first_parting(
+    layout: Path, world: int, tensor: int, reference: Path, bound: float, *, same_layout: bool = False, context: int = 1, seq_len: int = 0
+) -> Parting | None:
     """Compares the traces in two folders. Returns None if every activation and gradient agrees within `bound`.
 
     `reference` holds the trace of one process, or with `same_layout` one for each rank. Of several differences it takes the first in
-    the reference's order: forward before backward, by microbatch, then in the order of execution.
+    the reference's order: forward before backward, by microbatch, then in the order of execution. `context` ranks divide sequences of
+    `seq_len` tokens.
     """
     parted: dict[tuple[int, int, int], tuple[Event, list[int], float, Event | None]] = {}
     for rank in range(world):
         expected = read(reference / f"trace_{rank if same_layout else 0}.safetensors")
         by_place = {event.place: (event, value) for event, value in expected.items()}
         agreed: dict[tuple[int, str], Event] = {}
+        own = positions_of(runs_of(seq_len, context, rank // tensor % context)) if context > 1 and not same_layout else None
         for event, value in read(layout / f"trace_{rank}.safetensors").items():
             place = event.place
             if event.direction == "recompute" and place not in by_place:  # one process keeps the value, which must come out the same
@@ -81,6 +86,10 @@ def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound:
                 continue
             original, whole = by_place[place]
             original = replace(original, direction=event.direction)
+            if own is not None:
+                if (event.module, event.direction) == ("loss", "forward"):
+                    continue  # a part of a sum
+                whole = of_tokens(whole, own, seq_len)
             distance = apart(value, whole, rank % tensor, tensor)
             if distance is None:
                 continue
@@ -93,6 +102,15 @@ def first_parting(layout: Path, world: int, tensor: int, reference: Path, bound:
     if not parted:
         return None
     return Parting(*parted[min(parted)])
+
+
+def of_tokens(whole: np.ndarray, own: np.ndarray, seq_len: int) -> np.ndarray:
+    """The part of a microbatch's activations, ``[batch · seq, …]`` or ``[batch, seq, …]``, that has the tokens `own` of each sequence."""
+    if whole.ndim > 1 and whole.shape[1] == seq_len and whole.shape[0] % seq_len:
+        return whole[:, own]
+    if whole.ndim and whole.shape[0] % seq_len == 0:
+        return whole.reshape(-1, seq_len, *whole.shape[1:])[:, own].reshape(-1, *whole.shape[1:])
+    return whole
 
 
 def apart(value: np.ndarray, whole: np.ndarray, tensor_rank: int, tensor_ranks: int) -> float | None:

@@ -13,8 +13,10 @@ It shares the following with the layouts, and other tests compare these parts wi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from megacore.data.order import derive_key, permute
 from megacore.distributed.shard import Shard, shard_of
 from megacore.model.gpt import DTYPES, Stage, whole_model
 from megacore.rng import key_of
+from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.verify.record import Record, noise
 from megacore.verify.replay import decays, rate
 from megacore.verify.trace import Trace
@@ -60,20 +63,21 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
     state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
 
-    corpus, length = tokens_of(config.data.train), train.seq_len
-    count = (len(corpus) - 1) // length  # samples in an epoch: a proof needs only one
+    corpus, length = Corpus(config.data.train, config.data.document_mask), train.seq_len
+    count = (len(corpus.tokens) - 1) // length  # samples in an epoch: a proof needs only one
     order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
     for step in range(1, train.steps + 1):
-        loss = 0.0
+        loss, batch_starts = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size] * length
+        learned = int((corpus.samples(batch_starts, length).targets != IGNORED).sum())
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
                 starts = order[start : start + train.micro_batch_size] * length
-                tokens = torch.from_numpy(np.stack([corpus[first : first + length + 1] for first in starts]))
+                batch = corpus.samples(starts, length)
                 trace.enter(index, "forward")
-                logits = model.logits(model(tokens[:, :-1], key_of(train.seed, step, index)))
-                losses = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-                part = losses / (train.global_batch_size * train.seq_len)
+                logits = model.logits(model(batch.inputs, key_of(train.seed, step, index), None, None, *batch.documents))
+                losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
+                part = losses / learned
                 trace.note("loss", "output", losses)
                 trace.enter(index, "backward")
                 part.backward()
@@ -93,7 +97,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         record.tensors(f"parameter {step}", whole(parameters))
         for kind in kinds:
             record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
-    record.figures(train.steps, valid_loss=validate(model, tokens_of(config.data.valid), length))
+    record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config.data.document_mask), length))
     record.close()
 
 
@@ -106,21 +110,54 @@ def direction(optim: Optim, step: int, g: Tensor, held: dict[str, Tensor]) -> Te
     return first / (second.sqrt() + optim.eps)
 
 
-def tokens_of(prefix: object) -> np.ndarray:
-    """Reads a corpus of the proof as int64. `write_case` writes 16-bit numbers without a header."""
-    return np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets ``[batch, seq]``. If documents are apart: where they begin in each sequence, and the positions in them."""
+
+    inputs: Tensor
+    targets: Tensor
+    documents: tuple[Any, Tensor | None] = (None, None)
+
+
+class Corpus:
+    """A corpus of the proof, as `write_case` writes it: 16-bit numbers without a header, and beside them where documents begin."""
+
+    def __init__(self, prefix: object, apart: bool) -> None:
+        self.tokens = np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
+        self.starts = {0, *np.fromfile(f"{prefix}.starts", np.int64).tolist()}
+        self.apart = apart  # whether attention and targets stay within a document
+
+    def samples(self, firsts: Iterable[int], length: int) -> Batch:
+        """The samples of `length` targets, or as many as are left, that begin at these tokens."""
+        rows = [self.tokens[first : first + length + 1] for first in firsts]
+        tokens = torch.from_numpy(np.stack(rows))
+        if not self.apart:
+            return Batch(tokens[:, :-1], tokens[:, 1:])
+        targets, positions, bounds = tokens[:, 1:].clone(), torch.zeros_like(tokens[:, 1:]), []
+        for row, first in enumerate(firsts):
+            begins = [0]
+            for i in range(targets.shape[1]):
+                if i and first + i in self.starts:
+                    begins.append(i)
+                positions[row, i] = i - begins[-1]
+                if first + i + 1 in self.starts:
+                    targets[row, i] = IGNORED
+            bounds.append((*begins, targets.shape[1]))
+        return Batch(tokens[:, :-1], targets, (tuple(bounds), positions))
 
 
 @torch.no_grad()
-def validate(model: Stage, corpus: np.ndarray, seq_len: int) -> float:
+def validate(model: Stage, corpus: Corpus, seq_len: int) -> float:
     """The mean loss over every token of the corpus but the first, in pieces of `seq_len` targets."""
     model.eval()
-    total = 0.0
-    for start in range(0, len(corpus) - 1, seq_len):
-        tokens = torch.from_numpy(corpus[start : start + seq_len + 1])
-        total += float(F.cross_entropy(model.logits(model(tokens[None, :-1])), tokens[1:], reduction="sum"))
+    total, learned = 0.0, 0
+    for start in range(0, len(corpus.tokens) - 1, seq_len):
+        batch = corpus.samples([start], seq_len)
+        logits = model.logits(model(batch.inputs, 0, None, None, *batch.documents))
+        total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
+        learned += int((batch.targets != IGNORED).sum())
     model.train()
-    return total / (len(corpus) - 1)
+    return total / learned
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Shard]]:

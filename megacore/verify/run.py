@@ -189,7 +189,8 @@ class Prover:
             reference = self.folder / "reference_traced"
         bound = self.bounds.of_activations(0.0 if self.bounds.exact else self._worst_activation(reference, traced_step))
         traced, same = self.folder / f"{layout.name}_again", self.others is not None
-        result.parting = first_parting(traced, layout.world, layout.tensor, reference, bound, same_layout=same)
+        divided = {"context": layout.context, "seq_len": self.config.train.seq_len}
+        result.parting = first_parting(traced, layout.world, layout.tensor, reference, bound, same_layout=same, **divided)
 
     def _race(self, run: Records, again: Records, checkout: Path | None) -> Race | None:
         """The race between two runs of one layout, if they differ by more than rounding; else None."""

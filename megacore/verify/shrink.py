@@ -28,7 +28,7 @@ DECAY = 0.1
 
 def load_whole(path: str, overrides: list[str]) -> Config:
     """The user's config, resolved for one process. Raises `ConfigError` if it is wrong."""
-    return load(path, [*overrides, *Layout("one").overrides(), "parallel.backend=auto", "train.device=cpu"]).config
+    return load(path, [*overrides, *Layout("one").overrides(), "parallel.context=1", "parallel.backend=auto", "train.device=cpu"]).config
 
 
 def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
@@ -42,7 +42,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     """
     # A size that every layout's tensor ranks divide.
     tensor = math.lcm(*(layout.tensor for layout in layouts))
-    micro_batch, seq_len = tokens_of(user, math.lcm(*(layout.tensor for layout in layouts if layout.sequence)))
+    micro_batch, seq_len = tokens_of(user, layouts)
     small: dict[str, dict[str, Any]] = {
         "model": sizes(user, tensor, seq_len, precision),
         "train": {
@@ -77,15 +77,16 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     return what_differs(user, small)
 
 
-def tokens_of(user: Config, multiple: int) -> tuple[int, int]:
-    """Micro batch size and sequence length, whose product is a multiple of `multiple`."""
+def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
+    """Micro batch size and sequence length, such that context ranks divide a sequence, and tensor ranks a microbatch's tokens."""
+    pieces = math.lcm(*(2 * layout.context for layout in layouts if layout.context > 1))
     train = user.train
     # An odd number stays odd, because then sequences are cut across ranks.
     micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
     seq_len = min(train.seq_len, SEQ_LEN)
     if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
         seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
-    while micro_batch * seq_len % multiple:
+    while seq_len % pieces or any(micro_batch * seq_len // a.context % a.tensor for a in layouts if a.sequence):
         seq_len += 1
     return micro_batch, seq_len
 
@@ -203,10 +204,14 @@ def write_case(folder: Path, sections: dict[str, dict[str, Any]]) -> Path:
     config = load(str(path)).config
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
     rng = np.random.default_rng(0)
+    masks = config.data.document_mask
     lengths = {"train": (config.train.steps + 1) * batch * seq_len + 1, "valid": (batch + 3) * seq_len + 1 + seq_len // 3}
     for name, length in lengths.items():
         with IndexedWriter(str(folder / name), np.uint16) as writer:
-            for document in np.array_split(rng.integers(0, config.model.vocab_size, length), 5):
+            tokens = rng.integers(0, config.model.vocab_size, length)
+            starts = np.flatnonzero(rng.random(length) < 4 / seq_len) if masks else np.arange(1, 5) * length // 5
+            starts.astype(np.int64).tofile(folder / f"{name}.starts")  # for the reference
+            for document in np.split(tokens, starts):
                 writer.write(document.astype(np.uint16))
                 writer.end_document()
     data = {name: str(folder / name) for name in lengths}

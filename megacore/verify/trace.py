@@ -128,7 +128,7 @@ class Trace:
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Records a parameter's gradient, unless it is a part of a microbatch's gradient, which has no equal elsewhere."""
         users = sum(parameter is own for stage in self.stages for own in stage.parameters())
-        if {"tp", "tied"} & set(shard_of(parameter).partial_over) or users > 1:
+        if {"tp", "cp", "tied"} & set(shard_of(parameter).partial_over) or users > 1:
             return
         module, _, what = name.rpartition(".")
 

@@ -17,26 +17,26 @@ from megacore.distributed.place import place_from_environment
 from tests.training import write_config
 
 NAMES = [axis.name for axis in AXES]
-SHAPES = [(1, 1, 1), (1, 1, 4), (4, 1, 1), (2, 2, 2), (4, 3, 2), (3, 5, 4)]  # pp, dp, tp
+SHAPES = [(1, 1, 1, 1), (1, 1, 1, 4), (4, 1, 1, 1), (2, 2, 1, 2), (2, 2, 2, 2), (4, 3, 1, 2), (3, 5, 2, 4)]  # pp, dp, cp, tp
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_coordinates_are_those_of_a_reshape(shape: tuple[int, int, int]) -> None:
+def test_coordinates_are_those_of_a_reshape(shape: tuple[int, ...]) -> None:
     """Ranks that disagree about who is where exchange the wrong tensors."""
     mesh = np.arange(np.prod(shape)).reshape(shape)
     sizes = dict(zip(NAMES, shape, strict=True))
     assert [tuple(coordinates(rank, sizes).values()) for rank in range(mesh.size)] == list(np.ndindex(*shape))
     for rank in range(mesh.size):
         here = coordinates(rank, sizes)
-        for axes in (("pp",), ("dp",), ("tp",), ("pp", "tp"), ("tp", "pp"), ("pp", "dp", "tp"), ()):
+        for axes in (("pp",), ("dp",), ("tp",), ("pp", "tp"), ("tp", "pp"), ("pp", "dp", "tp"), ("dp", "cp"), ()):
             along = mesh[tuple(slice(None) if axis in axes else at for axis, at in here.items())]
             assert ranks_along(axes, rank, sizes) == tuple(np.ravel(along))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tensor_ranks_are_neighbours(shape: tuple[int, int, int]) -> None:
+def test_tensor_ranks_are_neighbours(shape: tuple[int, ...]) -> None:
     """Tensor parallelism communicates in every layer: its ranks must share a node, aligned to their number."""
-    tp = shape[2]
+    tp = shape[-1]
     for rank in range(int(np.prod(shape))):
         first = rank - rank % tp
         assert ranks_along(("tp",), rank, dict(zip(NAMES, shape, strict=True))) == tuple(range(first, first + tp))

@@ -1,5 +1,6 @@
 """A step's traffic, counted where it is sent, is what the formulas say, element for element; and its time adds up."""
 
+import math
 import os
 from collections import Counter
 from typing import Any
@@ -18,6 +19,7 @@ from megacore.plan.parameters import rank_parameters
 from megacore.plan.traffic import Transfer, rank_traffic, sent_by_group
 from megacore.tensor_parallel import linear
 
+AXES = ("tensor", "pipeline", "data", "context")
 TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2
 HOST_SIZE = 2  # ranks on a host
 
@@ -48,6 +50,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "engine": {"reduce_levels": 2, "reduce_dtype": "bf16", "shard_optimizer": True},
     },
     "dp in two levels, 16 bits": {"parallel": {"data": 4}, "engine": {"reduce_levels": 2, "reduce_dtype": "bf16"}},
+    "cp, gather": {"parallel": {"context": 2, "context_method": "gather"}, "train": {"recompute": "full"}},
+    "cp × dp, ring, sharded optimizer": {
+        "parallel": {"context": 2, "data": 2, "context_method": "ring"},
+        "engine": {"shard_optimizer": True},
+        "model": {"num_kv_heads": 2, "position": "rope"},
+    },
+    "cp × tp, ulysses": {"parallel": {"context": 2, "tensor": 2, "context_method": "ulysses"}, "data": {"document_mask": True}},
     "tp × pp, sequence": {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
 }
 
@@ -57,7 +66,7 @@ def configured(layout: dict[str, dict[str, Any]]) -> Config:
     parallel = sections["parallel"]
     data = parallel.setdefault("data", 1)
     sections["train"]["global_batch_size"] = 2 * MICROBATCHES * data
-    return resolve(sections, [], "traffic", data * parallel.get("tensor", 1) * parallel.get("pipeline", 1)).config
+    return resolve(sections, [], "traffic", math.prod(parallel.get(a, 1) for a in AXES)).config
 
 
 def step_on_a_rank(layout: dict[str, dict[str, Any]], twice: bool = False) -> tuple[int, list[Transfer], dict[str, float]]:
@@ -92,7 +101,7 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
     """A collective more, less or larger than the plan counts, on any rank of any layout; and a moment charged to no part, or to two."""
     config = configured(LAYOUTS[name])
     parallel = config.parallel
-    ranks = pool.run(parallel.tensor * parallel.pipeline * int(parallel.data), step_on_a_rank, LAYOUTS[name])
+    ranks = pool.run(parallel.tensor * parallel.pipeline * config.token_ranks, step_on_a_rank, LAYOUTS[name])
     for stage, transfers, shares_of_time in ranks:
         planned = rank_traffic(config, HOST_SIZE)[stage]
         assert elements(transfers) == elements(planned)

@@ -16,11 +16,13 @@ from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.worker import planted
 from megacore.verify.workers import Workers
 from tests import plain, training
-from tests.faults import FAULTS, Fault, data, links, pipeline, precision, races, split, structure, tensor, trainer
+from tests.faults import FAULTS, Fault, context, data, links, pipeline, precision, races, split, structure, tensor, trainer
 from tests.pool import Pool
 
 # The modules enter their faults as they are imported.
-__all__ = ["FAULTS", "Checks", "data", "document", "links", "pipeline", "precision", "races", "split", "structure", "tensor", "trainer"]
+__all__ = [
+    "FAULTS", "Checks", "context", "data", "document", "links", "pipeline", "precision", "races", "split", "structure", "tensor", "trainer",
+]  # fmt: skip
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
 

@@ -12,6 +12,7 @@ import torch
 from megacore.config import load
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend
+from megacore.distributed.mesh import SOLO
 from megacore.errors import DataError
 from megacore.train.loader import validation_batches
 
@@ -177,7 +178,7 @@ def validated(count: int, eval_batches: int, data_size: int) -> list[list[int]]:
     config: Any = load(str(Path(__file__).parents[2] / "configs/gpt_tiny.json"), settings, data_size).config
     found: list[list[int]] = []
     for rank in range(data_size):
-        mesh: Any = SimpleNamespace(sample_group=SimpleNamespace(size=data_size, rank=rank), device=torch.device("cpu"))
+        mesh: Any = SimpleNamespace(sample_group=SimpleNamespace(size=data_size, rank=rank), cp=SOLO, device=torch.device("cpu"))
         for number, batch in enumerate(validation_batches(config, mesh, Numbered(count))):  # type: ignore[arg-type]
             found += [[]] * (number == len(found))
             found[number] = sorted(found[number] + [int(i) for microbatch in batch for i in microbatch.inputs])

@@ -21,7 +21,7 @@ ROOMS = [
     ["megacore.config.", "megacore.kernels."],
     ["megacore.plan."],
     ["megacore.distributed."],
-    ["megacore.cli", "megacore.tensor_parallel.", "megacore.data."],
+    ["megacore.cli", "megacore.tensor_parallel.", "megacore.context_parallel.", "megacore.data."],
     ["megacore.model."],
     ["megacore.engine.", "megacore.checkpoint."],
     ["megacore.pipeline.", "megacore.interchange."],

@@ -227,7 +227,7 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
     """The one property that rotary positions are for; and they turn, so lengths stay."""
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(2, 1, 1, 32, 8)
-    cos, sin = rope_tables(32, 8, 10000.0, torch.float64, CPU)
+    cos, sin = rope_tables(np.arange(32), 8, 10000.0, torch.float64, CPU)
     scores = (rope(q, cos, sin) @ rope(k, cos, sin).transpose(-2, -1))[0, 0]  # the same q and k at every position
     for distance in range(-31, 32):
         diagonal = scores.diagonal(distance)
@@ -241,7 +241,7 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
 def test_rotary_angles_at_long_context(dtype: torch.dtype) -> None:
     """Angles in fp32, of position times frequency, would be off by 1e-2 at a million positions."""
     position, head = 2**20 - 1, 8
-    cos, sin = rope_tables(position + 1, head, 10000.0, torch.float32, CPU)
+    cos, sin = rope_tables(np.arange(position + 1), head, 10000.0, torch.float32, CPU)
     angle = torch.tensor([position * 10000.0 ** (-2 * i / head) for i in range(head // 2)], dtype=torch.float64)
     x = torch.ones(1, 1, 1, head, dtype=dtype)
     right = torch.cat((angle.cos() - angle.sin(), angle.sin() + angle.cos()))
@@ -325,7 +325,7 @@ def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
         config = configure(f"parallel.data={data}", world=data)
         found = {}
         for rank in range(data):
-            mesh: Any = SimpleNamespace(sample_group=Group("dp", tuple(range(data)), rank), device=CPU)
+            mesh: Any = SimpleNamespace(sample_group=Group("dp", tuple(range(data)), rank), cp=SOLO, device=CPU)
             for step in (1, 2):
                 for microbatch in Loader(config, mesh, stream).step(step):
                     found[step, int(microbatch.inputs[0, 0])] = microbatch.key

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -51,7 +52,7 @@ def test_tables_equal_transformers(method: dict[str, Any]) -> None:
     right, factor = of_transformers(method)
     ours = frequencies(HEAD, THETA, scaling(method))
     assert float((ours / right - 1).abs().max()) < 1e-5
-    cos, sin = rope_tables(9, HEAD, THETA, torch.float64, torch.device("cpu"), scaling(method))
+    cos, sin = rope_tables(np.arange(9), HEAD, THETA, torch.float64, torch.device("cpu"), scaling(method))
     angles = torch.outer(torch.arange(9.0), right).repeat(1, 2)
     assert float((cos - factor * angles.cos()).abs().max()) < 1e-5 and float((sin - factor * angles.sin()).abs().max()) < 1e-5
     changed = frequencies(HEAD, THETA, scaling(method | {"factor": 1.1 * method["factor"]}))

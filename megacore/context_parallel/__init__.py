@@ -1,0 +1,1 @@
+"""Attention over sequences that are divided among ranks, and within documents."""

@@ -1,0 +1,209 @@
+"""Attention over the context ranks, which hold different tokens of the same sequences: three ways, with one result.
+
+    gather     keys and values of all ranks are gathered; again in backward, rather than kept, and their gradients scattered
+    ring       keys and values go round the ranks, a rank's at a time, while the last ones are attended to (Liu et al. 2023)
+    ulysses    sequences are exchanged for heads and back, so that each rank attends whole sequences (Jacobs et al. 2023)
+
+A rank's k and v have n elements each. It sends, in forward and backward together, with c ranks:
+gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.context_parallel.blocks import DocumentAttention, Merged, add_gradients, zeros_like
+from megacore.context_parallel.pieces import Documents, Part, Run, Runs, parts, runs_of
+from megacore.distributed.comm import all_gather, reduce_scatter
+from megacore.distributed.mesh import Group
+from megacore.distributed.wire import Work
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences that a forward pass computes on: their length, which of their tokens are here, and the documents in them."""
+
+    seq_len: int
+    group: Group  # the context ranks
+    method: str  # gather, ring or ulysses
+    documents: Documents | None = None
+
+    @cached_property
+    def own(self) -> Runs:
+        """The tokens that this rank holds."""
+        return runs_of(self.seq_len, self.group.size, self.group.rank)
+
+    @cached_property
+    def whole(self) -> list[Part]:
+        """The parts of attention over whole sequences."""
+        everything = (Run(0, self.seq_len, 0),)
+        return parts(everything, everything, self.documents)
+
+    def with_keys(self, keys: Runs) -> list[Part]:
+        """The parts of attention between this rank's queries and some keys."""
+        return parts(self.own, keys, self.documents)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """Causal attention of this rank's queries to all keys of their sequences, or with documents of their document.
+
+    q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``. Collective over the group.
+    """
+    if sequences.group.size == 1:
+        return DocumentAttention.apply(q, k, v, sequences.whole, scale)
+    if sequences.method == "ulysses":
+        return ulysses(q, k, v, sequences, scale)
+    method: type[torch.autograd.Function] = GatherAttention if sequences.method == "gather" else RingAttention
+    return method.apply(q, k, v, sequences, scale)
+
+
+def in_order(gathered: Tensor) -> Tensor:
+    """Tokens of all ranks ``[ranks, …, tokens of a rank, head]`` → in the order of the sequence ``[…, tokens, head]``."""
+    early, late = gathered.chunk(2, -2)
+    return torch.cat((*early, *late.flip(0)), -2)
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The inverse of `in_order`."""
+    pieces = x.unflatten(-2, (2 * ranks, -1)).movedim(-3, 0)
+    return torch.cat((pieces[:ranks], pieces[ranks:].flip(0)), -2)
+
+
+class GatherAttention(torch.autograd.Function):
+    """`attend` with all keys and values gathered. Saved: this rank's q, k, v, o and l."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+        merged, found = Merged(q), sequences.with_keys((Run(0, sequences.seq_len, 0),))
+        keys, values = gathered(k, v, sequences.group)
+        merged.add(q, keys, values, found, scale)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.sequences, ctx.found, ctx.scale = sequences, found, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.sequences.group
+        keys, values = gathered(k, v, group)
+        grads = zeros_like(q), zeros_like(keys), zeros_like(values)
+        add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
+        both = torch.stack([by_rank(total.to(k.dtype), group.size) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
+        grad_k, grad_v = reduce_scatter(both, group)[0]
+        return grads[0].to(q.dtype), grad_k, grad_v, None, None
+
+
+def gathered(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+    """Keys and values of all ranks, in the order of the sequence."""
+    both = all_gather(torch.stack((k, v))[None], group)  # [ranks, 2, batch, heads, tokens, head]
+    return in_order(both[:, 0]), in_order(both[:, 1])
+
+
+class RingAttention(torch.autograd.Function):
+    """`attend` with keys and values passed round. Saved: this rank's q, k, v, o and l.
+
+    In backward the gradients of keys and values follow them round, a step behind, and come home last.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+        merged, group = Merged(q), sequences.group
+        both = torch.stack((k, v))
+        for step in range(group.size):
+            coming = pass_on(both, group) if step + 1 < group.size else None
+            merged.add(q, both[0], both[1], parts_at(sequences, step), scale)
+            both = both if coming is None else coming.take()
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.sequences, ctx.scale = sequences, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        sequences, group = ctx.sequences, ctx.sequences.group
+        both, grad_q = torch.stack((k, v)), zeros_like(q)
+        sums: Coming | None = None  # of the gradients of the keys and values at hand, on their way from the rank before
+        for step in range(group.size):
+            coming = pass_on(both, group) if step + 1 < group.size else None
+            own = zeros_like(both)
+            add_gradients((grad_q, own[0], own[1]), grad, q, both[0], both[1], out, lse, parts_at(sequences, step), ctx.scale)
+            total = own if sums is None else own.add_(sums.take())
+            sums = pass_on(total.to(q.dtype), group)
+            both = both if coming is None else coming.take()
+        assert sums is not None
+        grad_k, grad_v = sums.take()
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+
+
+def parts_at(sequences: Sequences, step: int) -> list[Part]:
+    """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
+    group = sequences.group
+    return sequences.with_keys(runs_of(sequences.seq_len, group.size, (group.rank - step) % group.size))
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A tensor under way from the rank before, while this rank's own goes to the next."""
+
+    work: Work
+    sent: Tensor  # kept until it has gone
+    received: Tensor
+
+    def take(self) -> Tensor:
+        """Waits for both, and returns what came."""
+        self.work.wait()
+        return self.received
+
+
+def pass_on(x: Tensor, group: Group) -> Coming:
+    """Begins to send `x` to the next rank, and to receive the like from the one before."""
+    assert group.wire is not None
+    received = torch.empty_like(x)
+    after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
+    return Coming(group.wire.start_shift(x, received, after, before), x, received)
+
+
+def ulysses(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """`attend` on whole sequences, with a part of the heads on each rank.
+
+    Where ranks are more than key/value heads, several get the same one.
+    """
+    group = sequences.group
+    if (short := group.size // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(short, 1), v.repeat_interleave(short, 1)
+    whole = [in_order(_Exchange.apply(heads_first(x, group.size), group)) for x in (q, k, v)]
+    y = DocumentAttention.apply(*whole, sequences.whole, scale)
+    y = _Exchange.apply(by_rank(y, group.size), group)  # [ranks, batch, heads of a rank, tokens, head]
+    return y.movedim(0, 1).flatten(1, 2)
+
+
+def heads_first(x: Tensor, ranks: int) -> Tensor:
+    """``[batch, heads, tokens, head]`` → each rank's heads first, ``[ranks, batch, heads of a rank, tokens, head]``."""
+    return x.unflatten(1, (ranks, -1)).movedim(1, 0)
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward: part i of ``[ranks, …]`` goes to rank i, and theirs come here. Backward: the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return exchange(grad, ctx.group), None
+
+
+def exchange(x: Tensor, group: Group) -> Tensor:
+    """Sends part i of ``[ranks, …]`` to rank i; returns the parts that came, by rank."""
+    assert group.wire is not None
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    group.wire.start_all_to_all(x, out).wait()
+    return out

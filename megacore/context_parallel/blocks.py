@@ -1,0 +1,133 @@
+"""Attention in parts, which are merged by their log-sum-exp (Rabe and Staats 2021; Dao et al. 2022, FlashAttention).
+
+    forward     o_i, l_i = attention of part i, log Σ exp(scores);   l = log Σ exp(l_i);   o = Σ exp(l_i - l) · o_i
+    backward    each part by itself, from the merged o and l: p = exp(scores - l) is then the part's piece of the whole softmax
+
+Shapes: q ``[batch, heads, queries, head]``, k and v ``[batch, kv heads, keys, head]``, o like q, l ``[batch, heads, queries]``.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.context_parallel.pieces import Part
+
+aten = torch.ops.aten
+
+
+class Merged:
+    """The output and log-sum-exp of the parts so far, in fp32 at least."""
+
+    def __init__(self, q: Tensor) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+        self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Part], scale: float) -> None:
+        """Adds the attention of some parts."""
+        for part in found:
+            rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
+            o, part_lse = forward(q[rows, :, part.queries], k[rows, :, part.keys], v[rows, :, part.keys], part.causal, scale)
+            out, lse = self.out[rows, :, part.queries], self.lse[rows, :, part.queries]
+            both = torch.logaddexp(lse, part_lse)  # finite: every query of a part has a key
+            out.mul_((lse - both).exp_()[..., None]).addcmul_(o.to(out.dtype), (part_lse - both).exp_()[..., None])
+            lse.copy_(both)
+
+
+def add_gradients(
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    found: Iterable[Part],
+    scale: float,
+) -> None:
+    """Adds the gradients of some parts to those of q, k and v, given the gradient of the merged `out`."""
+    for part in found:
+        rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
+        at_q, at_k = (rows, slice(None), part.queries), (rows, slice(None), part.keys)
+        found_grads = backward(grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q], part.causal, scale)
+        for total, own, at in zip(grads, found_grads, (at_q, at_k, at_k), strict=True):
+            total[at] += own
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one part, and the log-sum-exp of its scores: by PyTorch's kernel where there is one, else by plain products."""
+    if has_kernel(q) and q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if has_kernel(q):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    scores = plain_scores(q, k, causal, scale)
+    return scores.softmax(-1).to(q.dtype) @ for_queries(v, q), scores.logsumexp(-1)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of one part's q, k and v, from the merged output and log-sum-exp."""
+    if has_kernel(q) and q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    if has_kernel(q):
+        none = q.new_empty(0, dtype=torch.int64)  # of dropout, which attention has none of
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
+        )
+    keys, values, wide = for_queries(k, q), for_queries(v, q), lse.dtype
+    p = (plain_scores(q, k, causal, scale) - lse[..., None]).exp()
+    delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    ds = (p * ((grad @ values.transpose(-2, -1)).to(wide) - delta)).to(q.dtype) * scale
+    of_queries = (ds.transpose(-2, -1) @ q, p.to(q.dtype).transpose(-2, -1) @ grad)  # of the keys and values that each query head sees
+    grad_k, grad_v = (g.unflatten(1, (k.shape[1], -1)).sum(2) for g in of_queries)
+    return ds @ keys, grad_k, grad_v
+
+
+def has_kernel(q: Tensor) -> bool:
+    """Whether PyTorch has a FlashAttention, which gives the log-sum-exp, for tensors like `q`."""
+    if q.device.type == "cuda":
+        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return q.device.type == "cpu"
+
+
+def for_queries(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, each as often as query heads share it."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def plain_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """``scale · q kᵀ``, masked, in fp32 at least."""
+    scores = (q @ for_queries(k, q).transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf")) if causal else scores
+
+
+class DocumentAttention(torch.autograd.Function):
+    """Attention in parts on one rank.
+
+    Saved: q, k, v, o in their dtype, and l.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[Part], scale: float) -> Tensor:
+        merged = Merged(q)
+        merged.add(q, k, v, found, scale)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.found, ctx.scale = found, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = zeros_like(q), zeros_like(k), zeros_like(v)
+        add_gradients(grads, grad, q, k, v, out, lse, ctx.found, ctx.scale)
+        return *(total.to(q.dtype) for total in grads), None, None
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros to sum gradients of `x` in, in fp32 at least."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)

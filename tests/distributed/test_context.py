@@ -1,0 +1,130 @@
+"""Sequences divided over context ranks, and into documents, train as one process does with a whole mask, to the rounding of fp64.
+
+Pairs of features stand here; `launch/verify.py --layouts cp2,cp4,… parallel.context_method=…` runs any product of them.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import load
+from megacore.context_parallel import attention, blocks
+from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.pieces import runs_of
+from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.place import place_from_environment
+from megacore.verify.layouts import parse
+from megacore.verify.run import ROOT, Options, prove
+from megacore.verify.workers import Workers
+from tests.training import write_config
+
+TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu
+LEARNED = ["model.position=learned", "model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.dropout=0.1"]
+DOCUMENTS = ["data.document_mask=true"]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers(ROOT) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize(
+    ("method", "layouts", "overrides"),
+    [
+        ("gather", "cp2,cp4", LEARNED),
+        ("ring", "cp4,cp2tp2sp", ["model.num_kv_heads=2", *DOCUMENTS]),
+        ("ulysses", "cp2,cp2dp2", ["model.num_kv_heads=2", *DOCUMENTS, "engine.shard_optimizer=true"]),
+        ("ulysses", "cp2pp2", [*LEARNED, "train.recompute=full"]),
+        ("gather", "cp2pp2,cp2tp2", [*LEARNED, *DOCUMENTS, "model.tie_embeddings=false"]),
+        ("ring", "cp2dp2", ["engine.kind=fsdp", "model.chunked_loss=true"]),
+        ("auto", "one,dp2,tp2", [*LEARNED, *DOCUMENTS]),
+    ],
+)
+def test_equals_one_process(workers: Workers, method: str, layouts: str, overrides: list[str]) -> None:
+    """A gradient wrong only in backward, a loss scaled by the number of ranks, or a target lost at a piece's edge would train on, worse."""
+    options = Options(TINY, [*overrides, f"parallel.context_method={method}"], [parse(name) for name in layouts.split(",")])
+    proof = prove(options, workers=workers)
+    assert proof.holds, [(r.layout.name, r.failure, r.impossible, r.beyond[:1]) for r in proof.results]
+    assert max(d.relative for result in proof.results for d in result.differences.values()) < 1e-9
+
+
+HEADS, KV_HEADS, HEAD, BATCH = 4, 2, 8, 2
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
+    """Attention by its formula, with a mask of every pair of tokens."""
+    seq = q.shape[2]
+    seen = torch.ones(len(q), 1, seq, seq, dtype=torch.bool).tril()
+    for row, bounds in enumerate(documents or ()):
+        inside = torch.zeros(seq, seq, dtype=torch.bool)
+        for start, stop in pairwise(bounds):
+            inside[start:stop, start:stop] = True
+        seen[row] &= inside
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    return (q @ k.transpose(-2, -1) * 0.3).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def inputs(seq: int) -> list[Tensor]:
+    """q, k, v of whole sequences, and the gradient of the output, alike on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, heads, seq, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def largest_error(method: str, seq: int, documents: tuple[tuple[int, ...], ...] | None, group: Group) -> float:
+    """The largest difference of this rank's output and gradients from those of the formula on whole sequences."""
+    whole = [x.requires_grad_() for x in inputs(seq)[:3]]
+    grad = inputs(seq)[3]
+    right = masked(*whole, documents)
+    right.backward(grad)
+    own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(seq, group.size, group.rank)])
+    here = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
+    out = attention.attend(*here, Sequences(seq, group, method, documents), 0.3)
+    out.backward(grad[:, :, own])
+    pairs = [(out, right), *((a.grad, b.grad) for a, b in zip(here, whole, strict=True))]
+    return max(float((a - b[:, :, own]).detach().abs().max()) for a, b in pairs)  # type: ignore[operator, index]
+
+
+def errors(config_path: str, seq: int) -> dict[str, float]:
+    """`largest_error` of every method, without documents and with them."""
+    place = place_from_environment()
+    config = load(config_path, [f"parallel.context={place.world_size}"], place.world_size).config
+    mesh = Mesh(config, place, torch.device("cpu"))
+    rows = ((0, 1, 3, seq), (0, seq - 1, seq))  # of one token, of most of a piece, across pieces, over all ranks
+    methods = [m for m in ("gather", "ring", "ulysses") if m != "ulysses" or HEADS % place.world_size == 0]
+    found = {f"{m} {d is not None}": largest_error(m, seq, d, mesh.cp) for m in methods for d in (None, rows)}
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "seq"), [(2, 4), (2, 20), (3, 6), (4, 8), (4, 24)])
+def test_attention_equals_the_formula(run_ranks: Any, tmp_path: Path, ranks: int, seq: int) -> None:
+    """Also where a piece is one token, so that some parts have no keys. fp64 rounds sums of some dozen terms near 1 to 1e-15."""
+    config = write_config(tmp_path, "unused", train={"seq_len": seq, "global_batch_size": 2, "micro_batch_size": 2})
+    for found in run_ranks(ranks, errors, config, seq):
+        assert max(found.values()) < 1e-13, found
+
+
+def test_documents_on_one_rank_equal_the_formula() -> None:
+    assert largest_error("gather", 16, ((0, 1, 2, 9, 16), (0, 16)), SOLO) < 1e-13
+    assert largest_error("gather", 16, None, SOLO) < 1e-13
+
+
+def test_plain_products_equal_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What devices without a kernel that gives the log-sum-exp compute."""
+    q, k, v, grad = inputs(12)
+    for causal in (False, True):
+        ours = blocks.forward(q, k, v, causal, 0.3)
+        back = blocks.backward(grad, q, k, v, *ours, causal, 0.3)
+        with monkeypatch.context() as patched:
+            patched.setattr(blocks, "has_kernel", lambda q: False)
+            plain = blocks.forward(q, k, v, causal, 0.3)
+            plain_back = blocks.backward(grad, q, k, v, *ours, causal, 0.3)
+        for a, b in zip((*ours, *back), (*plain, *plain_back), strict=True):
+            assert a.shape == b.shape and float((a - b).abs().max()) < 1e-13
