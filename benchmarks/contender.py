@@ -34,14 +34,15 @@ PEERS = {
     "torchtitan": ("benchmarks.peers.torchtitan_loop", "TorchtitanLoop"),
     "products": ("benchmarks.peers.products", "ProductsLoop"),
 }
-KINDS = ("megacore", "stages", *PEERS)
+STAGES = {"two-stages": 2, "four-stages": 4}
+KINDS = ("megacore", *STAGES, *PEERS)
 
 
 def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list[float]], Callable[[], float | None]]:
-    """What a turn does: a step's seconds; for `stages` the seconds of forward and backward, for each of two stages. And what
-    the last step's loss was, by this rank's microbatches, if it has any."""
-    if kind == "stages":
-        stages = [LoneStage(path, overrides, index, 2) for index in range(2)]
+    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage. And what the last step's loss
+    was, by this rank's microbatches, if it has any."""
+    if kind in STAGES:
+        stages = [LoneStage(path, overrides, index, STAGES[kind]) for index in range(STAGES[kind])]
         return lambda: [seconds for stage in stages for seconds in stage.measure()], lambda: None
     place = place_from_environment()
     config = load(path, overrides, place.world_size).config

@@ -10,7 +10,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -41,6 +42,17 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = 0.040  # seconds of a rank's forward, and of each half of its backward; with two chunks half of it for each
 UNEVEN = 1.25  # the longest over the shortest, where stages differ
 PINGS = 50
+LATE = 0.0003  # seconds: more than a process is woken late
+
+
+@contextmanager
+def lasting(seconds: float) -> Iterator[None]:
+    """Sleeps behind the block until `seconds` have gone since its start. The system wakes a process late, so the last bit is waited for."""
+    end = perf_counter() + seconds
+    yield
+    sleep(max(0.0, end - LATE - perf_counter()))
+    while perf_counter() < end:
+        pass
 
 
 class SleepingStage(nn.Module):
@@ -54,9 +66,9 @@ class SleepingStage(nn.Module):
 
     def forward(self, x: Tensor, key: int = 0, targets: Tensor | None = None) -> Tensor:
         """Tokens ``[batch, seq]`` or hidden states ``[tokens, hidden]`` → hidden states, or with `targets` a scalar."""
-        sleep(self.seconds)
-        y = self.weight.expand(x.numel(), -1) if self.first else x * self.weight
-        return y if targets is None else y.sum()
+        with lasting(self.seconds):
+            y = self.weight.expand(x.numel(), -1) if self.first else x * self.weight
+            return y if targets is None else y.sum()
 
 
 class SleepingEngine(Engine):
@@ -72,16 +84,17 @@ class SleepingEngine(Engine):
         return get_gradient_edge(output)
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
-        sleep(self.weights[chunk])
-        self.backward_input(chunk, root, gradient)
+        with lasting(self.inputs[chunk] + self.weights[chunk]):
+            torch.autograd.backward([root], [gradient])
 
     def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[Part]:
-        sleep(self.inputs[chunk])
-        torch.autograd.backward([root], [gradient])
+        with lasting(self.inputs[chunk]):
+            torch.autograd.backward([root], [gradient])
         return []
 
     def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
-        sleep(self.weights[chunk])
+        with lasting(self.weights[chunk]):
+            pass
 
     def reduce_gradients(self) -> None:
         pass

@@ -23,7 +23,7 @@ from benchmarks.rounds import ROOT, Contender, Failed, Record, race
 from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.plan.generators import build
+from megacore.plan.generators import GENERATORS, build
 from megacore.plan.simulate import simulate
 
 EXAMPLE = "python -m benchmarks.speed --quick"
@@ -128,19 +128,49 @@ def pipeline(rounds: int, say: Say) -> Result:
     """
     layers = "model.num_layers=8"
     contenders = [
-        Contender("the stages, one by one", "stages", 2 * SETTING.train.micro_batch_size * SETTING.train.seq_len, (layers,)),
+        Contender("the stages, one by one", "two-stages", 2 * SETTING.train.micro_batch_size * SETTING.train.seq_len, (layers,)),
         Contender("pipeline=2", "megacore", TOKENS, (layers, "parallel.pipeline=2"), ranks=2),
     ]
     records, loads = raced(contenders, rounds, say)
-    # [forward, backward of the first stage, forward, backward of the second], alone
-    times = [median(values) for values in zip(*records.pop("the stages, one by one").turns, strict=True)]
+    forward, backward, *_ = alone(records.pop("the stages, one by one"))
     plan = build(SETTING.parallel.schedule, 2, SETTING.num_microbatches, tied=SETTING.model.tie_embeddings)
-    timeline = simulate(plan, forward=times[0::2], backward=times[1::2])
-    say("alone: " + ", ".join(f"stage {i} forward {times[2 * i]:.4f} s, backward {times[2 * i + 1]:.4f} s" for i in range(2)))
+    timeline = simulate(plan, forward, backward)
+    say("alone: " + ", ".join(f"stage {i} forward {forward[i]:.4f} s, backward {backward[i]:.4f} s" for i in range(2)))
     say(f"simulated step: {timeline.makespan:.3f} s, of which the stages wait {timeline.bubble_rate:.1%}")
     values = [timeline.makespan / seconds for seconds in records["pipeline=2"].seconds]
-    details = {"forward_seconds": times[0::2], "backward_seconds": times[1::2], "simulated_step_seconds": timeline.makespan}
+    details = {"forward_seconds": forward, "backward_seconds": backward, "simulated_step_seconds": timeline.makespan}
     return [Ratio("pipeline=2, 8 layers", "of the simulated schedule", values, 0.8, details)], records, loads
+
+
+def alone(record: Record) -> list[list[float]]:
+    """Median seconds of forward, of backward and of its two halves, each for every stage; see `LoneStage.measure`."""
+    times = [median(values) for values in zip(*record.turns, strict=True)]
+    return [times[kind::4] for kind in range(4)]
+
+
+def schedules(rounds: int, say: Say) -> Result:
+    """Two ranks of one thread under every schedule, against 1F1B, beside what is simulated from the stages' own times.
+
+    The prediction leaves out transfers, the tied embeddings' reduction and the optimizer: the measured steps have them.
+    """
+    layers, stages = "model.num_layers=8", {2: "two stages, one by one", 4: "four stages, one by one"}
+    contenders = [Contender(name, f"{name.split()[0]}-stages", TOKENS, (layers,)) for name in stages.values()]
+    for name in GENERATORS:
+        contenders.append(Contender(name, "megacore", TOKENS, (layers, "parallel.pipeline=2", f"parallel.schedule={name}"), ranks=2))
+    records, loads = raced(contenders, rounds, say)
+    times = {count: alone(records.pop(name)) for count, name in stages.items()}
+    predicted = {}
+    for name in GENERATORS:
+        plan = build(name, 2, SETTING.num_microbatches, tied=SETTING.model.tie_embeddings)
+        forward, whole, inputs, weights = times[plan.stages]
+        split = [a + b for a, b in zip(inputs, weights, strict=True)]
+        predicted[name] = simulate(plan, forward, split if plan.splits else whole, weight=weights).makespan
+    ratios = []
+    for name in GENERATORS:
+        expected = predicted["1f1b"] / predicted[name]
+        details = {"simulated_ratio": expected, "simulated_step_seconds": predicted[name]}
+        ratios.append(Ratio(name, f"of 1f1b (simulated: {expected:.3f})", per_round(records, name, "1f1b"), None, details))
+    return ratios, records, loads
 
 
 def engines(rounds: int, say: Say) -> Result:
@@ -158,6 +188,7 @@ COMPARISONS: dict[str, Callable[[int, Say], Result]] = {
     "bf16": bf16,
     "scaling": scaling,
     "pipeline": pipeline,
+    "schedules": schedules,
     "engines": engines,
 }
 

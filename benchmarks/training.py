@@ -1,11 +1,14 @@
 """Training as launch/pretrain.py does it: the real stage, engine, runtime and mesh; no checkpoints, no logs."""
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megacore.config import Config, load
 from megacore.context_parallel.pieces import positions_of, runs_of
@@ -16,6 +19,7 @@ from megacore.engine.choose import build_engine
 from megacore.model.gpt import DTYPES, Stage
 from megacore.pipeline.runtime import Microbatch
 from megacore.plan.partition import stage_layers
+from megacore.tensor_parallel.gradient import Part
 from megacore.train.loader import Loader, Stream
 from megacore.train.step import Figures, TrainStep
 
@@ -114,20 +118,31 @@ class LoneStage:
         tokens = config.train.micro_batch_size * config.train.seq_len
         self.hidden = torch.randn(tokens, config.model.hidden_size, dtype=DTYPES[config.train.precision])
 
-    def measure(self) -> tuple[float, float]:
-        """Median seconds of a microbatch's forward and of its backward, over one step's microbatches."""
-        forward, backward = [], []
-        for microbatch in self.batch:
-            x = microbatch.inputs if self.stage.first else self.hidden.clone().requires_grad_()
+    def measure(self) -> list[float]:
+        """Median seconds of a microbatch's forward, its backward, and the two halves of a split backward, over one step's microbatches."""
+        taken: list[list[float]] = [[], [], [], []]
+        parts: list[Part] = []
+
+        def timed(kind: int, work: Callable[[], Any]) -> Any:
             started = perf_counter()
-            output = self.stage(x, microbatch.key)
-            if self.stage.last:
-                output = self.stage.loss(output, microbatch.targets)
-            root = self.engine.root(output)
-            forward.append(perf_counter() - started)
-            gradient = torch.full_like(output, 1e-6)
-            started = perf_counter()
-            self.engine.backward(0, root, gradient, last=False)
-            backward.append(perf_counter() - started)
+            result = work()
+            taken[kind].append(perf_counter() - started)
+            return result
+
+        for split, microbatch in [(split, microbatch) for microbatch in self.batch for split in (False, True)]:
+            root, gradient = timed(0, partial(self.forward, microbatch))
+            if split:
+                parts = timed(2, partial(self.engine.backward_input, 0, root, gradient))
+                timed(3, partial(self.engine.backward_weight, 0, parts, last=False))
+            else:
+                timed(1, partial(self.engine.backward, 0, root, gradient, last=False))
         self.engine.step(0.0)
-        return median(forward), median(backward)
+        return [median(seconds) for seconds in taken]
+
+    def forward(self, microbatch: Microbatch) -> tuple[Any, Tensor]:
+        """Where backward starts, and with which gradient."""
+        x = microbatch.inputs if self.stage.first else self.hidden.clone().requires_grad_()
+        output = self.stage(x, microbatch.key)
+        if self.stage.last:
+            output = self.stage.loss(output, microbatch.targets)
+        return self.engine.root(output), torch.full_like(output, 1e-6)

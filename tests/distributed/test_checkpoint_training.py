@@ -85,21 +85,31 @@ def hop(config_path: str, overrides: list[str], log_dir: str) -> None:
     mesh.close()
 
 
-CHAIN = [
-    ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
-    ["parallel.data=4", "engine.kind=fsdp"],
-    ["parallel.tensor=4"],
-    ["parallel.pipeline=4", "checkpoint.async=true"],
-    ["parallel.tensor=1"],
-]
+CHAINS = {  # each of four ranks but the last
+    "layouts": [
+        ["parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true"],
+        ["parallel.data=4", "engine.kind=fsdp"],
+        ["parallel.tensor=4"],
+        ["parallel.pipeline=4", "checkpoint.async=true"],
+        ["parallel.tensor=1"],
+    ],
+    "schedules": [
+        ["parallel.pipeline=4"],
+        ["parallel.pipeline=2", "parallel.schedule=zb_v", "parallel.data=2", "engine.shard_optimizer=true"],
+        ["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.tensor=2"],
+        ["parallel.pipeline=4", "parallel.schedule=zb_h1"],
+        ["parallel.schedule=v_half"],
+    ],
+}
 
 
-def test_a_chain_of_layouts_carries_the_same_tensors(pool: Any, config: str, tmp_path: Path) -> None:
-    """tp2·pp2 → dp4 → tp4 → pp4 → tp1, two steps each: contents have the same digests behind each hop, moments too, and training is the
-    unmoved run's within 1e-5."""
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_chain_carries_the_same_tensors(pool: Any, config: str, tmp_path: Path, chain: str) -> None:
+    """Layouts, or schedules with one chunk a rank and two, in a row, two steps each: contents have the same digests behind each hop,
+    moments too, and training is the unmoved run's within 1e-5."""
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert pool.run(1, training.run_rank, config, [], str(whole)) == [0]
-    for index, layout in enumerate(CHAIN):
+    for index, layout in enumerate(CHAINS[chain]):
         steps = 2 * index + 2
         pool.run(
             1 if index == 4 else 4, hop, config, [*layout, f"train.steps={steps}", "checkpoint.every=2", "checkpoint.keep=9"], str(moved)
