@@ -16,6 +16,8 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import logical_name, shard_of
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.pipeline.runtime import Microbatch
+from megacore.plan.choices import compiles, splits_backward
+from megacore.plan.generators import GENERATORS, generated
 from megacore.plan.partition import placement_of, stage_layers
 from megacore.train.evaluation import evaluate
 from megacore.train.exporter import Exporter
@@ -233,6 +235,10 @@ class Trainer:
             f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
             f" × microbatches {config.num_microbatches} × data {data}"
         )
+        schedule = config.parallel.schedule
+        if schedule in GENERATORS and generated(schedule, 1, 1).splits and not splits_backward(config):
+            what = "a compiled block" if compiles(config) else f"the {config.engine.kind} engine"
+            self.logs.say(f"{schedule} runs with whole backwards, which {what} does not split")
         held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
         layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
         self.logs.say(f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}")

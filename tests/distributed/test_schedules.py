@@ -1,4 +1,4 @@
-"""Every schedule trains as one process does, in pairs with all that goes with it; tests/schedules.py has the whole product."""
+"""Every schedule trains as one process does, in pairs with all that goes with it; `python -m tests.schedules` proves the product."""
 
 from itertools import combinations
 from typing import Any
