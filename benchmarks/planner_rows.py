@@ -61,7 +61,7 @@ def read(path: Path) -> tuple[list[Row], list[Skipped]]:
     except OSError as error:
         raise ConfigError("DATA.csv", f"cannot read {path}: {error.strerror}", "a table of measured steps") from None
     except (KeyError, ValueError) as error:
-        raise ConfigError("DATA.csv", f"{path} is no table of measured steps: {error}", "the columns that docs/step_time.md names") from None
+        raise ConfigError("DATA.csv", f"{path} is no table of measured steps: {error}", "the columns of docs/step_time.md") from None
     return [row for row in found if isinstance(row, Row)], [row for row in found if isinstance(row, Skipped)]
 
 

@@ -52,7 +52,8 @@ def read_run(folder: str) -> tuple[Setting, float]:
         lines = [json.loads(line) for line in read_text(path / "metrics.jsonl").splitlines()]
         seconds = [float(line["step_seconds"]) for line in lines if "step_seconds" in line]
         content = json.loads(read_text(path / "config.json"))
-        world = content["parallel"]["tensor"] * content["parallel"]["pipeline"] * content["parallel"]["data"]
+        axes = content["parallel"]
+        world = axes["tensor"] * axes["pipeline"] * axes["data"] * axes.get("context", 1)
     except OSError as error:
         raise ConfigError(OPTION, f"cannot read {error.filename or folder}: {error.strerror}", "a run's folder, log.dir") from None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -113,6 +113,7 @@ def setting_of(config: Config) -> Setting:
         tied=model.tie_embeddings,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
+        context=parallel.context,
         data=config.data_size,
         chunks=config.chunks,
         sequence=parallel.sequence,

@@ -171,6 +171,19 @@ def test_a_config_becomes_a_setting() -> None:
     setting = setting_of(config)
     assert (setting.layers, setting.tensor, setting.data, setting.world, setting.gated) == (4, 2, 2, 4, True)
     assert setting.microbatches == config.num_microbatches and setting.precision == "bf16" and setting.zero == 0
+    divided = setting_of(resolve({}, ["parallel.context=2", "parallel.pipeline=2", "parallel.schedule=interleaved"], "x", 8).config)
+    assert (divided.context, divided.pipeline, divided.data, divided.chunks, divided.world) == (2, 2, 2, 2, 8)
+    assert divided.tokens == divided.seq * divided.micro_batch // 2
+
+
+def test_context_ranks_share_the_tokens_and_gather_keys_and_values() -> None:
+    """Counted as data ranks alone, they would halve a step without paying for it; left out, they would double it."""
+    plain, divided = (predict(replace(SETTING, context=c), SMOOTH, CLUSTER, PLAIN).terms for c in (1, 2))
+    for term in ("products", "attention"):
+        assert divided[term] == pytest.approx(plain[term] / 2), term
+    gathered = 0.5 + 2 * 2 * 64 * 64 / 2 / 100  # keys and values of both sequences, in two bytes: half of them come from the other rank
+    assert divided["context"] == pytest.approx(4 * 4 * 3 * gathered), "once forward and twice backward, in 4 blocks and 4 microbatches"
+    assert divided["data"] > plain["data"] == 0.0, "they sum gradients"
 
 
 def test_known_devices_and_clusters_can_be_read(tmp_path: Path) -> None:
