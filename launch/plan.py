@@ -19,7 +19,8 @@ from megacore.plan.devices import Cluster, Device, cluster_names, device_names, 
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import rank_memory
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import alternatives, measured, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
+from megacore.plan.partition import alternatives, measured, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
+from megacore.plan.plan_file import write_plan
 from megacore.plan.plot import check_plot
 from megacore.plan.profile import profile
 from megacore.plan.setting import setting_of
@@ -50,6 +51,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--compare-schedules", action="store_true", help="compares all schedules that this model and layout can have")
+    parser.add_argument("--write", metavar="FILE.json", help="writes the schedule's plan, for parallel.schedule=file:FILE.json")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
     parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
@@ -181,7 +183,7 @@ def compare_schedules(config: Config, device: Device | None) -> None:
     for (makespan, busy), memory, other in found:
         table.add_row(
             other.parallel.schedule,
-            str(other.chunks),
+            str(settled(other).chunks),
             f"{1 - sum(busy) / (len(busy) * makespan):.1%}",
             f"{makespan / (peak or 1e15):.4g}",
             f"{makespan / own:.3f}",
@@ -231,6 +233,9 @@ def run(argv: list[str]) -> int:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
     predicted = step_report(config, device, read_cluster(args.cluster), args.calibrate) if device is not None and args.cluster else ""
+    if args.write is not None:
+        write_plan("--write", args.write, plan_of(config))
+        print(f"plan written in {args.write}")
     if args.compare_schedules:
         compare_schedules(config, device)
     else:

@@ -11,6 +11,7 @@ from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import resolved
 from megacore.distributed.place import Place
+from megacore.plan.partition import plan_of
 from megacore.train.stopping import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
@@ -32,6 +33,8 @@ def run(argv: list[str], place: Place) -> int:
     args = parse(argv)
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
     loaded = load(args.config, args.overrides, place.world_size)
+    if loaded.config.parallel.schedule.startswith("file:"):
+        plan_of(loaded.config)
     if args.print_config:
         if place.rank == 0:
             print(loaded.table())

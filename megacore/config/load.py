@@ -161,6 +161,8 @@ def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
     if "$ref" in part:
         fields = referred(part, schema)["properties"].items()
         return "{" + ", ".join(f"{name}: {field['const']}" if "const" in field else name for name, field in fields) + "}"
+    if "pattern" in part:
+        return str(part["title"])
     if "const" in part or "enum" in part:
         return " or ".join(map(str, part.get("enum") or [part["const"]]))
     bounds = [f"{word} {part[bound]:g}" for bound, word in BOUNDS.items() if bound in part]

@@ -3,11 +3,13 @@
 Each refusal names one key, says what is wrong with it, and what would be right.
 """
 
+import json
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import CHUNKS, Config, Llama3Rope, YarnRope, resolved
 from megacore.errors import ConfigError
+from megacore.files import read_text
 
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
 LARGEST = 2**53  # the largest whole number that all readers of JSON keep exact
@@ -38,8 +40,8 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if model.ffn_size is None:
         gated = -(-8 * model.hidden_size // 3)
         derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
-    if parallel.chunks is None:
-        derived["parallel.chunks"] = CHUNKS[parallel.schedule]
+    if parallel.chunks is None and parallel.schedule != "auto":
+        derived["parallel.chunks"] = chunks_of(config)
     if parallel.data == "auto":
         derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline * parallel.context))
     if config.engine.bucket_mib is None:
@@ -53,6 +55,17 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if config.log.dir is None:
         derived["log.dir"] = f"runs/{name}"
     return derived
+
+
+def chunks_of(config: Config) -> int:
+    """How many chunks a rank has if the config leaves it open."""
+    schedule = config.parallel.schedule
+    if schedule.startswith("file:"):
+        try:
+            return max(1, len(json.loads(read_text(schedule.removeprefix("file:")))["placement"][0]))
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            return 1  # whoever reads the plan says what is wrong with it
+    return CHUNKS[schedule]
 
 
 def check_extent(config: Config) -> None:
@@ -101,9 +114,11 @@ def check(config: Config, world_size: int) -> None:
 
 def check_available(config: Config) -> None:
     """Refuses settings that exclude one another, or that this version does not run."""
-    needed, open_ended = CHUNKS[config.parallel.schedule], config.parallel.schedule == "interleaved"
+    schedule = config.parallel.schedule
+    open_ended = schedule in ("interleaved", "auto")
+    needed = 1 if schedule == "auto" else chunks_of(config)
     if config.chunks < needed or (config.chunks > needed and not open_ended):
-        wrong = f"{config.parallel.schedule} has {'at least ' if open_ended else ''}{needed} a rank, not {config.chunks}"
+        wrong = f"{schedule} has {'at least ' if open_ended else ''}{needed} a rank, not {config.chunks}"
         raise ConfigError("parallel.chunks", wrong, f"{needed}{' or more' if open_ended else ''}, or null")
     if config.train.compile is True and config.model.dropout:
         raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")

@@ -15,6 +15,8 @@ Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
 Prefix = Annotated[str, Field(min_length=1)]
 WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 
+PlanFile = Annotated[str, Field(pattern=r"^file:.", title="file:PLAN.json")]
+
 T = TypeVar("T")
 
 
@@ -139,10 +141,14 @@ class Parallel(Section):
         "auto: what sends least, see docs/long_texts.md",
     )
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half"] = Field(
-        "1f1b", description="docs/schedules.md compares them; the last three leave weights' gradients for gaps in the pipeline"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half", "auto"] | PlanFile = Field(
+        "1f1b",
+        description="docs/schedules.md compares them; zb_h1, zb_v and v_half leave weights' gradients for gaps in the pipeline; "
+        "auto: the fastest that a search finds; file: a plan of your own",
     )
-    chunks: PositiveInt | None = Field(None, description="model chunks a rank; null: as many as the schedule needs at least")
+    chunks: PositiveInt | None = Field(
+        None, description="model chunks a rank; null: as many as the schedule needs at least, or as auto chooses"
+    )
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     shared_memory: bool = Field(
         True, description="tensor ranks on one machine's CPU communicate through memory, not through gloo's sockets"
@@ -300,8 +306,8 @@ class Config(Section):
 
     @property
     def chunks(self) -> int:
-        """Chunks of the model that each rank of the pipeline has."""
-        return resolved(self.parallel.chunks)
+        """Chunks of the model that each rank of the pipeline has; 1 while `auto` has not chosen (`plan.partition.settled`)."""
+        return 1 if self.parallel.chunks is None and self.parallel.schedule == "auto" else resolved(self.parallel.chunks)
 
     @property
     def token_ranks(self) -> int:

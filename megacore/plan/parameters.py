@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megacore.config.schema import Config, resolved
-from megacore.plan.partition import placement_of, stage_layers
+from megacore.plan.partition import placement_of, settled, stage_layers
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # of parameters and activations, by `train.precision`
 GRADIENT_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}  # of gradients, master weights and the optimizer's state
@@ -71,7 +71,7 @@ def norm_list(config: Config, name: str) -> list[Parameter]:
 
 def ends_list(config: Config, stage: int) -> list[Parameter]:
     """A stage's parameters outside its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
-    model, last = config.model, config.parallel.pipeline * config.chunks - 1
+    model, last = config.model, config.parallel.pipeline * settled(config).chunks - 1
     vocabulary = (model.vocab_size, model.hidden_size)
     found = []
     if stage == 0 and model.position == "learned":
@@ -133,7 +133,7 @@ def block_parameters(config: Config, tensor: int = 1) -> int:
 
 def parameters(config: Config) -> int:
     """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
-    last = config.parallel.pipeline * config.chunks - 1
+    last = config.parallel.pipeline * settled(config).chunks - 1
     ends = {p.name: p for stage in (0, last) for p in ends_list(config, stage)}
     return config.model.num_layers * block_parameters(config) + elements(ends.values())
 

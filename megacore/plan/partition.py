@@ -11,11 +11,13 @@ from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
 from megacore.config.schema import CHUNKS, Config
+from megacore.plan.auto import Costs, search
 from megacore.plan.choices import splits_backward
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
-from megacore.plan.generators import build, placement
-from megacore.plan.schedule import Placement, Plan
-from megacore.plan.simulate import Timeline, simulate
+from megacore.plan.generators import GENERATORS, build, placement
+from megacore.plan.plan_file import read_plan
+from megacore.plan.schedule import Placement, Plan, looped, lower, unsplit, v_shaped
+from megacore.plan.simulate import Timeline, peak_held, simulate
 
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
@@ -71,9 +73,49 @@ def _cost(layer_cost: float, extra: float, layers: int) -> float:
 
 
 def plan_of(config: Config) -> Plan:
-    """The plan of a step, for every rank of a resolved config's pipeline."""
+    """The plan of a step, for every rank of a resolved config's pipeline. Raises `ConfigError` if it is a file that cannot be run."""
+    config = settled(config)
+    parallel, options = config.parallel, _options(config)
+    if parallel.schedule in GENERATORS:
+        return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, **options)
+    if parallel.schedule == "auto":
+        return lower(_searched(config), tied=options["tied"])
+    plan = read_plan(parallel.schedule.removeprefix("file:"), parallel.pipeline, config.num_microbatches)
+    return lower(plan if options["split"] else unsplit(plan), tied=options["tied"])
+
+
+def settled(config: Config) -> Config:
+    """A resolved config with the number of chunks that `auto` chooses, if it is open: one or two, whichever is faster."""
     parallel = config.parallel
-    return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, **_options(config))
+    if parallel.schedule != "auto" or parallel.chunks is not None:
+        return config
+    chosen: list[tuple[float, Config]] = []
+    for chunks in (1, 2):
+        if parallel.pipeline * chunks <= config.model.num_layers and (chunks == 1 or parallel.pipeline > 1):
+            other = config.model_copy(update={"parallel": parallel.model_copy(update={"chunks": chunks})})
+            chosen.append((simulated(other, plan_of(other)).makespan, other))
+    return min(chosen, key=lambda each: each[0])[1]
+
+
+def _searched(config: Config) -> Plan:
+    """The plan that a search finds, which holds no more activations than 1F1B on its fullest rank."""
+    from megacore.plan.memory import block_activations, stage_waiting
+
+    ranks, microbatches, recompute = config.parallel.pipeline, config.num_microbatches, config.train.recompute
+    costs, block = stage_costs(config), block_activations(config, recompute)
+    sizes = tuple(float(len(layers) * block) for layers in stage_layers(config))
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": "1f1b", "chunks": 1})})
+    limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), [len(layers) * block for layers in stage_layers(whole)]))
+    forward, inputs, weights = zip(*((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True)
+    found = Costs(forward, inputs, weights, sizes=sizes, waiting=tuple(stage_waiting(config)))
+    placements = [looped(ranks, config.chunks)] + ([v_shaped(ranks)] if config.chunks == 2 else [])
+    return _search(tuple(placements), microbatches, found, limit, splits_backward(config))
+
+
+@lru_cache(maxsize=16)
+def _search(placements: tuple[Placement, ...], microbatches: int, costs: Costs, limit: float, split: bool) -> Plan:
+    """A search that several predictions ask for."""
+    return search(list(placements), microbatches, costs, limit, split=split)
 
 
 def _options(config: Config) -> dict[str, bool]:
@@ -97,6 +139,8 @@ def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list
     def plan(count: int) -> Plan:
         return _built(parallel.schedule, ranks, count, config.chunks, **_options(config))
 
+    if parallel.schedule not in GENERATORS:
+        return list(measure(plan_of(config)))
     few = microbatches % ranks + ROUNDS * ranks
     if microbatches <= few + ranks:
         return list(measure(plan(microbatches)))
@@ -107,12 +151,14 @@ def measured(config: Config, measure: Callable[[Plan], Sequence[float]]) -> list
 
 def placement_of(config: Config) -> Placement:
     """The stages that each rank of a resolved config's pipeline holds."""
+    if config.parallel.schedule not in GENERATORS:
+        return plan_of(config).placement
     return placement(config.parallel.schedule, config.parallel.pipeline, config.chunks)
 
 
 def stage_layers(config: Config) -> list[range]:
     """The layers of every stage of a resolved config."""
-    stages = config.parallel.pipeline * config.chunks
+    stages = config.parallel.pipeline * settled(config).chunks
     layer, first, last = layer_cost(config).total, embedding_cost(config).total, head_cost(config).total
     return split_layers(config.model.num_layers, stages, layer, first, last)
 
@@ -146,7 +192,7 @@ def step_times(config: Config) -> tuple[float, list[float]]:
 def alternatives(config: Config) -> list[Config]:
     """A resolved config with each schedule that its layers suffice for, and interleaved with two and four chunks."""
     found = []
-    for name, chunks in (*CHUNKS.items(), ("interleaved", 4)):
-        if config.parallel.pipeline * chunks <= config.model.num_layers:
+    for name, chunks in (*CHUNKS.items(), ("interleaved", 4), ("auto", None)):
+        if config.parallel.pipeline * (chunks or 1) <= config.model.num_layers:
             found.append(config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": name, "chunks": chunks})}))
     return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
 from megacore.plan.choices import attention_of
+from megacore.plan.partition import settled
 
 # Bytes of one number, in memory and on the wire between tensor or pipeline ranks. Products in 8 and 4 bits keep 16-bit activations.
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
@@ -115,7 +116,7 @@ def setting_of(config: Config) -> Setting:
         pipeline=parallel.pipeline,
         context=parallel.context,
         data=config.data_size,
-        chunks=config.chunks,
+        chunks=settled(config).chunks,
         sequence=parallel.sequence,
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,

@@ -21,9 +21,7 @@ from megacore.train.mailbox import Mailbox
 from megacore.train.trainer import Trainer
 
 REDUCTIONS = (Op.REDUCE_GRADIENTS, Op.REDUCE_TIED)  # in which a rank waits for others
-STARTS = {
-    f"start_{operation}": operation for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")
-}
+STARTS = {f"start_{operation}": operation for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift")}
 
 
 class Begun:

@@ -75,9 +75,7 @@ class Loader:
         return microbatches
 
 
-def microbatch_on(
-    inputs: np.ndarray, targets: np.ndarray, mesh: Mesh, key: int = 0, bounds: Sequence[Bounds] | None = None
-) -> Microbatch:
+def microbatch_on(inputs: np.ndarray, targets: np.ndarray, mesh: Mesh, key: int = 0, bounds: Sequence[Bounds] | None = None) -> Microbatch:
     """Copies this context rank's tokens of arrays ``[batch, seq]`` to the device, without waiting for it.
 
     With `bounds` of the documents, attention stays within them, and no target is in another document than its input.

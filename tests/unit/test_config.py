@@ -95,7 +95,7 @@ ROPE_SCALING = (
         (
             "parallel.schedule",
             '"zb_h9"',
-            " or ".join(CHUNKS),
+            " or ".join([*CHUNKS, "auto", "file:PLAN.json"]),
         ),  # and nothing that would be refused next
     ],
 )
