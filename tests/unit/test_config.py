@@ -117,6 +117,7 @@ RULES: list[tuple[str, int, str, str]] = [
     ),
     ("engine.kind=deepspeed", 1, "engine.config", "an object or a file's path, such as configs/deepspeed/zero2.json"),
     ("engine.kind=deepspeed parallel.pipeline=2 parallel.schedule=zb_v", 2, "parallel.schedule", "1f1b, or engine.kind=native"),
+    ("engine.kind=fsdp parallel.pipeline=2 parallel.schedule=zb_v", 4, "parallel.schedule", "model.tie_embeddings=false"),
     ("optim.max_rollbacks=1", 1, "optim.max_rollbacks", "0, or checkpoint.every=1000"),
     ("train.compile=true train.offload_activations=true", 1, "train.compile", "false, or train.offload_activations=false"),
     ("engine.kind=fsdp engine.config=ds.json", 2, "engine.config", "leave it out with engine.kind=fsdp"),
