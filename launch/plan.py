@@ -46,14 +46,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
-    parser.add_argument("--cluster", metavar="NAME", help=f"adds the predicted step: {', '.join(cluster_names())}, or a JSON file")
+    parser.add_argument("--cluster", metavar="NAME", help=f"adds the predicted step: {', '.join(cluster_names())}, or a file")
     parser.add_argument("--calibrate", metavar="RUN", help="corrects the prediction by a run on this device and cluster: its folder")
     parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--compare-schedules", action="store_true", help="compares all schedules that this model and layout can have")
     parser.add_argument("--write", metavar="FILE.json", help="writes the schedule's plan, for parallel.schedule=file:FILE.json")
-    parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule")
+    parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule, or what --search found")
     parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
+    parser.add_argument("--search", action="store_true", help="finds the fastest layouts on --world devices that fit")
+    parser.add_argument("--memory-gib", type=float, metavar="N", help="for --search: of a device; default: what --device has")
+    parser.add_argument("--tokens", type=float, metavar="N", help="for --search: adds days, energy, failures and the best checkpoint.every")
+    parser.add_argument("--price", type=float, metavar="P", help="for --search: of a device and hour, adds money")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
 
@@ -214,6 +218,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--world", f"{args.world} ranks cannot run anything", "a positive number")
     if args.host_size < 1:
         raise ConfigError("--host-size", f"{args.host_size} ranks cannot run anything", "a positive number")
+    if args.search:
+        return search(args)
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
     device = None if args.device is None else read_device(args.device)
@@ -243,6 +249,31 @@ def run(argv: list[str]) -> int:
     print(predicted, end="")
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
+    return 0
+
+
+def search(args: argparse.Namespace) -> int:
+    """Finds layouts; the config's own is set aside."""
+    from megacore.plan.profile import profile
+    from megacore.plan.search_report import report
+
+    for option in ("memory_gib", "tokens", "price"):
+        value = getattr(args, option)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{option.replace('_', '-')}", f"{value} is not usable", "a number above 0")
+    if args.world is None or args.world < 1:
+        raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
+    device, cluster = read_device(args.device or "h100"), read_cluster(args.cluster or "dgx_h100")
+    alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.sequence=false", "parallel.schedule=1f1b"]
+    config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
+    if args.plot is not None:
+        check_plot("--plot", args.plot)
+    found, limit = report(config, args.config, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price)
+    if args.plot is not None:
+        from megacore.plan.search_plot import draw_search
+
+        draw_search(found, limit, args.plot)
+        print(f"search drawn in {args.plot}")
     return 0
 
 

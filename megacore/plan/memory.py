@@ -22,21 +22,29 @@ step, the whole gradients of the two parameters in which its part begins and end
 Bytes of activations: `block_activations`, after Korthikanti et al. 2022.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
 from megacore.plan.buckets import buffers_of
-from megacore.plan.choices import attention_of
+from megacore.plan.choices import attention_of, splits_backward
 from megacore.plan.flops import attention_sizes
+from megacore.plan.generators import GENERATORS, generated
 from megacore.plan.optimizers import STATES
 from megacore.plan.parameters import ELEMENT_BYTES as ELEMENT_BYTES
 from megacore.plan.parameters import GRADIENT_BYTES as GRADIENT_BYTES
 from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
 from megacore.plan.partition import measured, placement_of, stage_layers
+from megacore.plan.schedule import Op, unsplit
 from megacore.plan.simulate import peak_held
 
+FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
 SHORTEST_CHUNK = 1024  # tokens, of a chunked loss on a GPU
+
+
+_PADDED: dict[Hashable, list[int]] = {}
 
 
 def optimizer_bytes(config: Config) -> int:
@@ -117,8 +125,49 @@ def rank_activations(config: Config) -> list[int]:
     else:
         kept[-1] += element * rows * tokens
     at_work = [max(working[stage] for stage in stages) for stages in placement_of(config)]
-    held_at_peak = measured(config, lambda plan: peak_held(plan, kept, stage_waiting(config)))
+    held_at_peak = peak_of(config, kept, stage_waiting(config))
     return [int(held) + most for held, most in zip(held_at_peak, at_work, strict=True)]
+
+
+def peak_of(config: Config, kept: Sequence[float], waiting: Sequence[float]) -> list[float]:
+    """`simulate.peak_held` of a step's plan, from the few states in which its ranks hold most: a search asks for thousands."""
+    parallel = config.parallel
+    if parallel.schedule not in GENERATORS:  # a plan of its own
+        return measured(config, lambda plan: peak_held(plan, kept, waiting))
+    if parallel.schedule == "gpipe":
+        return [config.num_microbatches * kept[stage] for (stage,) in placement_of(config)]
+    count = min(config.num_microbatches, FILLED * parallel.pipeline)
+    peaks = []
+    states_of = _fullest(parallel.schedule, parallel.pipeline, count, config.chunks, splits_backward(config))
+    for stages, states in zip(placement_of(config), states_of, strict=True):
+        sizes = [*(kept[stage] for stage in stages), *(waiting[stage] for stage in stages)]
+        peaks.append(max(sum(n * size for n, size in zip(state, sizes, strict=True)) for state in states))
+    return peaks
+
+
+@lru_cache(maxsize=4096)
+def _fullest(schedule: str, ranks: int, microbatches: int, chunks: int, split: bool) -> list[list[tuple[int, ...]]]:
+    """For every rank, the states in which it holds most: of each chunk the live forwards, then of each those between the two parts of a
+    split backward. States that hold no more of anything than another are left out."""
+    plan = generated(schedule, ranks, microbatches, chunks)
+    plan = plan if split else unsplit(plan)
+    found = []
+    for actions in plan.actions:
+        divided = {(a.microbatch, a.chunk) for a in actions if a.op is Op.BACKWARD_INPUT}
+        state, states = [0] * (2 * chunks), set[tuple[int, ...]]()
+        for action in actions:
+            c = action.chunk
+            if action.op is Op.FORWARD:
+                state[c] += 1
+                continue
+            states.add(tuple(state))  # what is held rises until a backward
+            if action.op is Op.BACKWARD_INPUT:
+                state[c], state[chunks + c] = state[c] - 1, state[chunks + c] + 1
+                states.add(tuple(state))
+            else:
+                state[chunks + c if (action.microbatch, c) in divided else c] -= 1
+        found.append([a for a in states if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in states)])
+    return found
 
 
 def stage_waiting(config: Config) -> list[float]:
@@ -146,11 +195,20 @@ def rank_memory(config: Config, tensor_rank: int = 0) -> list[RankMemory]:
         return _deepspeed_memory(config)
     divisor = data if config.engine.shard_optimizer else 1
     memories = []
-    for rank, activations in enumerate(rank_activations(config)):
-        n = sum(buffer.size for buffer in buffers_of(config, rank, tensor_rank))  # gaps included
+    for n, activations in zip(padded_parameters(config, tensor_rank), rank_activations(config), strict=True):
         state = n * optimizer_bytes(config) // divisor
         memories.append(RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], state, activations))
     return memories
+
+
+def padded_parameters(config: Config, tensor_rank: int = 0) -> list[int]:
+    """What each rank of the pipeline holds in the native engine's buffers, gaps included. Equal layouts are laid out once."""
+    engine = config.engine
+    divides = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib
+    key = config.model, config.parallel, *divides, config.train.precision, config.train.seq_len, tensor_rank
+    if key not in _PADDED:
+        _PADDED[key] = [sum(b.size for b in buffers_of(config, rank, tensor_rank)) for rank in range(config.parallel.pipeline)]
+    return _PADDED[key]
 
 
 def _fsdp_memory(config: Config) -> list[RankMemory]:

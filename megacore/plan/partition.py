@@ -153,14 +153,24 @@ def placement_of(config: Config) -> Placement:
     """The stages that each rank of a resolved config's pipeline holds."""
     if config.parallel.schedule not in GENERATORS:
         return plan_of(config).placement
-    return placement(config.parallel.schedule, config.parallel.pipeline, config.chunks)
+    return _placed(config.parallel.schedule, config.parallel.pipeline, config.chunks)
+
+
+@lru_cache(maxsize=256)
+def _placed(schedule: str, ranks: int, chunks: int) -> Placement:
+    return placement(schedule, ranks, chunks)
 
 
 def stage_layers(config: Config) -> list[range]:
     """The layers of every stage of a resolved config."""
     stages = config.parallel.pipeline * settled(config).chunks
     layer, first, last = layer_cost(config).total, embedding_cost(config).total, head_cost(config).total
-    return split_layers(config.model.num_layers, stages, layer, first, last)
+    return list(_split(config.model.num_layers, stages, layer, first, last))
+
+
+@lru_cache(maxsize=256)
+def _split(num_layers: int, stages: int, layer: float, first: float, last: float) -> list[range]:
+    return split_layers(num_layers, stages, layer, first, last)
 
 
 def stage_costs(config: Config) -> list[Cost]:

@@ -3,12 +3,13 @@
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config import Config, load
-from megacore.plan import partition
-from megacore.plan.generators import GENERATORS, build
+from megacore.plan import memory, partition
+from megacore.plan.generators import GENERATORS
 from megacore.plan.memory import rank_memory
 from megacore.plan.partition import measured, plan_of
 from megacore.plan.schedule import SENDS, Plan
@@ -55,11 +56,16 @@ def test_no_long_plan_is_built(predict: Callable[[Config], object], tmp_path: Pa
     """Built action by action, a quarter of a million microbatches take seconds and a gigabyte, and a search asks for thousands of plans."""
     built = []
 
-    def noted(name: str, ranks: int, microbatches: int, *rest: int, **options: bool) -> Plan:
-        built.append(microbatches)
-        return build(name, ranks, microbatches, *rest, **options)
+    def noted(make: Callable[..., Plan]) -> Callable[..., Plan]:
+        def made(name: str, ranks: int, microbatches: int, *rest: Any, **options: Any) -> Plan:
+            built.append(microbatches)
+            return make(name, ranks, microbatches, *rest, **options)
+
+        return made
 
     partition._built.cache_clear()
-    monkeypatch.setattr(partition, "build", noted)
+    memory._fullest.cache_clear()
+    monkeypatch.setattr(partition, "build", noted(partition.build))
+    monkeypatch.setattr(memory, "generated", noted(memory.generated))
     predict(config_of(tmp_path, "1f1b", 7, 2**15))
     assert built and max(built) <= (partition.ROUNDS + 2) * 7

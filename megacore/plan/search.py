@@ -1,0 +1,236 @@
+"""Finds the layouts of a run that fit into a device's memory, and ranks them by predicted step time.
+
+Every candidate is a whole setting: tensor, pipeline, schedule, chunks, data, microbatch, recomputation, engine and offload. Its time is
+that of `step_time.predict`, its memory that of `memory.rank_memory` and what a device keeps besides tensors. Nothing is sampled: all
+combinations that divide are counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megacore.config.rules import BUCKET_MIB, PART_MIB
+from megacore.config.schema import CHUNKS, Config, resolved
+from megacore.plan.devices import Cluster, Device
+from megacore.plan.flops import flops_per_token
+from megacore.plan.memory import RankMemory, optimizer_bytes, padded_parameters, rank_memory
+from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.plan.profile import Profile
+from megacore.plan.setting import setting_of
+from megacore.plan.step_time import Prediction, predict
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
+RECOMPUTE = ("none", "selective", "full")
+MOST_CHUNKS = 8
+MOST_STAGES = 64
+MOST_SPLIT = 16  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
+SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
+HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
+
+# What a device keeps besides tensors, in GiB: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
+CONTEXT_GIB, COMMUNICATOR_GIB = 0.9, 0.15
+FRAGMENTATION = 0.05  # of what is not held from step to step: blocks between which the allocator finds no room
+
+KEYS = ("tensor", "pipeline", "data", "sequence", "schedule", "chunks")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its prediction."""
+
+    config: Config
+    prediction: Prediction
+    peak: float  # operations a second of all devices
+
+    @cached_property
+    def memory(self) -> tuple[int, RankMemory, float]:
+        """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
+        memories = rank_memory(self.config)
+        needs = [gib(memory, self.config) for memory in memories]
+        worst = max(range(len(needs)), key=needs.__getitem__)
+        return worst, memories[worst], needs[worst]
+
+    @property
+    def needs_gib(self) -> float:
+        """GiB that the fullest device must have."""
+        return self.memory[2]
+
+    @property
+    def holds_gib(self) -> float:
+        """GiB that parameters, gradients and optimizer state take at least."""
+        if self.config.engine.kind != "native":
+            return 0.0
+        element, gradient = ELEMENT_BYTES[self.config.train.precision], GRADIENT_BYTES[self.config.train.precision]
+        state = optimizer_bytes(self.config) / (self.config.data_size if self.config.engine.shard_optimizer else 1)
+        return max(padded_parameters(self.config)) * (element + gradient + state) / 2**30
+
+    @property
+    def seconds(self) -> float:
+        """A step's time."""
+        return self.prediction.step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.config.train.global_batch_size * self.config.train.seq_len / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of a step, attention over all pairs, by what the devices could do."""
+        return self.tokens_per_second * flops_per_token(self.config, causal=False) / self.peak
+
+    def overrides(self) -> list[str]:
+        """The settings that make this layout of any config with the same model and batch."""
+        train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
+        found = {f"parallel.{key}": getattr(parallel, key) for key in KEYS}
+        found |= {"train.micro_batch_size": train.micro_batch_size, "train.recompute": train.recompute}
+        found |= {"train.offload_activations": train.offload_activations, "engine.kind": engine.kind}
+        found |= {"engine.shard_optimizer": engine.shard_optimizer}
+        return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in found.items()]
+
+    def describe(self) -> str:
+        """The layout in words."""
+        train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
+        chunks = f" × {parallel.chunks} chunks" if self.config.chunks > 1 else ""
+        schedule = f" ({parallel.schedule}{chunks})" if parallel.pipeline > 1 else ""
+        state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
+        recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
+        offload = ", offload" if train.offload_activations else ""
+        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule} × data {parallel.data}"
+        return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The candidates that fit, fastest first (of equally fast ones first what needs least), and those that do not, by what they need."""
+
+    fit: list[Candidate]
+    too_large: list[Candidate]
+    hopeless: int  # whose parameters, gradients and optimizer state alone are too much
+    counted: int  # with those whose memory was not asked for, because others are faster and fit
+
+
+def gib(memory: RankMemory, config: Config) -> float:
+    """GiB that a device must have for a rank's tensors and all else."""
+    parallel = config.parallel
+    communicators = sum(size > 1 for size in (parallel.tensor, config.data_size, parallel.tensor * parallel.pipeline * config.data_size))
+    communicators += 2 * (parallel.pipeline > 1)  # a stream in each direction
+    fleeting = memory.total - memory.held
+    return (memory.total + FRAGMENTATION * fleeting) / 2**30 + CONTEXT_GIB + COMMUNICATOR_GIB * communicators
+
+
+def search(config: Config, world: int, device: Device, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:
+    """Every layout of `config`'s model and global batch on `world` devices, predicted."""
+    peak = world * device.peak_flops[config.train.precision]
+    every = [Candidate(layout, predict(setting_of(layout), device, cluster, profile), peak) for layout in layouts(config, world, cluster)]
+    found = fitting(every, memory_gib)
+    if found.fit:
+        return found
+    # Activations go to host memory where nothing else helps.
+    away = (replace_config(c.config, "train", offload_activations=True) for c in every if c.config.train.recompute == "none")
+    return fitting(
+        [Candidate(layout, offloaded(layout, predict(setting_of(layout), device, cluster, profile)), peak) for layout in away], memory_gib
+    )
+
+
+def fitting(candidates: list[Candidate], memory_gib: float) -> Found:
+    """Divides candidates by what they need. Memory is asked for from the fastest on, until what is left is much slower than what fits."""
+    candidates = sorted(candidates, key=lambda candidate: candidate.seconds)
+    fit: list[Candidate] = []
+    large: list[Candidate] = []
+    hopeless = 0
+    for candidate in candidates:
+        if fit and candidate.seconds > SLOWEST * fit[0].seconds:
+            break
+        if candidate.holds_gib > memory_gib:
+            hopeless += 1
+        else:
+            (fit if candidate.needs_gib <= memory_gib else large).append(candidate)
+    best = fit[0].seconds if fit else 1.0
+    in_order = sorted(fit, key=lambda candidate: (round(candidate.seconds / best, 4), candidate.needs_gib))
+    return Found(in_order, sorted(large, key=lambda candidate: candidate.needs_gib), hopeless, len(candidates))
+
+
+def offloaded(config: Config, prediction: Prediction) -> Prediction:
+    """With the time in which a device waits for activations on their way to host memory or back, as far as it does not compute then."""
+    kept = replace_config(config, "train", offload_activations=False)
+    away = max(memory.activations for memory in rank_memory(kept)) / max(1, min(config.num_microbatches, config.parallel.pipeline))
+    copies = 2 * config.num_microbatches * away / HOST_BYTES_PER_SECOND
+    computes = sum(prediction.terms[name] for name in ("products", "attention", "passes"))
+    return replace(prediction, terms=prediction.terms | {"offload": max(0.0, copies - computes)})
+
+
+def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
+    """Every setting of the config's model and global batch that divides on `world` devices."""
+    model, train = config.model, config.train
+    for tensor in divisors(world):
+        if tensor > cluster.node_ranks or any(size % tensor for size in (model.num_heads, config.kv_heads, resolved(model.ffn_size))):
+            continue
+        sequence = tensor > 1 and train.seq_len % tensor == 0
+        for pipeline in divisors(world // tensor):
+            if pipeline > min(MOST_STAGES, model.num_layers):
+                break
+            data = world // tensor // pipeline
+            for schedule, chunks in schedules(pipeline, model.num_layers):
+                parallel = dict(zip(KEYS, (tensor, pipeline, data, sequence, schedule, chunks), strict=True))
+                for micro in MICROBATCHES:
+                    if train.global_batch_size % (micro * data):
+                        continue
+                    for engine in engines(data, pipeline):
+                        yield from _variants(config, parallel, micro, engine)
+
+
+def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict[str, Any]) -> Iterator[Config]:
+    bucket = max(BUCKET_MIB, PART_MIB * parallel["data"])
+    laid_out = replace_config(replace_config(config, "parallel", **parallel), "engine", bucket_mib=bucket, **engine)
+    for recompute in RECOMPUTE:
+        yield replace_config(laid_out, "train", micro_batch_size=micro, recompute=recompute, offload_activations=False)
+
+
+def schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
+    """The schedules of a pipeline, with numbers of chunks that have a layer each."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    for schedule, chunks in CHUNKS.items():
+        if pipeline > MOST_SPLIT and schedule not in ("1f1b", "interleaved"):
+            continue
+        most = MOST_CHUNKS if schedule == "interleaved" else chunks
+        for count in range(chunks, most + 1):
+            if pipeline * count <= layers and (count == chunks or layers % (pipeline * count) == 0):
+                yield schedule, count
+
+
+def engines(data: int, pipeline: int) -> Iterator[dict[str, Any]]:
+    """The engines of so many data ranks."""
+    plain: dict[str, Any] = {"kind": "native", "shard_optimizer": False}
+    yield plain
+    if data > 1:
+        yield plain | {"shard_optimizer": True}
+        yield plain | {"kind": "fsdp"}
+
+
+def replace_config(config: Config, section: str, **values: Any) -> Config:
+    """The config with other values in one section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def lost(winner: Candidate, other: Candidate) -> str:
+    """Why `other` is slower, or if it is as fast needs more: the term that differs most."""
+    best, own = winner.prediction.terms, other.prediction.terms
+    terms = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in best | own}
+    name = max(terms, key=terms.__getitem__)
+    slower = other.seconds - winner.seconds
+    if terms[name] <= 1e-6 * winner.seconds:
+        return f"as fast, and needs {other.needs_gib - winner.needs_gib:.1f} GiB more"
+    gains = {key: -value for key, value in terms.items() if value < -0.005 * winner.seconds}
+    most = max(gains, key=gains.__getitem__, default="")
+    instead = f", and saves {gains[most]:.3g} s of {most}" if most else ""
+    return f"{slower:.3g} s slower: {terms[name]:.3g} s more of {name}{instead}"

@@ -1,0 +1,109 @@
+"""The search counts every layout, offers only what runs and fits, and says why others lost."""
+
+from pathlib import Path
+
+import pytest
+
+from launch import plan as script
+from megacore.config import Config, load
+from megacore.errors import ConfigError
+from megacore.plan.cost import best_interval, cost, loss
+from megacore.plan.devices import read_cluster, read_device
+from megacore.plan.generators import GENERATORS
+from megacore.plan.memory import peak_of, rank_memory
+from megacore.plan.partition import plan_of
+from megacore.plan.profile import profile
+from megacore.plan.search import Found, layouts, lost, search
+from megacore.plan.simulate import peak_held
+from tests import training
+
+ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "train.micro_batch_size=1"]
+
+
+def searched(name: str, world: int, gib: float, *overrides: str) -> Found:
+    config = load(f"configs/{name}.json", [*overrides, *ALONE], 1).config
+    return search(config, world, read_device("h100"), read_cluster("dgx_h100"), profile(), gib)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (3, 4), (3, 20), (4, 32)])
+@pytest.mark.parametrize("schedule", GENERATORS)
+def test_fullest_states_are_those_of_the_whole_plan(schedule: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
+    """A state that is left out, or never reached: memory of a search's candidates would be another than the plan's."""
+    sizes = ["model.num_layers=8", f"parallel.pipeline={ranks}", f"parallel.schedule={schedule}", "train.micro_batch_size=1"]
+    config = load(training.write_config(tmp_path, "nothing"), [*sizes, f"train.global_batch_size={microbatches}"], ranks).config
+    plan = plan_of(config)
+    for waiting in (0.5, 3.0):
+        kept = [1.0 + 0.3 * stage for stage in range(plan.stages)]
+        found = peak_of(config, kept, [waiting * size for size in kept])
+        assert found == pytest.approx(peak_held(plan, kept, [waiting * size for size in kept]), rel=1e-12)
+
+
+def test_layouts_run_and_fit() -> None:
+    """A command that pretrain refuses, a layout that does not fit, or a slower one before a faster."""
+    found = searched("gpt_7b", 64, 80.0)
+    for candidate in found.fit[:: max(1, len(found.fit) // 40)]:
+        config = load("configs/gpt_7b.json", candidate.overrides(), 64).config
+        assert rank_memory(config) == rank_memory(candidate.config)
+        assert max(memory.total for memory in rank_memory(config)) / 2**30 < candidate.needs_gib <= 80
+    seconds = [round(candidate.seconds / found.fit[0].seconds, 4) for candidate in found.fit]
+    assert seconds == sorted(seconds) and all(candidate.needs_gib > 80 for candidate in found.too_large)
+
+
+def test_every_layout_is_counted_once() -> None:
+    """By tensor, pipeline and data: what divides, and nothing twice."""
+    config = load("configs/gpt_tiny.json", [*ALONE, "parallel.sequence=false"], 1).config
+    found: list[Config] = list(layouts(config, 8, read_cluster("dgx_h100")))
+    axes = {(c.parallel.tensor, c.parallel.pipeline, c.data_size) for c in found}
+    assert axes == {(t, p, 8 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 8}
+    assert len({(c.parallel, c.train, c.engine.kind, c.engine.shard_optimizer) for c in found}) == len(found)
+
+
+def test_a_large_model_is_told_what_it_lacks() -> None:
+    """No layout of 8 devices holds it; activations in host memory do not help its state."""
+    found = searched("gpt_175b", 8, 80.0, "train.global_batch_size=1536")
+    assert not found.fit and found.hopeless
+
+
+def test_the_runner_up_lost_by_a_term() -> None:
+    """The term that differs most is named, with its seconds."""
+    found = searched("gpt_7b", 64, 80.0)
+    slower = next(c for c in found.fit if c.seconds > 1.1 * found.fit[0].seconds)
+    line = lost(found.fit[0], slower)
+    assert line.startswith(f"{slower.seconds - found.fit[0].seconds:.3g} s slower: ") and "s more of" in line
+
+
+def test_checkpoints_are_saved_at_the_best_interval() -> None:
+    """Daly's formula against a search over intervals for what is lost, of 512 and of 16,384 devices."""
+    for delta, between in ((30.0, 356_000.0), (60.0, 11_000.0)):
+        best = min(loss(interval, delta, between) for interval in range(100, 40_000, 10))
+        assert loss(best_interval(delta, between), delta, between) == pytest.approx(best, rel=0.01)
+    config = load("configs/gpt_7b.json", [], 16).config
+    found = cost(config, 2.0, 1e9, 16, 8, 2.5, 700)
+    assert found.steps == 477 and found.money == pytest.approx(2.5 * found.device_hours)
+    assert found.days == pytest.approx(477 * 2.0 / 86400) and found.energy_mwh == pytest.approx(found.device_hours * 700e-6)
+
+
+def test_the_script_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "configs/gpt_1b.json", "--world", "8", "--search", "--tokens", "1e9", "--price", "2"]
+    assert script.run(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "1. python launch/pretrain.py --config configs/gpt_1b.json parallel.tensor=" in printed and "checkpoint.every=" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--memory-gib", "nan"], "--memory-gib: nan is not usable"),
+        (["--tokens", "-1"], "--tokens: -1.0 is not usable"),
+        (["--memory-gib", "0.01"], "layouts fits in 0.01 GiB"),
+        (["--device", "h1000"], "--device: h1000"),
+        (["--cluster", "nowhere.json"], "--cluster: nowhere.json"),
+        (["--world", "0"], "--world: 0"),
+        (["--world", str(10**12)], "are more than any run has"),
+        (["--world", "101"], "divides in no layout of 101"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(options: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        script.run(["--config", "configs/gpt_1b.json", "--world", "8", "--search", *options])
+    assert line in str(caught.value) and "\n" not in str(caught.value)
