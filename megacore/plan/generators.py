@@ -121,23 +121,24 @@ def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager:
     held, plan, now = [0] * ranks, [list[Action]() for _ in range(ranks)], 0
 
     def can_begin(rank: int, action: Action) -> bool:
-        forward, stage, m = action.op is Op.FORWARD, placement[rank][action.chunk], action.microbatch
-        if forward and held[rank] >= most - (eager and action.chunk == 0):  # the second chunk always has room
-            return False
-        needed = [(forward, stage - 1 if forward else stage + 1, m)] + ([] if forward else [(True, stage, m)])
-        return all(done.get(need, now + 1) <= now for need in needed if 0 <= need[1] < 2 * ranks)
+        stage, m = placement[rank][action.chunk], action.microbatch
+        if action.op is Op.FORWARD:
+            room = held[rank] < most - (eager and action.chunk == 0)  # the second chunk always has room
+            return room and (stage == 0 or done.get((True, stage - 1, m), now + 1) <= now)
+        after = stage == 2 * ranks - 1 or done.get((False, stage + 1, m), now + 1) <= now
+        return after and done.get((True, stage, m), now + 1) <= now
 
     while any(todo) or any(late):
         for rank in range(ranks):
-            further = next((a for a in todo[rank] if a.op is Op.FORWARD and a.chunk == 0), None) if eager else None
             if todo[rank] and can_begin(rank, todo[rank][0]):
                 action = todo[rank].popleft()
             elif late[rank]:
                 action = late[rank].popleft()
-            elif further is not None and can_begin(rank, further):
-                todo[rank].remove(action := further)
             else:
-                continue
+                further = next((a for a in todo[rank] if a.op is Op.FORWARD and a.chunk == 0), None) if eager else None
+                if further is None or not can_begin(rank, further):
+                    continue
+                todo[rank].remove(action := further)
             plan[rank].append(action)
             if action.op is Op.BACKWARD_WEIGHT:
                 held[rank] -= 1

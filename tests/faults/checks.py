@@ -10,18 +10,21 @@ from pathlib import Path
 from megacore.config.schema import Train
 from megacore.data.coverage import Epoch, Leg
 from megacore.data.samples import SampleStream
+from megacore.plan.generators import build
+from megacore.plan.validate import validate
 from megacore.verify.layouts import parse
 from megacore.verify.report import explain
 from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.worker import planted
 from megacore.verify.workers import Workers
 from tests import plain, training
-from tests.faults import FAULTS, Fault, context, data, links, pipeline, precision, races, split, structure, tensor, trainer
+from tests.faults import FAULTS, Fault, context, data, links, pipeline, plans, precision, races, split, structure, tensor, trainer
 from tests.pool import Pool
 
 # The modules enter their faults as they are imported.
 __all__ = [
-    "FAULTS", "Checks", "context", "data", "document", "links", "pipeline", "precision", "races", "split", "structure", "tensor", "trainer",
+    "FAULTS", "Checks", "context", "data", "document", "links", "pipeline", "plans", "precision", "races", "split", "structure", "tensor",
+    "trainer",
 ]  # fmt: skip
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
@@ -44,6 +47,9 @@ class Checks:
         if fault.check == "samples":
             with planted(plant):
                 return epoch_read()
+        if fault.check == "plan":
+            with planted(plant):
+                return validated(fault)
         if fault.check == "resume":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, resumed, folder, plant)[0]
@@ -58,6 +64,15 @@ class Checks:
         for beginning in (f"{fault.layout} parts first in ", f"{fault.layout}: "):
             first = first.removeprefix(beginning)
         return re.sub(r", step \d+: .* off on .*", "", first)
+
+
+def validated(fault: Fault) -> str:
+    """What validation says of the plan of a fault's layout and schedule, for 8 microbatches."""
+    try:
+        validate(build(fault.overrides[0].removeprefix("parallel.schedule="), int(fault.layout.removeprefix("pp")), 8), 8)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def epoch_read() -> str:
@@ -107,7 +122,7 @@ HEAD = """# Planted faults
 What a proof is worth is what it catches. These are {total} mistakes that people make in parallel training; each is planted,
 alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
 bit by bit with one that is not, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
-{samples} by the proof of `launch/samples.py`. The same checks are silent on the code as it is.
+{samples} by the proof of `launch/samples.py`, {plan} by the validation of plans. The same checks are silent on the code as it is.
 
 ```bash
 python -m tests.faults                 # plants all of them, prints what caught each (three minutes on two cores)
