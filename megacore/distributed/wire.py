@@ -129,7 +129,7 @@ class Wire:
 
         NCCL must get the two as a batch: one after the other, every rank's send would wait for a receive that stands behind a send.
         """
-        if x.device.type == "cpu":
+        if x.device.type != "cuda":
             sent, received = dist.isend(x, after, group=self.process_group), dist.irecv(out, before, group=self.process_group)
             assert sent is not None and received is not None
             return Together([sent, received])

@@ -12,6 +12,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
+from megacore.distributed.wire import Wire
 from megacore.dry_run.watch import Watch
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
@@ -51,6 +52,7 @@ def playing(config: Config, rank: int, watch: Watch, host_size: int = 8) -> Iter
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(mock.patch.object(ActivationOffload, "__init__", offload_nowhere))
         stack.enter_context(mock.patch.object(Mesh, "_hosts", lambda mesh: [other // host_size for other in range(world)]))
+        stack.enter_context(mock.patch.object(Wire, "start_all_to_all", watch.exchanging(Wire.start_all_to_all)))
         if dispatch.triton is not None:
             from triton.runtime.jit import JITFunction
 

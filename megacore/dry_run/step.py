@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.distributed.mesh import Group
 from megacore.dry_run.fake import META, as_on_its_device, playing
 from megacore.dry_run.watch import Call, Journal, Watch, alive
 from megacore.engine.native import NativeEngine
@@ -59,12 +60,13 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
         held = held_by(step, watch)
         built = len(watch.calls)
         label(step.runtime, watch)
-        tokens = torch.zeros(train.micro_batch_size, train.seq_len, dtype=torch.int64, device=META)
+        tokens = torch.zeros(train.micro_batch_size, train.seq_len // config.parallel.context, dtype=torch.int64, device=META)
         batch = [Microbatch(tokens, tokens, key) for key in range(config.num_microbatches)]
         with watch.during("update"):
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()
-        names = {"×".join(axes): group for axes, group in mesh.groups.items()} | {"tied": mesh.tied, "world": mesh.world}
+        names: dict[str, Group | None] = {"tied": mesh.tied, "world": mesh.world}
+        names |= {"dp" if axes == ("dp", "cp") else "×".join(axes): group for axes, group in mesh.groups.items()}
         found = DryRank(
             rank,
             mesh.coordinates_text,

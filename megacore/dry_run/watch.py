@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,9 +80,22 @@ class Watch(TorchDispatchMode):
         self.live = self.peak = self.peak_at = 0  # bytes, bytes, and the journal's events until then
         self.moment = self.peak_moment = "building"
         self.calls: list[Call] = []
+        self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
         self.numbers: dict[int, int] = {}  # in the journal, by the storage's address
         self._works: dict[str, Any] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
+
+    def exchanging(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`Wire.start_all_to_all`, whose operation also sums parts in fewer bits, such that it is noted as what it is."""
+
+        def exchanged(*args: Any) -> Any:
+            self.exchanges = True
+            try:
+                return method(*args)
+            finally:
+                self.exchanges = False
+
+        return exchanged
 
     @contextmanager
     def during(self, moment: str) -> Iterator[None]:
@@ -122,7 +135,7 @@ class Watch(TorchDispatchMode):
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Notes the call. Nobody answers; the first handle of an operation stands for all."""
         called = func.overloadpacket.__name__
-        name = OPERATIONS[called]
+        name = "all_to_all" if self.exchanges else OPERATIONS[called]
         boxed = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
         ranks = self._ranks.get(id(group)) or self._ranks.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))
