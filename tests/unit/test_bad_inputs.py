@@ -32,9 +32,9 @@ from tests.conversion import random_run
 SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process has
 SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
     "checkpoint": checkpoint.run, "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run,
-    "supervise": supervise.run, "verify": verify.main, "preflight": preflight.run, "render": render.run,
+    "supervise": supervise.run, "verify": verify.main, "render": render.run,
     "evaluate": lambda argv: evaluate.run(argv, Place()), "generate": lambda argv: generate.run(argv, Place()),
-    "pretrain": lambda argv: pretrain.run(argv, Place()),
+    "preflight": lambda argv: preflight.run(argv, Place()), "pretrain": lambda argv: pretrain.run(argv, Place()),
 }  # fmt: skip
 
 NOBODY = 65534  # a user id
