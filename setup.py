@@ -47,6 +47,5 @@ setup(
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12; platform_system == 'Linux'"],
         "wandb": ["wandb>=0.19"],
         "ray": ["ray[default,train]>=2.60"],
-        "accelerate": ["accelerate>=1.15"],
     },
 )

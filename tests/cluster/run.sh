@@ -3,7 +3,7 @@
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     printf '%s\n' "example: bash tests/cluster/run.sh -k slurm" "Further arguments go to pytest. Debian: apt-get install iproute2 openssh-server pdsh openmpi-bin mpich slurm-wlm munge" \
-        "In .venv: pip install -c requirements.txt -e '.[ray]' accelerate"
+        "In .venv: pip install -c requirements.txt -e '.[ray]' 'accelerate>=1.15'"
     exit
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
