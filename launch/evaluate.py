@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "python launch/evaluate.py --checkpoint runs/quickstart --data data/stdlib_valid"
 MORE = """Every token of the corpus but its first is a target, predicted from those before it in its window of train.seq_len.
+A run with data.document_mask is measured with it: the first token of a document is no target, and those before it are not seen.
   nats a token  = sum over targets of -ln p(target) / targets     the validation loss of a training log
   perplexity    = exp(nats a token)
   bits a byte   = sum over targets of -log2 p(target) / bytes of UTF-8 text that the targets spell
@@ -53,11 +54,11 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     from megacore.data.tokenizer import check_kind
 
     batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
-    data = {key: sections["data"].get(key) for key in ("valid", "tokenizer")}
+    data = {key: value for key, value in sections["data"].items() if key in ("valid", "tokenizer", "document_mask")}
     if args.data is not None:
         data["valid"] = args.data
     if args.tokenizer is not None:
-        check_kind(args.tokenizer, data["tokenizer"])
+        check_kind(args.tokenizer, data.get("tokenizer"))
         data["tokenizer"] = args.tokenizer
     train = {key: sections["train"].get(key) for key in batches}
     raw = {"model": sections["model"], "data": data, "train": train | {"eval_batches": args.batches}}

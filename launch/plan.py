@@ -231,6 +231,9 @@ def run(argv: list[str]) -> int:
     if args.calibrate and not args.cluster:
         raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
     if args.dry_run is not None:
+        others = ("device", "cluster", "calibrate", "links", "compare_schedules", "write", "plot")
+        if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
+            raise ConfigError("--dry-run", f"reports of the ranks alone, and not of {', '.join(beside)}", "one after the other")
         return dry_run(config, args.dry_run, args.host_size)
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:

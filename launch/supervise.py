@@ -72,6 +72,8 @@ def run(argv: list[str]) -> int:
     assert folder is not None
     option = hostfile_option(args.command)
     fleet = None
+    if option is None and args.spares:
+        raise ConfigError("--spares", "the command has no --hostfile, whose hosts they would be", "the deepspeed launcher's --hostfile")
     if option is not None:
         args.command, include, exclude = filters_in(args.command)
         fleet = Fleet(option[1], config, overrides, args.probe, spares=args.spares, include=include, exclude=exclude)

@@ -300,7 +300,7 @@ def check_fsdp(config: Config) -> None:
     if engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "fsdp divides the optimizer's state in any case", "false")
     both_ends = config.chunks > 1 and (config.parallel.schedule in ("zb_v", "v_half") or config.parallel.pipeline == 1)
-    if config.data_size > 1 and config.model.tie_embeddings and both_ends:
+    if ranks > 1 and config.model.tie_embeddings and both_ends:
         wrong = f"{config.parallel.schedule} gives one rank both ends, and fsdp cannot divide the embedding that they share"
         raise ConfigError("parallel.schedule", wrong, "1f1b, model.tie_embeddings=false, or engine.kind=native")
     if config.train.compile is True:

@@ -23,7 +23,7 @@ SHOWN = 6  # moments whose tensors live at the peak
 
 def parse_ranks(text: str, world: int) -> list[int]:
     """The ranks of a list such as ``0,8-15``. Raises `ConfigError` for what is none of `world`."""
-    right = f"ranks from 0 to {world - 1}, such as 0,{world // 2},{world - 1} or 0-3"
+    right = f"ranks from 0 to {world - 1}, such as 0 or 0-{min(world, 4) - 1}"
     ranks: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

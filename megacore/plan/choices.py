@@ -37,6 +37,16 @@ def splits_backward(config: Config) -> bool:
     return not whole and not compiles(config)
 
 
+def one_chunk(config: Config) -> bool:
+    """Whether a rank can hold one chunk of the model only: DeepSpeed wraps one module."""
+    return config.engine.kind == "deepspeed"
+
+
+def ends_apart(config: Config) -> bool:
+    """Whether no rank may hold both ends of the model: FSDP cannot divide an embedding that two chunks of a rank share."""
+    return config.engine.kind == "fsdp" and config.token_ranks > 1 and config.model.tie_embeddings
+
+
 def context_method_of(config: Config) -> Literal["gather", "ring", "ulysses"]:
     """How context ranks attend: `parallel.context_method`, or what its `auto` chooses.
 

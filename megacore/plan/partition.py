@@ -7,12 +7,15 @@ several layers, so with an even split every stage would wait for the last one.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 
+from megacore.config.rules import check
 from megacore.config.schema import CHUNKS, Config
+from megacore.errors import ConfigError
 from megacore.plan.auto import Costs, search
-from megacore.plan.choices import splits_backward
+from megacore.plan.choices import ends_apart, one_chunk, splits_backward
 from megacore.plan.flops import Cost, embedding_cost, head_cost, layer_cost
 from megacore.plan.generators import GENERATORS, build, placement
 from megacore.plan.plan_file import read_plan
@@ -80,7 +83,10 @@ def plan_of(config: Config) -> Plan:
         return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, **options)
     if parallel.schedule == "auto":
         return lower(_searched(config), tied=options["tied"])
-    plan = read_plan(parallel.schedule.removeprefix("file:"), parallel.pipeline, config.num_microbatches)
+    plan = read_plan(path := parallel.schedule.removeprefix("file:"), parallel.pipeline, config.num_microbatches)
+    if ends_apart(config) and any({0, plan.stages - 1} <= set(own) for own in plan.placement if len(own) > 1):
+        wrong = f"{path} gives one rank both ends, and fsdp cannot divide the embedding that they share"
+        raise ConfigError("parallel.schedule", wrong, "a plan with the ends apart, model.tie_embeddings=false, or engine.kind=native")
     return lower(plan if options["split"] else unsplit(plan), tied=options["tied"])
 
 
@@ -90,7 +96,7 @@ def settled(config: Config) -> Config:
     if parallel.schedule != "auto" or parallel.chunks is not None:
         return config
     chosen: list[tuple[float, Config]] = []
-    for chunks in (1, 2):
+    for chunks in (1,) if one_chunk(config) else (1, 2):
         if parallel.pipeline * chunks <= config.model.num_layers and (chunks == 1 or parallel.pipeline > 1):
             other = config.model_copy(update={"parallel": parallel.model_copy(update={"chunks": chunks})})
             chosen.append((simulated(other, plan_of(other)).makespan, other))
@@ -108,7 +114,7 @@ def _searched(config: Config) -> Plan:
     limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), [len(layers) * block for layers in stage_layers(whole)]))
     forward, inputs, weights = zip(*((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True)
     found = Costs(forward, inputs, weights, sizes=sizes, waiting=tuple(stage_waiting(config)))
-    placements = [looped(ranks, config.chunks)] + ([v_shaped(ranks)] if config.chunks == 2 else [])
+    placements = [looped(ranks, config.chunks)] + ([v_shaped(ranks)] if config.chunks == 2 and not ends_apart(config) else [])
     return _search(tuple(placements), microbatches, found, limit, splits_backward(config))
 
 
@@ -200,9 +206,11 @@ def step_times(config: Config) -> tuple[float, list[float]]:
 
 
 def alternatives(config: Config) -> list[Config]:
-    """A resolved config with each schedule that its layers suffice for, and interleaved with two and four chunks."""
-    found = []
+    """A resolved config with each schedule that its layers and its engine allow, and interleaved with two and four chunks."""
+    parallel, found = config.parallel, []
     for name, chunks in (*CHUNKS.items(), ("interleaved", 4), ("auto", None)):
-        if config.parallel.pipeline * (chunks or 1) <= config.model.num_layers:
-            found.append(config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": name, "chunks": chunks})}))
+        other = config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": name, "chunks": chunks})})
+        with suppress(ConfigError):
+            check(other, parallel.tensor * parallel.pipeline * config.token_ranks)
+            found.append(other)
     return found

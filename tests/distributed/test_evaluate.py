@@ -126,6 +126,16 @@ def test_part_of_a_corpus_is_the_logs_part(pool: Any, text: Path, tmp_path: Path
     assert figures["targets"] == figures["bytes"] == 3 * 8 * 16
 
 
+def test_documents_stay_apart_as_in_the_run(pool: Any, text: Path, tmp_path: Path) -> None:
+    """A run with `data.document_mask` would be measured without it: more targets, and another loss than its log's."""
+    config, corpus = str(text / "config.json"), str(text / "code")
+    overrides = ["data.document_mask=true", f"data.valid={corpus}", "train.steps=2", "checkpoint.every=2"]
+    assert pool.run(1, training.run_rank, config, overrides, f"{tmp_path}/run") == [0]
+    figures = pool.run(1, figures_of, ["--checkpoint", f"{tmp_path}/run"], f"{tmp_path}/figures.json")[0]
+    assert figures["nats_per_token"] == pytest.approx(validations(tmp_path / "run")[2], rel=ROUNDING)
+    assert figures["targets"] == IndexedTokens(corpus).num_tokens - 3, "the first of each of the three documents is none"
+
+
 def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
     """Bits per byte of a sentencepiece corpus: the bytes are the text's own, which prepare counted before there were tokens."""
     prepared = prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400").splits[str(tmp_path / "pieces")]

@@ -220,6 +220,8 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("--plot", "@folder.png"), "config error: --plot: cannot write @folder.png: Not a plain file"),
     ("plan", config("--plot", "@folder.png/a.gantt"), "its ending names no image format"),
     ("plan", config("--plot", ""), "config error: --plot: cannot write"),
+    ("plan", config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"), "and not of --compare-schedules, --plot (one after"),
+    ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),
     ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
     ("plan", config("--links", "@nowhere"), "config error: --links: cannot read @nowhere: No such file"),
@@ -265,6 +267,7 @@ NUMBERS: list[tuple[str, tuple[str, ...], str]] = [
     *(("supervise", (f"--{option}", value, "nosuch", *SUPERVISED), f"config error: --{option}: {value} is not usable")
       for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"]), ("spares", ["-1"]))
       for value in values),
+    ("supervise", ("--spares", "1", "torchrun", *SUPERVISED), "config error: --spares: the command has no --hostfile"),
     ("supervise", ("--probe", "'", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe: ' is no command"),
     ("supervise", ("--probe", "", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe:  is no command: it is"),
     *(("supervise", ("--probe", "false {host}", "deepspeed", "--hostfile", f"@{name}", *SUPERVISED), f"config error: --hostfile: {line}")

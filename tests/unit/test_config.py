@@ -120,6 +120,7 @@ RULES: list[tuple[str, int, str, str]] = [
     ("engine.kind=fsdp parallel.pipeline=2 parallel.schedule=zb_v", 4, "parallel.schedule", "model.tie_embeddings=false"),
     ("optim.max_rollbacks=1", 1, "optim.max_rollbacks", "0, or checkpoint.every=1000"),
     ("train.compile=true train.offload_activations=true", 1, "train.compile", "false, or train.offload_activations=false"),
+    ("engine.kind=fsdp parallel.context=2 parallel.schedule=zb_v", 2, "parallel.schedule", "model.tie_embeddings=false"),
     ("engine.kind=fsdp engine.config=ds.json", 2, "engine.config", "leave it out with engine.kind=fsdp"),
     ("engine.kind=fsdp engine.shard_optimizer=true", 2, "engine.shard_optimizer", "false"),
     ("engine.kind=fsdp train.compile=true", 2, "train.compile", "false, or engine.kind=native"),

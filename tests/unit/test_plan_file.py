@@ -66,3 +66,15 @@ def test_a_plan_that_cannot_run_is_refused(fault: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         plan_of(config)
     assert "parallel.schedule: " in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_plan_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """FSDP would fail in the first step, in an embedding that two chunks of one rank share."""
+    path = str(tmp_path / "plan.json")
+    write_plan("--write", path, build("zb_v", 2, 2))
+    layout = ["parallel.pipeline=2", "model.num_layers=4", "train.global_batch_size=4", "train.micro_batch_size=1"]
+    layout += ["engine.kind=fsdp", f"parallel.schedule=file:{path}"]
+    tied, apart = (load(write_config(tmp_path, "unused"), [*layout, f"model.tie_embeddings={tie}"], 4).config for tie in ("true", "false"))
+    with pytest.raises(ConfigError, match="parallel.schedule: .* gives one rank both ends"):
+        plan_of(tied)
+    assert plan_of(apart).placement == ((0, 3), (1, 2))

@@ -2,13 +2,15 @@
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config import load
+from megacore.plan import partition
 from megacore.plan.generators import GENERATORS, build
-from megacore.plan.partition import alternatives, step_times
-from megacore.plan.schedule import SENDS
+from megacore.plan.partition import _search, alternatives, settled, step_times
+from megacore.plan.schedule import SENDS, Placement, Plan, v_shaped
 from megacore.plan.simulate import peak_live, simulate
 
 TABLE = Path(__file__).resolve().parents[2] / "docs/schedules.md"
@@ -65,3 +67,32 @@ def test_schedules_are_compared_for_a_config() -> None:
     assert {name for name, _ in found} == {"auto", *GENERATORS} and ("interleaved", 4) not in found
     assert found["1f1b", 1] == step_times(config)[0] == found["gpipe", 1] > found["zb_h1", 1]
     assert found["auto", 1] < found["1f1b", 1], "which may hold as much"
+
+
+DEEPSPEED = ["engine.kind=deepspeed", f"engine.config={TABLE.parents[1]}/configs/deepspeed/zero1.json"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "refused"),
+    [
+        (DEEPSPEED, {"interleaved", "zb_v", "v_half"}),
+        (["engine.kind=fsdp"], {"zb_v", "v_half"}),
+        (["engine.kind=fsdp", "model.tie_embeddings=false"], set()),
+    ],
+)
+def test_schedules_suit_the_engine(engine: list[str], refused: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user would be told of a schedule that pretrain.py refuses; or `auto` would choose chunks that the engine cannot hold, and fail."""
+    overrides = ["parallel.pipeline=2", "model.num_layers=12", "train.global_batch_size=16", *engine]
+    config = load(str(TABLE.parents[1] / "configs/gpt_tiny.json"), overrides, 4).config
+    found = alternatives(config)
+    assert {other.parallel.schedule for other in found} == {"auto", *GENERATORS} - refused
+    (auto,) = (other for other in found if other.parallel.schedule == "auto")
+    tried: list[Placement] = []
+
+    def search(placements: tuple[Placement, ...], *args: Any, **options: Any) -> Plan:
+        tried.extend(placements)
+        return _search(placements, *args, **options)
+
+    monkeypatch.setattr(partition, "_search", search)
+    assert settled(auto).chunks == (1 if engine is DEEPSPEED else 2), "two are faster here"
+    assert (v_shaped(2) in tried) == (not refused)
