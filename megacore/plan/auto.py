@@ -60,7 +60,7 @@ class Policy:
     split: bool = True
 
 
-POLICIES = [Policy(*row) for row in product((None, 1.0, 1.75, 2.0), (0.3, 1.0), (False, True))]
+POLICIES = [Policy(*row) for row in product((None, 1.0, 1.75, 2.0), (0.1, 0.3, 1.0), (False, True))]
 MOST_ACTIONS = 3000  # of a plan that policies are tried on; a longer one gets the policy that is best for fewer microbatches
 MOST_MOVES = 120  # actions of a plan that is improved by moving single ones
 

@@ -83,3 +83,31 @@ def test_no_plan_is_faster_than_the_one_found(ranks: int, microbatches: int, lim
     span = round(costs.makespan(lower(search([looped(ranks)], microbatches, costs, limit))))
     assert can_end(ranks, microbatches, limit, span), "the check itself finds what was found"
     assert not can_end(ranks, microbatches, limit, span - 1)
+
+
+# Qi et al. 2023, Zero Bubble Pipeline Parallelism, tables 5 and 9: 8 stages, milliseconds; microbatches, forward, backward of inputs and of
+# weights, a transfer, and the bubble of ZB-2p. Of what a forward leaves, sbh(34 + 5as/h), 32·sbh wait for the weights (section 2); their
+# models have 24 and 32 heads, 2304 and 4096 features and 1024 tokens.
+SMALL, LARGE = 32 / (34 + 5 * 24 * 1024 / 2304), 32 / (34 + 5 * 32 * 1024 / 4096)
+ZB_2P = [
+    (24, 18.522, 18.086, 9.337, 0.601, SMALL, 0.0433),
+    (32, 18.513, 18.086, 9.331, 0.626, SMALL, 0.0039),
+    (64, 18.546, 18.097, 9.321, 0.762, SMALL, 0.0026),
+    (24, 29.718, 29.444, 19.927, 0.527, LARGE, 0.0029),
+    (32, 29.802, 29.428, 19.530, 0.577, LARGE, 0.0022),
+    (64, 29.935, 29.621, 19.388, 0.535, LARGE, 0.0010),
+]
+
+
+@pytest.mark.parametrize(("microbatches", "forward", "inputs", "weights", "transfer", "waiting", "published"), ZB_2P)
+def test_twice_the_memory_leaves_no_more_bubble_than_published(
+    microbatches: int, forward: float, inputs: float, weights: float, transfer: float, waiting: float, published: float
+) -> None:
+    """A search that used no memory beyond 1F1B's would be at ZB-H1's bubble, up to 0.16. The rate is that of the longest stage."""
+    ranks = 8
+    costs = Costs((forward,) * ranks, (inputs,) * ranks, (weights,) * ranks, transfer, (), (waiting,) * ranks)
+    plan = lower(search([looped(ranks)], microbatches, costs, 2 * ranks))
+    validate(plan, microbatches)
+    cost, least = costs.makespan(plan), microbatches * (forward + inputs + weights)
+    assert max(costs.held(plan)) <= 2 * ranks
+    assert (cost - least) / cost < published + 0.002
