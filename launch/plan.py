@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Lines = dict[tuple[str, str], Line]  # by group and operation
 
+OF_SEARCH = ("memory_gib", "tokens", "price")  # options that --search alone reads
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
@@ -220,6 +222,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--host-size", f"{args.host_size} ranks cannot run anything", "a positive number")
     if args.search:
         return search(args)
+    for name in OF_SEARCH:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}", "only a search reads it", "also --search")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
     device = None if args.device is None else read_device(args.device)
@@ -231,9 +236,7 @@ def run(argv: list[str]) -> int:
     if args.calibrate and not args.cluster:
         raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
     if args.dry_run is not None:
-        others = ("device", "cluster", "calibrate", "links", "compare_schedules", "write", "plot")
-        if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
-            raise ConfigError("--dry-run", f"reports of the ranks alone, and not of {', '.join(beside)}", "one after the other")
+        refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "links", "compare_schedules", "write", "plot"))
         return dry_run(config, args.dry_run, args.host_size)
     lines = {} if args.links is None else read_lines(args.links)
     if args.plot is not None:
@@ -255,23 +258,38 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:
+    """Raises `ConfigError` for options that would have no effect beside this one."""
+    if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
+        raise ConfigError(option, f"{', '.join(beside)} would have no effect beside it", "one after the other")
+
+
 def search(args: argparse.Namespace) -> int:
     """Finds layouts; the config's own is set aside."""
     from megacore.plan.profile import profile
     from megacore.plan.search_report import report
 
-    for option in ("memory_gib", "tokens", "price"):
+    refuse_beside("--search", args, ("calibrate", "links", "compare_schedules", "write", "dry_run"))
+    if args.price is not None and args.tokens is None:
+        raise ConfigError("--price", "money is that of a whole run", "also --tokens, such as 1e12")
+    for option in OF_SEARCH:
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{option.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.world is None or args.world < 1:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
     device, cluster = read_device(args.device or "h100"), read_cluster(args.cluster or "dgx_h100")
+    own = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
+    if own.parallel.context > 1:
+        raise ConfigError("parallel.context", "the search does not lay out context ranks", "1")
+    if own.engine.kind == "deepspeed":
+        raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
     alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
     if args.plot is not None:
         check_plot("--plot", args.plot)
-    found, limit = report(config, args.config, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price)
+    command = " ".join((args.config, *map(shlex.quote, args.overrides)))
+    found, limit = report(config, command, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price)
     if args.plot is not None:
         from megacore.plan.search_plot import draw_search
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megacore.config.rules import BUCKET_MIB, PART_MIB
+from megacore.config.rules import BUCKET_MIB, PART_MIB, check
 from megacore.config.schema import CHUNKS, Config, resolved
+from megacore.errors import ConfigError
 from megacore.plan.devices import Cluster, Device
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import RankMemory, optimizer_bytes, padded_parameters, rank_memory
@@ -184,8 +185,13 @@ def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
 def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict[str, Any]) -> Iterator[Config]:
     bucket = max(BUCKET_MIB, PART_MIB * parallel["data"])
     laid_out = replace_config(replace_config(config, "parallel", **parallel), "engine", bucket_mib=bucket, **engine)
+    laid_out = replace_config(laid_out, "train", micro_batch_size=micro, offload_activations=False)
+    try:
+        check(laid_out, parallel["tensor"] * parallel["pipeline"] * parallel["data"])
+    except ConfigError:  # a run would refuse it
+        return
     for recompute in RECOMPUTE:
-        yield replace_config(laid_out, "train", micro_batch_size=micro, recompute=recompute, offload_activations=False)
+        yield replace_config(laid_out, "train", recompute=recompute)
 
 
 def schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:

@@ -14,10 +14,11 @@ MOST_DEVICES = 2**20
 
 
 def report(
-    config: Config, path: str, world: int, device: Device, cluster: Cluster, profile: Profile, memory_gib: float | None,
+    config: Config, command: str, world: int, device: Device, cluster: Cluster, profile: Profile, memory_gib: float | None,
     tokens: float | None, price: float | None,
 ) -> tuple[Found, float]:  # fmt: skip
-    """Searches, and prints what it finds. Returns it with the GiB of a device. Raises `ConfigError` if nothing fits."""
+    """Searches, and prints what it finds, behind `command`: the config's path and overrides. Returns it with the GiB of a device.
+    Raises `ConfigError` if nothing fits."""
     limit = memory_gib if memory_gib is not None else device.memory_gib
     if limit is None:
         raise ConfigError("--memory-gib", f"the memory of {device.name} is not known", "its GiB")
@@ -36,7 +37,7 @@ def report(
     table(found, limit)
     best = found.fit[0]
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
-        print(f"{number}. python launch/pretrain.py --config {path} {' '.join(candidate.overrides())}")
+        print(f"{number}. python launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
     if tokens is not None:
         costs(best, tokens, world, cluster.node_ranks, price, device.power_watts)
     return found, limit

@@ -49,6 +49,13 @@ def test_layouts_run_and_fit() -> None:
     assert seconds == sorted(seconds) and all(candidate.needs_gib > 80 for candidate in found.too_large)
 
 
+def test_layouts_keep_the_engines_rules() -> None:
+    """FSDP cannot divide an embedding that one rank holds twice: the search would offer what pretrain refuses."""
+    config = load("configs/gpt_tiny.json", ["model.num_layers=8", *ALONE], 1).config
+    found = {(c.engine.kind, c.parallel.schedule) for c in layouts(config, 4, read_cluster("dgx_h100"))}
+    assert ("native", "zb_v") in found and ("fsdp", "zb_h1") in found and ("fsdp", "zb_v") not in found
+
+
 def test_every_layout_is_counted_once() -> None:
     """By tensor, pipeline and data: what divides, and nothing twice."""
     config = load("configs/gpt_tiny.json", [*ALONE, "parallel.sequence=false"], 1).config
@@ -84,10 +91,11 @@ def test_checkpoints_are_saved_at_the_best_interval() -> None:
 
 
 def test_the_script_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the user's own overrides they would train another model than was searched for."""
     arguments = ["--config", "configs/gpt_1b.json", "--world", "8", "--search", "--tokens", "1e9", "--price", "2"]
-    assert script.run(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "1. python launch/pretrain.py --config configs/gpt_1b.json parallel.tensor=" in printed and "checkpoint.every=" in printed
+    assert script.run([*arguments, "model.num_layers=12", "data.train=my text"]) == 0
+    printed, own = capsys.readouterr().out, "model.num_layers=12 'data.train=my text'"
+    assert f"1. python launch/pretrain.py --config configs/gpt_1b.json {own} parallel.tensor=" in printed and "checkpoint.every=" in printed
 
 
 @pytest.mark.parametrize(
