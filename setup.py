@@ -23,6 +23,7 @@ setup(
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",  # engine/{deepspeed,zero,zero_state}.py touch private names of it
         "einops>=0.8",
+        "jinja2>=3.1",
         "matplotlib>=3.8",
         "numpy>=1.26",
         "pydantic>=2.7",

@@ -51,6 +51,9 @@ class RandomStream:
         """``[n]`` indices → tokens ``[n, seq_len + 1]``, the same for the same first index."""
         return np.random.default_rng(int(indices[0])).integers(self.vocab_size, size=(len(indices), self.length))
 
+    def learned(self, indices: np.ndarray) -> None:
+        """All tokens are."""
+
     def documents(self, indices: np.ndarray) -> list[Bounds]:
         """``[n]`` indices → a document each."""
         return [(0, self.length) for _ in indices]

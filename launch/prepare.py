@@ -1,4 +1,7 @@
-"""Turns text into token files for training: PREFIX.bin and .idx, and PREFIX.model for a tokenizer trained here."""
+"""Turns text into token files for training: PREFIX.bin and .idx, and PREFIX.model for a tokenizer trained here.
+
+With --chat it reads conversations, and writes beside them which tokens are of answers and so are learned: PREFIX.mask.bin.
+"""
 
 import argparse
 import os
@@ -32,11 +35,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl files (default: %(default)s)")
+    chat = 'the inputs are .jsonl files of conversations, each a line with "messages" of a "role" and a "content"; answers are learned'
+    parser.add_argument("--chat", action="store_true", help=chat)
+    template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
+    parser.add_argument("--template", metavar="FILE", help=template)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default: the usable cores, %(default)s)")
     args = parser.parse_args(argv)
     if not 0.0 <= args.valid_fraction < 1.0:
         raise ConfigError("--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1")
+    if args.template is not None and not args.chat:
+        raise ConfigError("--template", "only conversations have a template", "--chat as well")
     if not 1 <= args.workers <= MOST_WORKERS:
         raise ConfigError("--workers", f"{args.workers} is not usable", f"1 to {MOST_WORKERS} processes")
     return args
@@ -60,6 +69,8 @@ def run(argv: list[str]) -> None:
             args.output,
             args.tokenizer,
             text_key=args.text_key,
+            chat=args.chat,
+            template=args.template,
             valid_fraction=args.valid_fraction,
             workers=args.workers,
             on_start=lambda total: progress.update(task, description="tokenizing", total=total),
@@ -69,6 +80,8 @@ def run(argv: list[str]) -> None:
     for prefix, split in prepared.splits.items():
         documents = f"{split.documents:,} document{'s' if split.documents > 1 else ''}"
         print(f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} bytes a token")
+        if split.learned is not None:
+            print(f"    {split.learned:,} tokens of answers, which are learned")
         meaning = "unigram entropy" if prefix == args.output else "cross entropy under the training split's unigrams"
         print(f"    {meaning} {split.unigram_entropy:.4f} nats a token")
     if training:

@@ -7,6 +7,8 @@
 
 A document is one or more sequences. (Multimodal files end with one more byte a sequence, which is not read here.)
 
+``PREFIX.mask.bin`` is megacore's own and optional: a byte a token of ``PREFIX.bin``, 1 if the token is learned and 0 if not.
+
 ``PREFIX.json`` is megacore's own and optional. `launch/prepare.py` writes there what it knows about the text (`Sidecar`).
 """
 
@@ -31,7 +33,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 SCAN_BYTES = 256 << 20  # the most that a scan for ids beyond the vocabulary reads
 SCAN_BLOCK = 1 << 20
-IGNORED = -100  # a target that no loss counts: padding, the first token of another document
+IGNORED = -100  # a target that no loss counts: padding, the first token of another document, a token that is not to be learned
+MASK = ".mask.bin"
 PREPARE_AGAIN = "prepare or copy it again"
 
 
@@ -43,6 +46,7 @@ class IndexedTokens:
         num_tokens: length of the stream.
         num_documents: documents in it.
         dtype: of a token on disk.
+        masked: whether a ``PREFIX.mask.bin`` says which tokens are learned.
 
     Raises:
         DataError: a file is missing, truncated or not of this format, or the two do not belong together.
@@ -83,11 +87,26 @@ class IndexedTokens:
         if end != bin_size:
             raise DataError(bin_path, f"has {bin_size} bytes, but its .idx ends at byte {end}", f"{end} bytes; {PREPARE_AGAIN}")
         self._tokens = np.memmap(bin_path, dtype=self.dtype.newbyteorder("<"), mode="r")
+        self.masked = os.path.lexists(prefix + MASK)
+        if self.masked:
+            if (size := _size_of(prefix + MASK)) != self.num_tokens:
+                wrong = f"has {size} bytes, and the corpus {self.num_tokens} tokens"
+                raise DataError(prefix + MASK, wrong, f"a byte a token; {PREPARE_AGAIN}")
+            self._mask = np.memmap(prefix + MASK, dtype=np.uint8, mode="r")
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens `start` to `start + length` of the stream, read-only and not copied: [length], of `dtype`."""
         assert 0 <= start and start + length <= self.num_tokens, f"[{start}, {start + length}) of {self.num_tokens} tokens"
         return self._tokens[start : start + length]
+
+    def learned(self, start: int, length: int) -> np.ndarray:
+        """Which tokens from `start` on are learned where they are targets: bool [length]; all of them in a corpus without a mask."""
+        if not self.masked:
+            return np.ones(length, dtype=np.bool_)
+        mask = self._mask[start : start + length]
+        if mask.max() > 1:
+            raise DataError(self.prefix + MASK, f"holds the byte {mask.max()}", f"0 or 1 for each token; {PREPARE_AGAIN}")
+        return mask.astype(np.bool_)
 
     def document_at(self, position: int) -> int:
         """The number, from 0, of the document with the token at `position` of the stream."""
@@ -109,29 +128,33 @@ class IndexedTokens:
 
 
 class IndexedWriter:
-    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream. They appear, whole, when it is closed.
+    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream, and if `masked` ``PREFIX.mask.bin``. They appear, whole, when it is closed.
 
     Until then the data is in temporary files beside them. A failure removes these. Use it in a `with` statement.
     Memory: 4 bytes a sequence and 8 a document.
     """
 
-    def __init__(self, prefix: str, dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: str, dtype: npt.DTypeLike, masked: bool = False) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self.num_tokens = 0
+        self.num_tokens, self.masked = 0, masked
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._sizes = array("i")
         self._boundaries = array("q", [0])
-        self._temporary = {suffix: f"{prefix}{suffix}.{os.getpid()}.tmp" for suffix in (".bin", ".idx")}
+        self._temporary = {suffix: f"{prefix}{suffix}.{os.getpid()}.tmp" for suffix in (".bin", *([MASK] if masked else []), ".idx")}
         self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 (closed by `close` or `abort`)
+        self._mask = open(self._temporary[MASK], "wb") if masked else None  # noqa: SIM115
 
     @property
     def num_documents(self) -> int:
         """The number of finished documents."""
         return len(self._boundaries) - 1
 
-    def write(self, tokens: np.ndarray) -> None:
-        """Appends one sequence [length] to the open document; an empty one is left out."""
+    def write(self, tokens: np.ndarray, learned: np.ndarray | None = None) -> None:
+        """Appends one sequence [length] to the open document; an empty one is left out. `learned` [length], bool, is for a masked one."""
+        assert (learned is None) == (self._mask is None) and (learned is None or learned.shape == tokens.shape)
         if tokens.size:
+            if self._mask is not None and learned is not None:
+                self._mask.write(learned.astype(np.uint8).tobytes())
             self._bin.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
             self._sizes.append(tokens.size)
             self.num_tokens += tokens.size
@@ -145,6 +168,8 @@ class IndexedWriter:
         """Writes all data to the disk, still under temporary names. `close` then needs no more space."""
         self.end_document()
         _flush(self._bin)
+        if self._mask is not None:
+            _flush(self._mask)
         with open(self._temporary[".idx"], "wb") as idx:
             sizes = np.array(self._sizes, dtype="<i4")
             ends = np.cumsum(sizes, dtype="<i8") * self.dtype.itemsize
@@ -157,13 +182,16 @@ class IndexedWriter:
         """Finishes both files if necessary, and gives them their names."""
         if not self._bin.closed:
             self.finish()
-        # .bin first: a reader that finds the new .idx also finds what it describes.
+        Path(self.prefix + MASK).unlink(missing_ok=True)  # an earlier corpus's
+        # .idx last: a reader that finds the new one also finds what it describes.
         for suffix, temporary in self._temporary.items():
             os.replace(temporary, self.prefix + suffix)
 
     def abort(self) -> None:
         """Removes what was written. Earlier files of that name stay."""
         self._bin.close()
+        if self._mask is not None:
+            self._mask.close()
         for temporary in self._temporary.values():
             Path(temporary).unlink(missing_ok=True)
 
@@ -194,6 +222,7 @@ class Sidecar:
     vocab_size: int
     unigram_entropy: float
     text_bytes: int  # of the UTF-8 text before tokenization
+    learned: int | None = None  # tokens that are, where ``PREFIX.mask.bin`` says which; the entropy is of them
 
     def save(self, prefix: str) -> None:
         """Writes ``PREFIX.json`` under a temporary name and renames it."""

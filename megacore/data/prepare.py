@@ -19,9 +19,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from megacore.data.indexed import IndexedWriter, Sidecar
+from megacore.data.chat import LINE, Chat, WrongConversation, chat_of
+from megacore.data.chat import encode as encode_chat
+from megacore.data.indexed import MASK, IndexedWriter, Sidecar
 from megacore.data.order import derive_key, permute
-from megacore.data.sources import Block, Texts, UnreadableText, read_block
+from megacore.data.sources import Block, Texts, UnreadableText, line_number, read_block
 from megacore.data.tokenizer import TRAINED, load_tokenizer, train_sentencepiece, trained_vocab_size
 from megacore.errors import ConfigError, DataError
 
@@ -46,6 +48,7 @@ class Encoded:
     """A task's part of one split: its sequences, which of them end a document, and the bytes of text they came from."""
 
     sequences: list[np.ndarray] = field(default_factory=list)
+    learned: list[np.ndarray | None] = field(default_factory=list)  # which tokens of each, bool; None: all
     ends: list[bool] = field(default_factory=list)
     text_bytes: int = 0
 
@@ -55,15 +58,16 @@ class Split:
 
     def __init__(self, prefix: str, writer: IndexedWriter, vocab_size: int) -> None:
         self.prefix, self.writer = prefix, writer
-        self.counts = np.zeros(vocab_size, dtype=np.int64)  # occurrences of each token id
-        self.text_bytes = 0
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # how often each token id is learned
+        self.text_bytes = self.max_token = 0
 
     def add(self, encoded: Encoded) -> None:
         """Appends a task's sequences."""
         self.text_bytes += encoded.text_bytes
-        for tokens, ends in zip(encoded.sequences, encoded.ends, strict=True):
-            self.writer.write(tokens)
-            self.counts += np.bincount(tokens, minlength=len(self.counts))
+        for tokens, learned, ends in zip(encoded.sequences, encoded.learned, encoded.ends, strict=True):
+            self.writer.write(tokens, learned)
+            self.counts += np.bincount(tokens if learned is None else tokens[learned], minlength=len(self.counts))
+            self.max_token = max(self.max_token, int(tokens.max(initial=0)))
             if ends:
                 self.writer.end_document()
 
@@ -74,6 +78,8 @@ def prepare(
     tokenizer: str,
     *,
     text_key: str = "text",
+    chat: bool = False,
+    template: str | None = None,
     valid_fraction: float = 0.0,
     workers: int = 1,
     on_start: Callable[[int], object] = lambda total: None,
@@ -88,6 +94,8 @@ def prepare(
         prefix: what to write; its folder is made.
         tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE`` or a model's path.
         text_key: the key of the text in ``.jsonl`` files.
+        chat: the inputs are ``.jsonl`` files of conversations; also writes ``prefix.mask.bin`` (`data.chat`).
+        template: a file with a chat template; None: the model's own, beside its tokenizer.
         valid_fraction: the fraction of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
         workers: processes; with 1 this process does the work.
         on_start, on_bytes: called with the bytes of all inputs once, and with the bytes just done.
@@ -98,8 +106,11 @@ def prepare(
     vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
     if vocab_to_train is None:
         load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
+    elif chat:
+        raise ConfigError("--tokenizer", f"{tokenizer} would be trained on conversations", "one that exists, such as the model's")
+    form = chat_of(tokenizer, template) if chat else None
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
-    texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None)
+    texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None, chat=form)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -110,9 +121,9 @@ def prepare(
                 Path(name).write_bytes(train_sentencepiece(sample_lines(texts, text_key), vocab_to_train))
             vocab_size = load_tokenizer(name).vocab_size
             dtype = np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32)
-            splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype)), vocab_size) for p in prefixes]
+            splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype, chat)), vocab_size) for p in prefixes]
             on_start(texts.num_bytes)
-            encode = functools.partial(encode_task, name, dtype, text_key)
+            encode = functools.partial(encode_task, name, dtype, text_key, form)
             with closing(ordered_map(encode, tasks(texts), workers)) as results:
                 for size, encoded in results:
                     for split, part in zip(splits, encoded, strict=False):
@@ -135,14 +146,17 @@ def prepare(
     return Prepared(sidecars, name, texts.skipped)
 
 
-def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, trains: bool) -> Texts:
+def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, trains: bool, chat: Chat | None) -> Texts:
     """The texts to read. Refuses outputs that would overwrite one of them. `trains`: a tokenizer's model is written too."""
     if Path(prefixes[0]).name in ("", "..") or prefixes[0].endswith(("/", "/.")):
         wrong = f"`{prefixes[0]}` names no file"
         raise ConfigError("--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx")
     texts = Texts(inputs, valid_fraction)
-    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", ".idx", ".json")] + [f"{prefixes[0]}.model"] * trains
-    refuse_overwriting([prefixes[0], *outputs], [*inputs, *(source.path for source in texts.sources), tokenizer])
+    if chat and (others := [source.path for source in texts.sources if not source.jsonl]):
+        raise DataError(others[0], "holds no conversations", f"files whose names end with .jsonl, with {LINE}")
+    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [f"{prefixes[0]}.model"] * trains
+    read = [*inputs, *(source.path for source in texts.sources), tokenizer, *([chat.path] if chat else [])]
+    refuse_overwriting([prefixes[0], *outputs], read)
     return texts
 
 
@@ -173,19 +187,28 @@ def tasks(texts: Texts) -> Iterator[list[Block]]:
         yield task
 
 
-def encode_task(tokenizer: str, dtype: np.dtype, text_key: str, task: list[Block]) -> tuple[int, list[Encoded]]:
+def encode_task(tokenizer: str, dtype: np.dtype, text_key: str, chat: Chat | None, task: list[Block]) -> tuple[int, list[Encoded]]:
     """Encodes the training and the validation text of some blocks; also returns the blocks' size in bytes."""
     loaded = _load_once(tokenizer)
     train, valid = Encoded(), Encoded()
     for block in task:
-        for piece in read_block(block, text_key):
-            tokens = loaded.encode(piece.text).astype(dtype, copy=False)
-            if piece.ends and loaded.end_of_document is not None:
-                tokens = np.append(tokens, dtype.type(loaded.end_of_document))
+        for piece in read_block(block, None if chat else text_key):
+            text, learned = piece.text, None
+            if chat is None:
+                tokens = loaded.encode(text)
+                if piece.ends and loaded.end_of_document is not None:
+                    tokens = np.append(tokens, loaded.end_of_document)
+            else:
+                try:
+                    tokens, learned, text = encode_chat(chat, loaded, piece.record)
+                except WrongConversation as error:
+                    path, (wrong, right) = block.source.path, error.args
+                    raise UnreadableText(path, f"line {line_number(path, piece.start)} {wrong}", right) from None
             split = valid if piece.valid else train
-            split.sequences.append(tokens)
+            split.sequences.append(tokens.astype(dtype, copy=False))
+            split.learned.append(learned)
             split.ends.append(piece.ends)
-            split.text_bytes += len(piece.text.encode("utf-8"))
+            split.text_bytes += len(text.encode("utf-8"))
     return sum(block.stop - block.start for block in task), [train, valid]
 
 
@@ -245,11 +268,12 @@ def sidecar(split: Split, train: Split, tokenizer: str) -> Sidecar:
     return Sidecar(
         tokens=split.writer.num_tokens,
         documents=split.writer.num_documents,
-        max_token=int(np.flatnonzero(split.counts)[-1]),
+        max_token=split.max_token,
         tokenizer=tokenizer,
         vocab_size=len(split.counts),
         unigram_entropy=cross_entropy(split.counts, train.counts + (split is not train)),
         text_bytes=split.text_bytes,
+        learned=int(split.counts.sum()) if split.writer.masked else None,
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from megacore.config import Config
 from megacore.data.documents import Bounds, document_bounds
-from megacore.data.indexed import IGNORED, IndexedTokens, check_vocabulary
+from megacore.data.indexed import IGNORED, MASK, IndexedTokens, Sidecar, check_vocabulary
 from megacore.data.order import derive_key, permute
 from megacore.errors import ConfigError, DataError
 
@@ -23,6 +23,10 @@ def open_corpora(spec: Spec, vocab_size: int, scan: bool) -> list[tuple[float, I
     weighted = [(1.0, spec)] if isinstance(spec, str) else spec
     total = sum(weight for weight, _ in weighted)
     corpora = [(weight / total, IndexedTokens(prefix)) for weight, prefix in weighted]
+    for _, tokens in corpora:
+        if not tokens.masked and (known := Sidecar.load(tokens.prefix)) is not None and known.learned is not None:
+            wrong = f"is missing, and {tokens.prefix}.json says that only {known.learned} tokens are learned"
+            raise DataError(tokens.prefix + MASK, wrong, "the file that launch/prepare.py --chat wrote beside them")
     for _, tokens in corpora if scan else ():
         check_vocabulary(tokens, vocab_size)
     return corpora
@@ -55,6 +59,7 @@ class SampleStream:
         self.shares = [share for share, _ in opened]
         self.corpora = [tokens for _, tokens in opened]
         self.counts = [(tokens.num_tokens - 1) // seq_len for tokens in self.corpora]  # samples in an epoch of each
+        self.masked = any(tokens.masked for tokens in self.corpora)  # whether some tokens are not learned
         for tokens in self.corpora:
             if tokens.num_tokens < seq_len + 1:
                 wrong = f"sequence longer than the corpus: {tokens.num_tokens} tokens, and a sample is train.seq_len {seq_len} + 1"
@@ -68,6 +73,14 @@ class SampleStream:
             row[:] = self.corpora[c].read(start, self.seq_len + 1)
             check_ids(row, self.corpora[c], start, self.vocab_size)
         return out
+
+    def learned(self, indices: np.ndarray) -> np.ndarray | None:
+        """Which tokens of each sample are learned where they are targets, bool ``[n, seq_len + 1]``; None: all, in every corpus."""
+        if not self.masked:
+            return None
+        corpus, _, sample = self.locate(indices)
+        where, whole = zip(corpus.tolist(), (sample * self.seq_len).tolist(), strict=True), self.seq_len + 1
+        return np.stack([self.corpora[c].learned(start, whole) for c, start in where])
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:
         """The documents in the tokens of each sample."""
@@ -138,6 +151,8 @@ def _part(count: np.ndarray, fraction: int) -> np.ndarray:
 class EvalSamples:
     """Validation samples that have every token of a corpus once as a target, in order, one corpus of a blend after another.
 
+    Tokens that a corpus does not want learned are no targets.
+
     Raises:
         DataError: a corpus is missing, damaged, of another vocabulary, or has no token to predict.
     """
@@ -155,7 +170,7 @@ class EvalSamples:
 
     def samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sample indices ``[n]`` → inputs and targets, int64 ``[n, seq_len]``. Past the end of a corpus, and for indices past the last
-        sample, they are padded with input 0 and target `IGNORED`."""
+        sample, they are padded with input 0 and target `IGNORED`; so is a target that is not learned."""
         inputs = np.zeros((len(indices), self.seq_len), dtype=np.int64)
         targets = np.full((len(indices), self.seq_len), IGNORED, dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
@@ -163,6 +178,7 @@ class EvalSamples:
                 read = tokens.read(start, length)
                 check_ids(read, tokens, start, self.vocab_size)
                 inputs[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
+                targets[row, : len(read) - 1][~tokens.learned(start, length)[1:]] = IGNORED
         return inputs, targets
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megacore.errors import DataError
 from megacore.files import open_plain
@@ -55,11 +55,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """A document's text, or a part of it; `ends` marks the last part."""
+    """A document's text, or a part of it; `ends` marks the last part. A line that is read whole comes with its JSON and its place."""
 
     text: str
     valid: bool
     ends: bool
+    record: Any = None
+    start: int = 0  # the byte of the file at which the line begins
 
 
 class Texts:
@@ -99,8 +101,8 @@ class Texts:
         return Block(source, start, min(start + BLOCK_BYTES, source.stop))
 
 
-def read_block(block: Block, text_key: str) -> Iterator[Piece]:
-    """The text of a block. Raises `UnreadableText`."""
+def read_block(block: Block, text_key: str | None) -> Iterator[Piece]:
+    """The text of a block; without a `text_key` whole lines of JSON. Raises `UnreadableText`."""
     source = block.source
     try:
         with open(source.path, "rb") as file:
@@ -117,20 +119,22 @@ def read_block(block: Block, text_key: str) -> Iterator[Piece]:
         raise UnreadableText(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
 
 
-def _read_lines(source: Source, start: int, raw: bytes, text_key: str) -> Iterator[Piece]:
+def _read_lines(source: Source, start: int, raw: bytes, text_key: str | None) -> Iterator[Piece]:
     """The documents of the lines in `raw`, which begins at byte `start` of the file."""
     for line in raw.split(b"\n"):
         if line.strip():
             try:
-                text = json.loads(_decode(line, source.path, start))[text_key]
+                text = _decode(line, source.path, start)
+                record = json.loads(text)
+                text = text if text_key is None else record[text_key]
                 head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
             except UnreadableText:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
-                wrong = f"line {_line_number(source.path, start)} {_why(error, text_key)}"
-                raise UnreadableText(source.path, wrong, f'one object a line, such as {{"{text_key}": "…"}}') from None
+                wrong = f"line {line_number(source.path, start)} {_why(error, text_key)}"
+                raise UnreadableText(source.path, wrong, f'one object a line, such as {{"{text_key or "messages"}": …}}') from None
             if text:
-                yield Piece(text, _for_validation(head, source.valid_fraction), ends=True)
+                yield Piece(text, _for_validation(head, source.valid_fraction), True, record if text_key is None else None, start)
         start += len(line) + 1
 
 
@@ -207,7 +211,7 @@ def _decode(raw: bytes, path: str, start: int) -> str:
         raise UnreadableText(path, f"is not UTF-8 at byte {start + error.start}", "UTF-8 text; iconv converts other encodings") from None
 
 
-def _line_number(path: str, offset: int) -> int:
+def line_number(path: str, offset: int) -> int:
     """The number, from 1, of the line that begins at byte `offset` of a file."""
     lines = 1
     with open(path, "rb") as file:
@@ -217,7 +221,7 @@ def _line_number(path: str, offset: int) -> int:
     return lines
 
 
-def _why(error: Exception, text_key: str) -> str:
+def _why(error: Exception, text_key: str | None) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg})"
     if isinstance(error, UnicodeEncodeError):

@@ -4,7 +4,7 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,15 @@ class Tokenizer(ABC):
 
     vocab_size: int
     end_of_document: int | None = None  # a token that ends every document; None: documents follow each other without one
+    chat_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}  # what a chat template writes for them; empty: there is none
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """The token ids of a text, ``[tokens]``, without special tokens."""
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """As `encode`; text that spells a special token, as chat templates write them, is that token."""
+        return self.encode(text)
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
@@ -69,10 +74,18 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         eos = self._processor.eos_id()
         self.end_of_document = eos if eos >= 0 else None
+        ids = {"bos_token": self._processor.bos_id(), "eos_token": eos}
+        self.chat_tokens = {name: self._processor.id_to_piece(i) if i >= 0 else "" for name, i in ids.items()}
+        self._spelt = {self.chat_tokens[name]: i for name, i in ids.items() if i >= 0}
 
     def encode(self, text: str) -> np.ndarray:
         """The pieces of the text: int32 ``[tokens]``."""
         return np.array(self._processor.encode(text), dtype=np.int32)
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Parts of the text between `chat_tokens`, and these tokens: int32 ``[tokens]``."""
+        parts = re.split(f"({'|'.join(map(re.escape, self._spelt))})", text) if self._spelt else [text]
+        return np.concatenate([[self._spelt[part]] if part in self._spelt else self.encode(part) for part in parts]).astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the pieces; special tokens have none."""
@@ -107,19 +120,21 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = {int(token["id"]) for token in json.loads(text).get("added_tokens", []) if token.get("special")}
         self._bytes = byte_characters() if '"ByteLevel"' in text else None
-        self.end_of_document = self._end(Path(path).with_name("tokenizer_config.json"))
+        self.chat_tokens = self._named(Path(path).with_name("tokenizer_config.json"))
+        end = self.chat_tokens["eos_token"]
+        self.end_of_document = self._tokenizer.token_to_id(end) if end else None
 
-    def _end(self, settings: Path) -> int | None:
-        """The id of the token that ends a text, as the file `settings` beside this one says."""
+    def _named(self, settings: Path) -> dict[str, str]:
+        """The text of the tokens that begin and end a text, as the file `settings` beside this one says; empty where it does not."""
         if not settings.is_file():
-            return None
+            return dict(Tokenizer.chat_tokens)
         try:
             found = json.loads(settings.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it") from None
-        eos = found.get("eos_token") if isinstance(found, dict) else None
-        text = eos.get("content") if isinstance(eos, dict) else eos
-        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+        given = {name: found.get(name) if isinstance(found, dict) else None for name in Tokenizer.chat_tokens}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
+        return {name: text if isinstance(text, str) else "" for name, text in texts.items()}
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of the text: int32 ``[tokens]``."""

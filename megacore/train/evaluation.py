@@ -20,7 +20,7 @@ from megacore.train.loader import validation_batches
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over all targets. Every token of a corpus but the first is a target."""
+    """Sums over all targets. Every token of a corpus but the first is a target, if it is learned."""
 
     nats: float
     targets: int
@@ -28,8 +28,8 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """The mean negative log likelihood, in nats a token."""
-        return self.nats / self.targets
+        """The mean negative log likelihood, in nats a token; NaN if nothing that was read is learned."""
+        return self.nats / self.targets if self.targets else math.nan
 
     @property
     def perplexity(self) -> float:

@@ -143,4 +143,4 @@ class Inputs:
         known = [s for s in sidecars if s is not None]
         if len(known) < len(sidecars):
             return None
-        return sum(s.unigram_entropy * s.tokens for s in known) / sum(s.tokens for s in known)
+        return sum(s.unigram_entropy * (s.learned or s.tokens) for s in known) / sum(s.learned or s.tokens for s in known)

@@ -12,6 +12,7 @@ from megacore.config import Config
 from megacore.context_parallel.pieces import positions_of, runs_of
 from megacore.data.batches import dealt
 from megacore.data.documents import Bounds, document_positions, ignore_across, of_inputs
+from megacore.data.indexed import IGNORED
 from megacore.data.samples import EvalSamples
 from megacore.distributed.meeting import use_device
 from megacore.distributed.mesh import Mesh
@@ -24,6 +25,9 @@ class Stream(Protocol):
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
+
+    def learned(self, indices: np.ndarray) -> np.ndarray | None:
+        """Global sample indices ``[n]`` → which tokens of each are learned, bool ``[n, seq_len + 1]``; None: all."""
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:
         """Global sample indices ``[n]`` → the documents in the tokens of each sample."""
@@ -67,11 +71,12 @@ class Loader:
         train = self.config.train
         microbatches = []
         for indices in dealt(range(step, step + 1), self.mesh.sample_group.size, train)[0, self.mesh.sample_group.rank]:
-            tokens = self.stream.samples(indices)
+            tokens, learned = self.stream.samples(indices), self.stream.learned(indices)
+            targets = tokens[:, 1:] if learned is None else np.where(learned[:, 1:], tokens[:, 1:], IGNORED)
             bounds = self.stream.documents(indices) if self.config.data.document_mask else None
             position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
             key = key_of(train.seed, step, position)  # by its position in the global batch, which is the same in every layout
-            microbatches.append(microbatch_on(tokens[:, :-1], tokens[:, 1:], self.mesh, key, bounds))
+            microbatches.append(microbatch_on(tokens[:, :-1], targets, self.mesh, key, bounds))
         return microbatches
 
 

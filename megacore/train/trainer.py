@@ -75,6 +75,7 @@ class Trainer:
             raise ConfigError("log.dir", self.apart, SHARED)
 
         self.train_step = TrainStep(config, mesh, draw=False)
+        self.train_step.masks_targets |= inputs.stream.masked
         self.engine = self.train_step.engine
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step

@@ -315,7 +315,7 @@ def test_halves_without_a_missing_rank_are_asked_once() -> None:
 def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
-    mesh, ledger = SimpleNamespace(sample_group=SOLO, device=torch.device("cpu")), Ledger()
+    mesh, ledger = SimpleNamespace(sample_group=SOLO, cp=SOLO, device=torch.device("cpu")), Ledger()
     gone = threading.Event()
 
     class Remote:
@@ -323,6 +323,9 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
             if indices[0] >= config.train.global_batch_size:  # of the step read ahead
                 gone.wait(30)
             return np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64)
+
+        def learned(self, indices: np.ndarray) -> None:
+            pass
 
     loader = Loader(config, cast(Mesh, mesh), Remote())
     note_loader(loader, ledger)

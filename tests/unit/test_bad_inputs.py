@@ -84,6 +84,13 @@ def write_texts(tree: Path) -> None:
     (tree / "latin.json").write_bytes(b'{"model": "\xe9"}')
     (tree / "deep.jsonl").write_text('{"text": "a"}\n' + '{"text": ' * 100_000 + "\n")
     (tree / "digits.jsonl").write_text('{"text": ' + "1" * 5000 + "}\n")
+    answer = {"role": "assistant", "content": "b"}
+    for name, messages in (("role", [{"role": "bot", "content": "a"}, answer]), ("empty", [answer | {"content": ""}]), ("none", []),
+                           ("unanswered", [{"role": "user", "content": "a"}]), ("right", [answer])):  # fmt: skip
+        (tree / f"chat_{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tree / "plain.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    (tree / "broken.jinja").write_text("{% for m in messages %}")
+    (tree / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     for name, alpha in (("null", None), ("text", "x"), ("negative", -1.0), ("nan", float("nan"))):
         (tree / f"links_{name}.json").write_text(json.dumps({"lines": [LINE | {"alpha_seconds": alpha}]}))
     hosts = {"two": "localhost slots=1\nlocalhost slots=2\n", "none": "# none\n", "silent": "a.invalid slots=2\nb.invalid slots=2\n"}
@@ -95,12 +102,14 @@ def write_texts(tree: Path) -> None:
 
 def write_corpora(tree: Path) -> None:
     """Token files that are none."""
-    for name in ("pipe_bin", "pipe_idx", "side_folder", "side_pipe", "side_deep"):
+    for name in ("pipe_bin", "pipe_idx", "side_folder", "side_pipe", "side_deep", "mask_short", "mask_pipe"):
         for suffix in (".bin", ".idx"):
             shutil.copy(tree / f"data{suffix}", tree / f"{name}{suffix}")
     for file in ("pipe_bin.bin", "pipe_idx.idx", "side_pipe.json"):
         (tree / file).unlink(missing_ok=True)
         os.mkfifo(tree / file)
+    (tree / "mask_short.mask.bin").write_bytes(b"\1\0\1")
+    os.mkfifo(tree / "mask_pipe.mask.bin")
     (tree / "side_folder.json").mkdir()
     (tree / "side_deep.json").write_text("[" * 100_000)
     (tree / "endless.bin").write_bytes(b"\1\2")
@@ -176,6 +185,7 @@ def config(*words: str) -> tuple[str, ...]:
 
 
 EXPORT = ("export", "@run", "--format", "hf", "--output", "@out")
+PLAIN = ("--template", "@plain.jinja")
 TEXT = ("--input", "@text.txt", "--output", "@out/x", "--workers", "1", "--tokenizer")
 SUPERVISED = ("launch/pretrain.py", "--config", "@config.json")
 HUGE = "1" + "0" * 30
@@ -312,7 +322,20 @@ CONTENTS: list[tuple[str, tuple[str, ...], str]] = [
       for file in (".bin", ".idx")),
     *(("pretrain", config(f"data.train=@{name}"), f"data error: @{name}{file}: ") for name, file in (
         ("pipe_bin", ".bin"), ("pipe_idx", ".idx"), ("side_folder", ".json"), ("side_pipe", ".json"), ("side_deep", ".json"),
-        ("endless", ".idx"))),
+        ("endless", ".idx"), ("mask_short", ".mask.bin"), ("mask_pipe", ".mask.bin"))),
+    *(("prepare", ("--input", f"@{talk}", *TEXT[2:], "bytes", "--chat", *more), line) for talk, more, line in (
+        ("chat_role.jsonl", PLAIN, "data error: @chat_role.jsonl: line 1 has the unknown role 'bot' in message 1 (one of system, "),
+        ("chat_empty.jsonl", PLAIN, "data error: @chat_empty.jsonl: line 1 has an empty answer, message 1"),
+        ("chat_none.jsonl", PLAIN, "data error: @chat_none.jsonl: line 1 has no list of messages"),
+        ("chat_unanswered.jsonl", PLAIN, "line 1 has no answer: no message is of the role assistant"),
+        ("chat_right.jsonl", ("--template", "@fails.jinja"), "line 1 makes @fails.jinja fail: roles must alternate"),
+        ("chat_right.jsonl", ("--template", "@broken.jinja"), "data error: @broken.jinja: is no template: Unexpected end of template"),
+        ("chat_right.jsonl", ("--template", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
+        ("chat_right.jsonl", (), "config error: --template: there is no chat template beside bytes"),
+        ("deep.jsonl", PLAIN, "data error: @deep.jsonl: line 1 has no list of messages"),
+        ("text.txt", PLAIN, "data error: @text.txt: holds no conversations"))),
+    ("prepare", (*TEXT, "bytes", "--template", "@plain.jinja"), "config error: --template: only conversations have a template"),
+    ("prepare", ("--input", "@chat_right.jsonl", *TEXT[2:], "sentencepiece:300", "--chat"), "config error: --tokenizer: sentencepiece:300"),
     ("prepare", ("--input", "@deep.jsonl", *TEXT[2:], "bytes"), "data error: @deep.jsonl: line 2 has brackets nested too deep"),
     ("prepare", ("--input", "@digits.jsonl", *TEXT[2:], "bytes"), "@digits.jsonl: line 1 holds a number of too many digits"),
     ("prepare", ("--input", "@pipe", *TEXT[2:], "bytes"), "data error: @pipe: cannot be read: Not a plain file"),

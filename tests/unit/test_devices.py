@@ -86,7 +86,8 @@ def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
     """A thread begins with the first GPU that it sees: pinning a batch there would take 500 MiB of another rank's memory."""
     device = torch.device("cuda", 3)
     monkeypatch.setattr(loader_module, "microbatch_on", lambda *batch: batch)
-    stream = SimpleNamespace(samples=lambda indices: np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64))
+    whole = config.train.seq_len + 1
+    stream = SimpleNamespace(samples=lambda indices: np.zeros((len(indices), whole), dtype=np.int64), learned=lambda indices: None)
     loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device), stream)  # type: ignore[arg-type]
     loader.step(1)
     loader.step(2)

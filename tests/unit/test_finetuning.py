@@ -1,6 +1,8 @@
 """Fine-tuning goes as docs/finetuning.md says, command by command; what does not fit is named all at once."""
 
 import json
+import math
+import random
 import re
 import shlex
 from pathlib import Path
@@ -9,10 +11,11 @@ import pytest
 import torch
 
 from megacore.checkpoint import Reader, locate
-from megacore.config import Config
+from megacore.config import Config, load
 from megacore.config.load import parse_override
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
+from megacore.interchange.families import family_for_hf
 from tests.checkpoints import save
 from tests.commands import ROOT, run_script
 from tests.conversion import random_run
@@ -65,9 +68,12 @@ COMMANDS = [shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", DOCU
 FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows
 
 
+TEXT, CHAT = COMMANDS[:7], COMMANDS[7:]
+
+
 def play(command: list[str], folder: Path, *more: str) -> str:
     """A command of the document, with its files in `folder`; returns what it says."""
-    words = [re.sub(r"(?<![\w.])(runs/|data/|models/|my\.txt)", lambda found: f"{folder}/{found[1]}", word) for word in command]
+    words = [re.sub(r"(?<![\w.])(runs/|data/|models/|my\.txt|my\.jsonl)", lambda found: f"{folder}/{found[1]}", word) for word in command]
     assert words[0] == "python"
     done = run_script(words[1], *words[2:], *more)
     assert done.returncode == 0, (words, done.stderr)
@@ -78,7 +84,7 @@ def test_the_document_can_be_typed(tmp_path: Path) -> None:
     """From an exported run of a byte-level tokenizer to a fine-tuned model that is exported again."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    steps = [command[1].removeprefix("launch/") + f" {command[2]}" * ("checkpoint" in command[1]) for command in COMMANDS]
+    steps = [command[1].removeprefix("launch/") + f" {command[2]}" * ("checkpoint" in command[1]) for command in TEXT]
     last = ["generate.py", "evaluate.py", "checkpoint.py export"]
     assert steps == ["checkpoint.py export", "checkpoint.py import", "prepare.py", "pretrain.py", *last]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -106,3 +112,54 @@ def test_the_document_can_be_typed(tmp_path: Path) -> None:
     play(COMMANDS[6], tmp_path)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "models/gpt2_finetuned" / file).read_bytes() == (tmp_path / "own" / file).read_bytes()
+
+
+def test_the_example_of_instructions_is_its_model() -> None:
+    """configs/finetune_chat.json would refuse the model that it is for, SmolLM2-135M-Instruct as it is published."""
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    rope = {"max_position_embeddings": 8192, "rope_theta": 100000, "rope_scaling": None, "rope_interleaved": False}
+    published = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "is_llama_config": True} | sizes | rope
+    published |= {"num_key_value_heads": 3, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False}
+    config = load(str(ROOT / "configs/finetune_chat.json"), []).config
+    imported, ours = family_for_hf(published, "config.json").read(published), config.model.model_dump()
+    assert {key: ours[key] for key in imported} == imported and config.checkpoint.weights == "runs/chat"
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_instructions_can_be_typed(tmp_path: Path) -> None:
+    """From a model of the Llama family with a chat template to the loss of its answers, which must fall far below the questions'."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    assert [command[1].removeprefix("launch/") for command in CHAT] == ["checkpoint.py", "prepare.py", "pretrain.py", "evaluate.py"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}, []))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    more = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "chat_template": TEMPLATE}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **more).save_pretrained(tmp_path / "models/chat")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(llama).save_pretrained(tmp_path / "models/chat")
+    draw = random.Random(0)
+    questions = ["".join(draw.choices("abcdefgh", k=12)) for _ in range(200)]  # which nobody can predict
+    talk = ([{"role": "user", "content": q}, {"role": "assistant", "content": "Yes."}] for q in questions)
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talk))
+
+    play(CHAT[0], tmp_path)
+    assert "tokens of answers, which are learned" in play(CHAT[1], tmp_path)
+    mask = (tmp_path / "data/chat.mask.bin").read_bytes()
+    learned = len("Yes.") + 2  # the token that ends the turn, and the template's newline
+    assert sum(mask) % learned == 0 and sum(mask) / len(mask) == pytest.approx(learned / (learned + len("user\nassistant\n") + 12 + 4))
+    play(CHAT[2], tmp_path, *FEW)
+    losses = [json.loads(line).get("loss") for line in (tmp_path / "runs/chat_finetuned/metrics.jsonl").read_text().splitlines()]
+    assert losses[0] > 4 and [loss for loss in losses if loss][-1] < 0.5
+    play(CHAT[3], tmp_path, "--json", f"{tmp_path}/figures.json")
+    found = json.loads((tmp_path / "figures.json").read_text())
+    valid = (tmp_path / "data/chat_valid.mask.bin").read_bytes()
+    assert found["targets"] == sum(valid) and found["nats_per_token"] < 0.5 < 12 * math.log(8) / 28, "less than the questions' alone"

@@ -263,6 +263,7 @@ HARDWARE = {
     "gpt_tiny": (1, 2),
     "shakespeare_char": (1, 2),
     "finetune_gpt2": (1, 8),
+    "finetune_chat": (1, 16),
     "gpt_124m": (1, 24),
     "gpt_350m": (1, 24),
     "gpt_1b": (1, 80),

@@ -17,7 +17,7 @@ from megacore.data import batches, coverage
 from megacore.data.coverage import Epoch, Finding, Leg
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import SampleStream, training_stream, visits
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.errors import UserError
 from megacore.train.loader import Loader
 
@@ -70,7 +70,7 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
     stream = training_stream(resolved)
     for rank in range(data_size):
         dp = Group("dp", tuple(range(data_size)), rank)
-        mesh = SimpleNamespace(sample_group=dp, device=torch.device("cpu"))
+        mesh = SimpleNamespace(sample_group=dp, cp=SOLO, device=torch.device("cpu"))
         loader = Loader(resolved, cast(Mesh, mesh), stream)
         for step in (4, 5):
             for j, microbatch in enumerate(loader.step(step)):
