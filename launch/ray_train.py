@@ -41,11 +41,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}")
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--workers", type=workers_of, metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)")
+    parser.add_argument("--workers", metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)")
     parser.add_argument("--cpus", type=int, default=1, metavar="N", help="CPU cores for each worker (1)")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="gives up after so many failures (3); -1: never")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
     args = parser.parse_intermixed_args(argv)
+    args.workers = None if args.workers is None else workers_of(args.workers)
     for option, least in (("cpus", 1), ("restarts", -1)):
         if getattr(args, option) < least:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", f"{least} or more")

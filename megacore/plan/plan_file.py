@@ -50,7 +50,7 @@ def parse(content: Any) -> Plan:
     if not all(type(stage) is int for row in placement for stage in row):
         raise ValueError("placement must have stages, which are whole numbers")
     held = sorted(stage for row in placement for stage in row)
-    if held != list(range(len(held))) or len({len(row) for row in placement}) != 1 or len(placement) != len(actions):
+    if not held or held != list(range(len(held))) or len({len(row) for row in placement}) != 1 or len(placement) != len(actions):
         raise ValueError("each of the stages 0, 1, 2, … must have one place, and each rank as many")
     rows = (tuple(_action(rank, text, len(placement[rank])) for text in row) for rank, row in enumerate(actions))
     return Plan(tuple(rows), tuple(map(tuple, placement)))

@@ -34,6 +34,7 @@ FAULTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "another version": (lambda c: c.update(version=2), "it must be an object with version 1"),
     "no actions": (lambda c: c.pop("actions"), "actions must be a list of a list for each rank"),
     "a stage twice": (lambda c: c.update(placement=[[0], [0]]), "each of the stages 0, 1, 2, … must have one place"),
+    "no stage": (lambda c: c.update(placement=[[], []], actions=[[], []]), "each of the stages 0, 1, 2, … must have one place"),
     "no such letter": (first_row(lambda row: row.append("X0.0")), 'pp rank 0 has the action "X0.0", which is none like F0.0'),
     "no such chunk": (first_row(lambda row: row.append("F0.1")), 'pp rank 0 has the action "F0.1"'),
     "no text": (first_row(lambda row: row.append(1)), "pp rank 0 has the action 1"),
