@@ -15,7 +15,7 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange import settings
 from megacore.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
-TRAINING_KEYS = {"dropout", "attention", "init_std"}  # of our model section: no part of the function
+TRAINING_KEYS = {"dropout", "attention", "init_std", "kernels", "chunked_loss"}  # of our model section: no part of the function
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def test_a_model_that_no_family_has_is_not_exported(model: dict[str, Any], key: 
         (RMS | {"qk_norm": True, "head_size": 64}, "Qwen3ForCausalLM"),
         (RMS | {"attention_scale": 0.1}, "GraniteForCausalLM"),
         (RMS | {"hidden_size": 34, "head_size": 8}, "MistralForCausalLM"),  # LlamaConfig wants hidden sizes that heads divide
-        (RMS | {"dropout": 0.3, "attention": "eager"}, "LlamaForCausalLM"),  # no part of the function
+        (RMS | {"dropout": 0.3, "attention": "eager", "kernels": "eager", "chunked_loss": True}, "LlamaForCausalLM"),  # free
     ],
 )
 def test_the_family_of_a_config(model: dict[str, Any], architecture: str) -> None:
