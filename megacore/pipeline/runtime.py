@@ -30,6 +30,11 @@ class Microbatch:
     documents: Documents | None = None  # if attention stays within them: where they begin in each sequence
     positions: Tensor | None = None  # of its tokens, each in its document, like the inputs; None: those in the sequence
 
+    @property
+    def apart(self) -> dict[str, Any]:
+        """What a stage is told if attention stays within documents."""
+        return {} if self.documents is None else {"documents": self.documents, "positions": self.positions}
+
 
 Key = tuple[int, int]  # microbatch, chunk
 TAKES = {Op.FORWARD: Op.RECV_ACTIVATION, Op.BACKWARD: Op.RECV_GRADIENT, Op.BACKWARD_INPUT: Op.RECV_GRADIENT}  # messages by who takes them
@@ -101,8 +106,8 @@ class Runtime:
         stage, microbatch = self.stages[chunk], self.batch[action.microbatch]
         x = microbatch.inputs if stage.first else self.inputs[key].requires_grad_(stage.training)
         with torch.set_grad_enabled(stage.training):
-            targets, where = microbatch.targets if stage.last else None, (microbatch.documents, microbatch.positions)
-            output = self.modules[chunk](x, microbatch.key, None, targets, *where)
+            targets = microbatch.targets if stage.last else None
+            output = self.modules[chunk](x, microbatch.key, targets=targets, **microbatch.apart)
         if stage.last:
             self.loss += output.detach()
         else:
