@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from megacore.config.load import smallest_world
 from megacore.distributed.place import HOSTFILE, named_hostfile
 from megacore.errors import ConfigError
 from megacore.files import read_text
+from megacore.plan.partition import plan_of
 
 PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
 PROBE_SECONDS = 15.0
@@ -87,7 +89,8 @@ def check_ranks(hosts: dict[str, int], config: str, overrides: list[str]) -> Non
     needed, there = smallest_world(config, overrides), sum(hosts.values())
     if needed > there:
         p = load_any(config, overrides).parallel
-        layout = f"tensor {p.tensor} × pipeline {p.pipeline} × data {p.data}"
+        context = f" × context {p.context}" if p.context > 1 else ""
+        layout = f"tensor {p.tensor} × pipeline {p.pipeline}{context} × data {p.data}"
         raise ConfigError("--hostfile", f"its hosts have {there} slots, and the config needs {needed} ranks ({layout})", "more hosts")
 
 
@@ -204,12 +207,19 @@ class Fleet:
 
 def plan(config: str, overrides: list[str], ranks: int) -> Planned:
     """The layout of a run on at most `ranks` ranks. It is the config's own if that uses most of the ranks; otherwise, of the layouts
-    that use the most ranks, the one most like it. The global batch stays; microbatches may become smaller.
+    that use the most ranks, the one most like it. The global batch stays; microbatches may become smaller, context ranks fewer, and where
+    a schedule from a file does not fit, 1F1B takes its place.
 
     Raises:
         ConfigError: no layout fits.
     """
     own = load_any(config, overrides)
+    if own.parallel.schedule.startswith("file:"):
+        if (planned := fits(config, overrides, own, ranks, own.parallel.tensor, own.parallel.pipeline)) is not None:
+            return planned
+        other = ["parallel.schedule=1f1b", "parallel.chunks=null"]
+        found = plan(config, [*overrides, *other], ranks)
+        return Planned(found.ranks, [*found.overrides, *other])
     shape = (own.parallel.tensor, own.parallel.pipeline)
     for used in range(ranks, int(KEPT * ranks) - 1, -1):
         if (planned := fits(config, overrides, own, used, *shape)) is not None:
@@ -238,10 +248,13 @@ def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int
     """The layout on exactly `ranks` ranks with the largest microbatch that the config allows there, if any."""
     if ranks < 1 or ranks % (tensor * pipeline):
         return None
-    for size in reversed(divisors(own.train.micro_batch_size)):
+    for context, size in product(*(reversed(divisors(most)) for most in (own.parallel.context, own.train.micro_batch_size))):
         laid = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", "parallel.data=auto", f"train.micro_batch_size={size}"]
+        laid += [f"parallel.context={context}"] if own.parallel.context > 1 else []
         try:
-            load(config, [*overrides, *laid], ranks)
+            resolved = load(config, [*overrides, *laid], ranks).config
+            if resolved.parallel.schedule.startswith("file:"):
+                plan_of(resolved)
         except ConfigError:
             continue
         return Planned(ranks, laid)

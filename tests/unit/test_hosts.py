@@ -44,6 +44,26 @@ def test_a_layout_is_found_for_what_is_left(config: str, layout: tuple[int, int]
     assert there.train.global_batch_size == TRAIN["global_batch_size"]
 
 
+def test_context_ranks_become_fewer(config: str) -> None:
+    """A run over long texts would end for good with the host that held a part of its sequences."""
+    for ranks, context, data in ((4, 4, 1), (2, 2, 1), (1, 1, 1), (8, 4, 2)):
+        planned = plan(config, ["parallel.context=4"], ranks)
+        there = load(config, ["parallel.context=4", *planned.overrides], planned.ranks).config.parallel
+        assert (planned.ranks, there.context, there.data) == (ranks, context, data)
+
+
+def test_a_schedule_from_a_file_gives_way(config: str, tmp_path: Path) -> None:
+    """A plan is for so many ranks and microbatches; on others every rank would refuse it, and no restart would help."""
+    file = tmp_path / "plan.json"
+    own = ["parallel.pipeline=2", "parallel.schedule=zb_h1"]
+    assert run_script("launch/plan.py", "--config", config, *own, "--write", str(file)).returncode == 0
+    overrides = ["parallel.pipeline=2", f"parallel.schedule=file:{file}"]
+    assert not any("schedule" in word for word in plan(config, overrides, 2).overrides)
+    planned = plan(config, overrides, 1)
+    there = load(config, [*overrides, *planned.overrides], planned.ranks).config
+    assert (planned.ranks, there.parallel.schedule) == (1, "1f1b")
+
+
 def test_no_machine_is_no_layout(config: str) -> None:
     with pytest.raises(ConfigError, match="no layout fits on 0 ranks"):
         plan(config, [], 0)
