@@ -18,9 +18,9 @@ THIRDS = ("zb_h1", "zb_v", "v_half")  # rows in which F = B = W
 
 
 def rows() -> dict[str, list[str]]:
-    """The cells behind each schedule's name."""
+    """The cells behind each schedule's name in the page's first table."""
     lines = [line.strip("| \n").split(" | ") for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    return {cells[0].strip("`"): cells[1:] for cells in lines}
+    return {cells[0].strip("`"): cells[1:] for cells in reversed(lines)}  # of equal names the first remains
 
 
 def value(cell: str, **names: int) -> Fraction:
