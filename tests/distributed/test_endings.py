@@ -119,11 +119,12 @@ IMPORTS_TORCH = {
     "generate.py": ["--checkpoint", "nothing"],
     "verify.py": TINY,
 }
+WITHOUT_TORCH = {"figures", "heartbeats", "planner"}
 IMPORTS = [  # compare.py imports nothing before it has read the runs
     *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in {*IMPORTS_TORCH, "prepare.py", "compare.py"}),
     ("numpy", ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"]),
     *(("torch", [f"launch/{script}", *arguments]) for script, arguments in IMPORTS_TORCH.items()),
-    *(("torch", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS if name != "figures"),  # which draws without torch
+    *(("torch", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS if name not in WITHOUT_TORCH),
 ]
 
 

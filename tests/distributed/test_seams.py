@@ -21,7 +21,7 @@ from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.initial import initialise
-from megacore.plan import generators, schedule
+from megacore.plan import generators, partition, schedule
 from megacore.plan.schedule import Action, Op, Placement, Plan, looped
 from megacore.plan.validate import validate
 from tests import training
@@ -162,6 +162,7 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
     def generator(ranks: int, microbatches: int, chunks: int) -> Plan:
         return in_ticks(PLACEMENTS[name](ranks), microbatches)
 
+    partition._placed.cache_clear()  # which knows the placement of the case before
     with mock.patch.dict(generators.GENERATORS, {"1f1b": generator}):
         return train(config, Mesh(config, place, CPU))
 

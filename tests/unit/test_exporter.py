@@ -203,7 +203,7 @@ def test_parts_of_a_step() -> None:
     parts.idle = 0.25
     waits = {"pp": 2.0, "dp between hosts": 2.0, "dp within a host": 4.0, "pp×tp": 1.0, "world": 1.0, "data": 0.5}
     found = dict(zip(parts.names, parts.of(2.0, waits, 2, {"tp": 3.0}), strict=True))
-    assert found == {"bubble": 0.5, "data": 0.25, "pp": 0.5, "tp": 3.0, "dp": 3.0, "tied": 0.0, "world": 1.0}
+    assert found == {"bubble": 0.5, "data": 0.25, "pp": 0.5, "tp": 3.0, "cp": 0.0, "dp": 3.0, "tied": 0.0, "world": 1.0}
     found = dict(zip(parts.names, parts.of(8.0, waits, 2, {}), strict=True))  # the bubble is more than the waits for the pipeline
     assert found["bubble"] == 2.0 and found["pp"] == 0.0 and found["world"] == 0.0 and found["dp"] == 3.0
     with_more = resolve({"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2).config
