@@ -39,7 +39,7 @@ from megacore.tensor_parallel.gradient import Part
 
 EXAMPLE = "python -m benchmarks.schedules --output schedules.json"
 ROOT = Path(__file__).resolve().parents[1]
-WORK = 0.045  # seconds of a stage's forward, and of each half of its backward
+WORK = 0.040  # seconds of a rank's forward, and of each half of its backward; with two chunks half of it for each
 UNEVEN = 1.25  # the longest over the shortest, where stages differ
 PINGS = 50
 LATE = 0.0003  # seconds: more than a process is woken late
@@ -100,10 +100,11 @@ class SleepingEngine(Engine):
         pass
 
 
-def seconds_of(stages: int, uneven: bool) -> tuple[list[float], list[float], list[float]]:
+def seconds_of(stages: int, ranks: int, uneven: bool) -> tuple[list[float], list[float], list[float]]:
     """What every stage sleeps in its forward and in the halves of its backward, the same on every rank."""
     rng = random.Random(stages)
-    forward, inputs, weights = ([WORK * (rng.uniform(1.0, UNEVEN) if uneven else 1.0) for _ in range(stages)] for _ in range(3))
+    each = WORK * ranks / stages
+    forward, inputs, weights = ([each * (rng.uniform(1.0, UNEVEN) if uneven else 1.0) for _ in range(stages)] for _ in range(3))
     return forward, inputs, weights
 
 
@@ -153,7 +154,7 @@ def here(args: argparse.Namespace, place: Place) -> int:
     for uneven in (False, True):
         for name in GENERATORS:
             plan = build(name, ranks, config.num_microbatches, CHUNKS[name])
-            forward, inputs, weights = seconds = seconds_of(plan.stages, uneven)
+            forward, inputs, weights = seconds = seconds_of(plan.stages, ranks, uneven)
             whole = [a + b for a, b in zip(inputs, weights, strict=True)]
             expected = simulate(plan, forward, whole, transfer, weight=weights)
             found = [measured(plan, config, mesh, seconds) for _ in range(1 + args.rounds)][1:]  # the first step also starts threads
