@@ -19,7 +19,7 @@ def test_fake_ranks_have_the_groups_of_real_ones() -> None:
     assert len(placement_of(config)) == 2
     for rank in range(8):
         with fake_rank(config, rank, 8) as mesh:
-            assert mesh.coordinates == {"pp": rank // 4, "dp": rank // 2 % 2, "tp": rank % 2}
+            assert mesh.coordinates == {"pp": rank // 4, "dp": rank // 2 % 2, "cp": 0, "tp": rank % 2}
             assert mesh.tp.ranks == (rank - rank % 2, rank - rank % 2 + 1) and mesh.tp.process_group is not None
 
 
