@@ -319,7 +319,7 @@ def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
 
 def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
     """Keys follow the place in the global batch, not the rank: else dropout would repeat, or depend on the layout."""
-    stream: Any = SimpleNamespace(samples=lambda indices: np.repeat(indices[:, None], 17, 1))
+    stream: Any = SimpleNamespace(samples=lambda indices: np.repeat(indices[:, None], 17, 1), learned=lambda indices: None)
 
     def keys(data: int) -> dict[tuple[int, int], int]:
         config = configure(f"parallel.data={data}", world=data)

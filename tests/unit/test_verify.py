@@ -76,11 +76,12 @@ def test_what_is_no_layout_is_refused(name: str) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path) -> None:
     """If a kind, a tie or a remainder were lost, verify would prove another model than the user's."""
-    layouts = [parse(name) for name in DEFAULT]
     user = load_whole(str(path), [])
+    layouts = [layout for layout in map(parse, DEFAULT) if impossible(layout, user) is None]
+    odd_heads = path.stem == "finetune_chat"  # 9 heads, 3 of keys and values: no two tensor ranks divide them
+    assert [layout.name for layout in layouts] == [name for name in DEFAULT if not (odd_heads and "tp" in name)]
     case = write_case(tmp_path, shrink(user, layouts, 3, "fp64"))
     for layout in layouts:
-        assert impossible(layout, user) is None
         small = load(str(case), layout.overrides(), layout.world).config
     kinds = ("block", "norm", "activation", "position", "bias", "tie_embeddings", "qkv_bias", "qk_norm", "dropout")
     assert [getattr(small.model, kind) for kind in kinds] == [getattr(user.model, kind) for kind in kinds]
