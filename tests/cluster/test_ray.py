@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"Ray: {WHY_NOT}")
 STEPS = 20
 WORKERS = 4
 CPUS = 2  # of a node
-PATIENCE = 240.0  # seconds, on a busy machine
+PATIENCE = 480.0  # seconds, on a busy machine
 COUNTED_AFTER = 25.0  # seconds; Ray looks for new nodes every 20
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"}
