@@ -49,8 +49,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--rates", default="1gbit,unlimited", metavar="RATE,…", help="of the link, as tc writes them; empty: none (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each timed run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="in each of which every setting runs once (%(default)s)")
     parser.add_argument("--loss-steps", type=int, default=200, metavar="N", help="of each run whose loss counts; 0: none (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="adds the figures to this file")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="writes the figures, beside those of the other kind and rates if the file has them"
+    )
     return parser.parse_args(argv)
 
 
@@ -101,6 +104,32 @@ def predicted(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {name: sent for name, sent in sent_by_group(rank_traffic(config, RANKS)[0]).items() if name.startswith("dp")}
 
 
+def timed(
+    link: Hosts, folder: Path, common: dict[str, dict[str, Any]], rate: str, variant: tuple[str, int], steps: int, speeds: list[float]
+) -> dict[str, Any]:
+    """One run of a setting. Adds its speed, that of its median step, to `speeds`, and returns the result's row with all of them."""
+    dtype, levels = variant
+    settings = merged(common, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
+    lines, bytes_sent = train(link, folder, settings, steps)
+    speeds.append(median(line["tokens_per_second"] for line in lines[SKIPPED:]))
+    return {
+        "link": rate,
+        "dtype": dtype,
+        "levels": levels,
+        "tokens_per_second": sorted(speeds),
+        "link_bytes_per_step": bytes_sent / steps,
+        "predicted_bytes_per_rank": predicted(settings),
+    }
+
+
+def kept(file: Path, kind: str, figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of `kind` that `file` has of an earlier call and this one has not measured."""
+    if not file.exists():
+        return []
+    measured = {row.get("link") for row in figures[kind]}
+    return [row for row in json.loads(file.read_text())[kind] if row.get("link") not in measured]
+
+
 def run(argv: list[str]) -> None:
     """Measures, and prints a line for each run."""
     args = parse(argv)
@@ -114,18 +143,15 @@ def run(argv: list[str]) -> None:
         common = merged(SETTINGS, {"data": {"train": f"{folder}/code"}})
         for rate in filter(None, args.rates.split(",")):
             limit(link, rate)
-            for dtype, levels in VARIANTS:
-                settings = merged(common, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
-                lines, bytes_sent = train(link, folder, settings, args.steps)
-                speeds = sorted(line["tokens_per_second"] for line in lines[SKIPPED:])
-                row: dict[str, Any] = {"link": rate, "dtype": dtype, "levels": levels, "tokens_per_second": speeds}
-                row |= {"link_bytes_per_step": bytes_sent / args.steps, "predicted_bytes_per_rank": predicted(settings)}
-                figures["speed"].append(row)
-                megabytes = row["link_bytes_per_step"] / 1e6
-                print(
-                    f"{rate:>10} {dtype} {levels}: {median(speeds):.0f} tokens/s, best {speeds[-1]:.0f}, {megabytes:.1f} MB a step",
-                    flush=True,
-                )
+            speeds: dict[tuple[str, int], list[float]] = {variant: [] for variant in VARIANTS}
+            rows = []
+            for _ in range(args.rounds):  # settings take turns, so that what else the machine does meets all of them
+                rows = [timed(link, folder, common, rate, variant, args.steps, speeds[variant]) for variant in VARIANTS]
+            figures["speed"] += rows
+            for row in rows:
+                speed, megabytes = row["tokens_per_second"], row["link_bytes_per_step"] / 1e6
+                found = f"{median(speed):.0f} tokens/s ({speed[0]:.0f} to {speed[-1]:.0f}), {megabytes:.1f} MB a step"
+                print(f"{rate:>10} {row['dtype']} {row['levels']}: {found}", flush=True)
         limit(link, "unlimited")
         for dtype, levels in VARIANTS if args.loss_steps else []:
             settings = merged(common, SMALL, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
@@ -137,6 +163,7 @@ def run(argv: list[str]) -> None:
                 flush=True,
             )
     if args.out is not None:
+        figures |= {kind: kept(args.out, kind, figures) + figures[kind] for kind in ("speed", "loss")}
         args.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
