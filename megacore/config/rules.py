@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
-from megacore.config.schema import CHUNKS, Config, Llama3Rope, YarnRope, resolved
+from megacore.config.schema import CHUNKS, V_SHAPED, Config, Llama3Rope, YarnRope, resolved
 from megacore.errors import ConfigError
 from megacore.files import read_text
 
@@ -299,7 +299,7 @@ def check_fsdp(config: Config) -> None:
         return
     if engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "fsdp divides the optimizer's state in any case", "false")
-    both_ends = config.chunks > 1 and (config.parallel.schedule in ("zb_v", "v_half") or config.parallel.pipeline == 1)
+    both_ends = config.chunks > 1 and (config.parallel.schedule in V_SHAPED or config.parallel.pipeline == 1)
     if ranks > 1 and config.model.tie_embeddings and both_ends:
         wrong = f"{config.parallel.schedule} gives one rank both ends, and fsdp cannot divide the embedding that they share"
         raise ConfigError("parallel.schedule", wrong, "1f1b, model.tie_embeddings=false, or engine.kind=native")

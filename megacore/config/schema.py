@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 # The chunks of the model that a rank has under each schedule; under `interleaved` at least.
-CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2, "v_half": 2}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2, "v_half": 2, "v_min": 2}
+V_SHAPED = ("zb_v", "v_half", "v_min")  # the chunks go there and back: the first rank has both ends of the model
 
 
 def resolved(value: T | None) -> T:
@@ -141,9 +142,9 @@ class Parallel(Section):
         "auto: what sends least, see docs/long_texts.md",
     )
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half", "auto"] | PlanFile = Field(
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half", "v_min", "auto"] | PlanFile = Field(
         "1f1b",
-        description="docs/schedules.md compares them; zb_h1, zb_v and v_half leave weights' gradients for gaps in the pipeline; "
+        description="docs/schedules.md compares them; some leave weights' gradients for gaps in the pipeline; "
         "auto: the fastest that a search finds; file: a plan of your own",
     )
     chunks: PositiveInt | None = Field(

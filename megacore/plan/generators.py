@@ -1,7 +1,7 @@
 """The known schedules: for every rank of a pipeline, the order of its forwards and backwards.
 
 A generator takes the number of ranks, of microbatches and of chunks a rank, and returns a plan of compute actions; `lower` adds the
-rest. To add a schedule: write a generator, and enter it in `GENERATORS`. The tests validate, simulate and run every entry.
+rest. CONTRIBUTING.md says how to add one.
 
 Below, p is the number of ranks and m that of microbatches.
 """
@@ -97,16 +97,26 @@ def v_half(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
     return in_v(ranks, microbatches, there=2, back=1, most=2 * ((ranks + 2) // 2), eager=False)
 
 
-def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager: bool) -> Plan:
+def v_min(ranks: int, microbatches: int, chunks: int = 2) -> Plan:
+    """V-Min (Qi et al. 2024): two thirds of the bubble of 1F1B with a third of its memory: a rank holds at most 2⌊(p + 4)/3⌋ halves.
+
+    If 3 divides p, a pattern's forwards and the next one's backwards would fall on the same times. A pause between the two parts them.
+    """
+    assert chunks == 2
+    return in_v(ranks, microbatches, there=1, back=1, most=2 * ((ranks + 4) // 3), eager=False, pause=int(ranks % 3 == 0))
+
+
+def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager: bool, pause: int = 0) -> Plan:
     """A plan of two chunks in a V, with split backwards, made from a repeated pattern (Qi et al. 2024, "building block").
 
     In units of one part of a chunk's work, the pattern of a microbatch moves from rank to rank `there` units later towards the last
-    rank, and `back` units later towards the first, forward and backward alike; the next pattern begins 6 units later. That gives a
-    rank's order of forwards and inputs' backwards, which begin as soon as they can; weights' backwards go where a rank would wait
-    otherwise. A rank holds at most `most` forwards. If `eager`, it begins the first chunk of later microbatches where it would wait.
+    rank, and `back` units later towards the first, forward and backward alike, with `pause` units between forward and backward; the
+    next pattern begins 6 units later. That gives a rank's order of forwards and inputs' backwards, which begin as soon as they can;
+    weights' backwards go where a rank would wait otherwise. A rank holds at most `most` forwards. If `eager`, it begins the first
+    chunk of later microbatches where it would wait.
     """
     turn = there * (ranks - 1) + 1  # when the last rank begins the second chunk
-    loss = turn + back * (ranks - 1) + 1  # when the first rank begins to go backward
+    loss = turn + back * (ranks - 1) + 1 + pause  # when the first rank begins to go backward
     end = loss + there * (ranks - 1) + 1
     todo = []
     for i in range(ranks):
@@ -159,6 +169,7 @@ GENERATORS: dict[str, Generator] = {
     "zb_h1": zb_h1,
     "zb_v": zb_v,
     "v_half": v_half,
+    "v_min": v_min,
 }
 
 

@@ -21,6 +21,7 @@ The step has as many of these as microbatches, and then
 import math
 from dataclasses import dataclass
 
+from megacore.config.schema import V_SHAPED
 from megacore.plan.devices import Cluster, Device
 from megacore.plan.operations import Machine
 from megacore.plan.partition import split_layers
@@ -30,8 +31,7 @@ from megacore.plan.setting import Setting
 BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
 # The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
 # gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
-BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2}
-FOLDED = ("zb_v", "v_half")  # a rank's second stage stands as far from the last as its first does from the first
+BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def predict(s: Setting, device: Device, cluster: Cluster, profile: Profile) -> P
     machine = Machine(device, cluster, profile)
     stages = cut(s, profile.stages)
     block, head = block_work(s, machine), head_work(s, machine)
-    held = [[stages[rank], stages[-1 - rank]] if s.schedule in FOLDED else stages[rank :: s.pipeline] for rank in range(s.pipeline)]
+    held = [[stages[rank], stages[-1 - rank]] if s.schedule in V_SHAPED else stages[rank :: s.pipeline] for rank in range(s.pipeline)]
     works = [block * sum(st.blocks for st in own) + head * sum(st.head for st in own) for own in held]
     times = [work.host_bound() for work in works]
     host = profile.microbatch_host

