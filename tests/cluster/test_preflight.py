@@ -271,7 +271,9 @@ def test_a_dry_run_prints_what_a_launch_does(two: Hosts, folder: Path) -> None:
     teller = folder / "tell.py"
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     teller.write_text(
-        f"import os,sys\nprint('told', *(n+'='+os.environ[n] for n in {names}), sys.executable, '-u', *sys.argv, os.environ['NCCL_DEBUG'])"
+        f"import os, sys\nvariables = [name + '=' + os.environ[name] for name in {names}]\n"
+        "line = ['told', *variables, sys.executable, '-u', *sys.argv, os.environ['NCCL_DEBUG']]\n"
+        "sys.stdout.write(' '.join(line) + '\\n')\n"  # in one write: the ranks of a host share a pipe
     )
     words = [str(teller) if word.endswith("pretrain.py") else word for word in lines[0].removeprefix("here: ").split()]
     done = two.run(0, *words, cwd=folder)
