@@ -2,7 +2,8 @@
 
 Of each size: the median time of the slowest rank; the algorithm bandwidth, bytes of the whole over time; and the bus bandwidth, bytes that
 a rank of a ring sends over time, which can be held against a link's. The line is α + β · bytes that a rank sends, fitted to small
-and large messages alike (least squares of the relative error); `python launch/plan.py --links FILE.json` predicts with it.
+and large messages alike (least squares of the relative error). `--cluster-file` writes the lines of gathers as the links that
+`python launch/plan.py --cluster FILE.json` predicts with.
 
 NCCL's own settings are printed as they are, and none is changed.
 """
@@ -13,6 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,12 +32,24 @@ from megacore.distributed.comm import all_gather, all_reduce, reduce_scatter
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-from megacore.plan.traffic import Line, ring_share
+from megacore.plan.traffic import ring_share
 from megacore.survive.failure import fail
 
 EXAMPLE = "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest 16 parallel.tensor=2"
 SMALLEST = 1024  # bytes
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time of one call: `alpha` seconds, and `beta` more for every byte that a rank sends (Hockney 1994)."""
+
+    alpha: float
+    beta: float
+
+    def seconds(self, sent_bytes: float) -> float:
+        """The time of a call."""
+        return self.alpha + self.beta * sent_bytes
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -153,7 +167,7 @@ def measure(mesh: Mesh, largest: int, repeat: int, say: Callable[[str], None]) -
                     }
                 )
             line = fit(points)
-            error = max(abs(line.seconds(1, sent) / time - 1) for sent, time in points)
+            error = max(abs(line.seconds(sent) / time - 1) for sent, time in points)
             lines.append(
                 {
                     "group": group.name,

@@ -1,7 +1,6 @@
 """Predicts a run's memory, traffic and pipeline bubble, on any machine, without a device."""
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -14,11 +13,12 @@ from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
-from megacore.files import read_text
+from megacore.plan.buckets import data_ranks_of_a_host
 from megacore.plan.calibrate import calibrate
 from megacore.plan.devices import Cluster, Device, cluster_names, device_names, read_cluster, read_device
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import rank_memory
+from megacore.plan.operations import Machine
 from megacore.plan.parameters import parameters, rank_parameters
 from megacore.plan.partition import alternatives, measured, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plan_file import write_plan
@@ -27,12 +27,10 @@ from megacore.plan.profile import profile
 from megacore.plan.setting import setting_of
 from megacore.plan.simulate import Timeline, peak_live
 from megacore.plan.step_time import predict
-from megacore.plan.traffic import Line, rank_traffic, seconds_by_group, sent_by_group
+from megacore.plan.traffic import rank_traffic, seconds_by_group, sent_by_group
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-Lines = dict[tuple[str, str], Line]  # by group and operation
 
 OF_SEARCH = ("memory_gib", "tokens", "price")  # options that --search alone reads
 MOST_DRAWN = 8192  # actions of a rank in a picture
@@ -48,9 +46,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
-    parser.add_argument("--cluster", metavar="NAME", help=f"adds the predicted step: {', '.join(cluster_names())}, or a file")
+    parser.add_argument(
+        "--cluster", metavar="NAME",
+        help=f"adds seconds to what is sent, and with --device the predicted step: {', '.join(cluster_names())}, or a file",
+    )
     parser.add_argument("--calibrate", metavar="RUN", help="corrects the prediction by a run on this device and cluster: its folder")
-    parser.add_argument("--links", metavar="FILE.json", help="adds communication times, by the lines that benchmarks.collectives fitted")
     parser.add_argument("--host-size", type=int, default=8, metavar="N", help="ranks on a host, for engine.reduce_levels=2; default: 8")
     parser.add_argument("--compare-schedules", action="store_true", help="compares all schedules that this model and layout can have")
     parser.add_argument("--write", metavar="FILE.json", help="writes the schedule's plan, for parallel.schedule=file:FILE.json")
@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def report(config: Config, device: Device | None, lines: Lines, host_size: int) -> None:
+def report(config: Config, device: Device | None, cluster: Cluster | None, host_size: int) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -93,9 +93,11 @@ def report(config: Config, device: Device | None, lines: Lines, host_size: int) 
     console.print()
     console.print(stage_table(config))
     if world > 1 and config.engine.kind == "native":
-        console.print(traffic_table(config, lines, host_size))
+        console.print(traffic_table(config, cluster, host_size))
     elif world > 1:
         console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
+    if note := one_level(config, host_size):
+        console.print(note)
 
 
 def step_report(config: Config, device: Device, cluster: Cluster, run_folder: str | None) -> str:
@@ -149,14 +151,27 @@ def stage_table(config: Config) -> "Table":
     return table
 
 
-def traffic_table(config: Config, lines: Lines, host_size: int) -> "Table":
-    """A table of what each rank of the pipeline sends in a step, by group; with fitted lines also the time, without overlap."""
+def one_level(config: Config, host_size: int) -> str:
+    """A line if `engine.reduce_levels=2` makes no difference on hosts of so many ranks."""
+    data = config.token_ranks
+    if config.engine.reduce_levels == 1 or data == 1 or data_ranks_of_a_host(config, host_size) > 1:
+        return ""
+    each = host_size // config.parallel.tensor
+    return f"engine.reduce_levels=2 sums in one level here: a host of {host_size} ranks (--host-size) has {each} of {data} data ranks."
+
+
+def traffic_table(config: Config, cluster: Cluster | None, host_size: int) -> "Table":
+    """A table of what each rank of the pipeline sends in a step, by group; over a cluster's links also the time, without overlap."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     traffic = rank_traffic(config, host_size)
-    sent, seconds = [sent_by_group(transfers) for transfers in traffic], [seconds_by_group(transfers, lines) for transfers in traffic]
-    caption = "Sent by each rank of the pipeline in a step, in MB" + (";\nand in seconds, one transfer after the other." if lines else ".")
+    sent, seconds = [sent_by_group(transfers) for transfers in traffic], [dict[str, float]() for _ in traffic]
+    caption = "Sent by each rank of the pipeline in a step, in MB."
+    if cluster is not None:
+        machine = Machine(Device("none", {}), cluster, profile("megacore"))  # asked for links alone
+        seconds = [seconds_by_group(transfers, config, machine) for transfers in traffic]
+        caption = f"Sent by each rank of the pipeline in a step, in MB;\nand in seconds over {cluster.name}, one transfer after the other."
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     groups = [name for name in ("tp", "cp", "dp", "dp within a host", "dp between hosts", "pp", "tied") if any(name in own for own in sent)]
     table.add_column("pp", justify="right")
@@ -199,20 +214,6 @@ def compare_schedules(config: Config, device: Device | None) -> None:
     Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120).print(table)
 
 
-def read_lines(path: str) -> Lines:
-    """Reads the lines that benchmarks.collectives fitted. Raises `ConfigError` if the file has none."""
-    try:
-        rows = json.loads(read_text(path))["lines"]
-        lines = {(row["group"], row["operation"]): Line(row["alpha_seconds"], row["beta_seconds_per_byte"]) for row in rows}
-        if any(not (0 <= line.alpha < math.inf and 0 <= line.beta < math.inf) for line in lines.values()):
-            raise ValueError
-        return lines
-    except OSError as error:
-        raise ConfigError("--links", f"cannot read {path}: {error.strerror}", "what benchmarks.collectives wrote") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError("--links", f"{path} holds no fitted lines", "what benchmarks.collectives wrote") from None
-
-
 def run(argv: list[str]) -> int:
     """Everything that the script does; returns its exit status. Raises `UserError`."""
     args = parse(argv)
@@ -231,27 +232,29 @@ def run(argv: list[str]) -> int:
     if device is not None and config.train.precision not in device.peak_flops:
         wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
         raise ConfigError("--device", wrong, f"train.precision is one of {known}, or another device")
-    if device is None and (args.cluster or args.calibrate):
+    if device is None and args.calibrate:
         raise ConfigError("--device", "a step is predicted for a device", f"also --device, such as {device_names()[0]}")
     if args.calibrate and not args.cluster:
         raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
     if args.dry_run is not None:
-        refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "links", "compare_schedules", "write", "plot"))
+        refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "compare_schedules", "write", "plot"))
         return dry_run(config, args.dry_run, args.host_size)
-    lines = {} if args.links is None else read_lines(args.links)
+    if args.compare_schedules:
+        refuse_beside("--compare-schedules", args, ("cluster", "calibrate"))
+    cluster = None if args.cluster is None else read_cluster(args.cluster)
     if args.plot is not None:
         check_plot("--plot", args.plot)
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
-    predicted = step_report(config, device, read_cluster(args.cluster), args.calibrate) if device is not None and args.cluster else ""
+    predicted = step_report(config, device, cluster, args.calibrate) if device is not None and cluster is not None else ""
     if args.write is not None:
         write_plan("--write", args.write, plan_of(config))
         print(f"plan written in {args.write}")
     if args.compare_schedules:
         compare_schedules(config, device)
     else:
-        report(config, device, lines, args.host_size)
+        report(config, device, cluster, args.host_size)
     print(predicted, end="")
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
@@ -269,7 +272,7 @@ def search(args: argparse.Namespace) -> int:
     from megacore.plan.profile import profile
     from megacore.plan.search_report import report
 
-    refuse_beside("--search", args, ("calibrate", "links", "compare_schedules", "write", "dry_run"))
+    refuse_beside("--search", args, ("calibrate", "compare_schedules", "write", "dry_run"))
     if args.price is not None and args.tokens is None:
         raise ConfigError("--price", "money is that of a whole run", "also --tokens, such as 1e12")
     for option in OF_SEARCH:
@@ -303,6 +306,8 @@ def dry_run(config: Config, ranks: str, host_size: int) -> int:
     from megacore.dry_run.report import report  # imports torch
 
     wrong = report(config, ranks, host_size)
+    if note := one_level(config, host_size):
+        print(note)
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     return 1 if wrong else 0
 

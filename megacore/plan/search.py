@@ -25,7 +25,7 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8
 MOST_STAGES = 64
-MOST_SPLIT = 16  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
+MOST_SPLIT = 32  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
 SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
 HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
 

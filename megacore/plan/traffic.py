@@ -19,12 +19,13 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 `rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacore.config.schema import Config
 from megacore.plan.buckets import Buffer, buffers_of, data_ranks_of_a_host
 from megacore.plan.choices import context_method_of
+from megacore.plan.operations import Machine
 from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES, held_by
 from megacore.plan.partition import measured, placement_of
 from megacore.plan.schedule import SENDS
@@ -50,18 +51,6 @@ class Transfer:
     def sent_bytes(self) -> float:
         """The bytes that this rank sends in a ring."""
         return self.elements * self.element_bytes * ring_share(self.operation, self.size)
-
-
-@dataclass(frozen=True)
-class Line:
-    """The time of one call: `alpha` seconds, and `beta` more for every byte that a rank sends (Hockney 1994)."""
-
-    alpha: float
-    beta: float
-
-    def seconds(self, calls: int, sent_bytes: float) -> float:
-        """The time of several calls, one after the other."""
-        return self.alpha * calls + self.beta * sent_bytes
 
 
 def ring_share(operation: str, size: int) -> float:
@@ -183,11 +172,21 @@ def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:
     return sent
 
 
-def seconds_by_group(transfers: list[Transfer], lines: Mapping[tuple[str, str], Line]) -> dict[str, float]:
-    """Seconds of a step's transfers, one after the other, by lines fitted to (group, operation). Transfers without a line are left out."""
+def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine) -> dict[str, float]:
+    """Seconds of a step's transfers over a cluster's links, one after the other and beside nothing else."""
+    parallel = config.parallel
+    stride = parallel.tensor  # of token ranks; tensor ranks are consecutive
+    stage = stride * config.token_ranks
+    within = max((transfer.size for transfer in transfers if transfer.group == "dp within a host"), default=1)
+    # Ranks between two neighbours of a group; of two ends the distance.
+    strides = {"cp": stride, "dp": stride, "dp within a host": stride, "dp between hosts": stride * within, "pp": stage}
+    strides["tied"] = stage * (parallel.pipeline - 1)
     seconds: dict[str, float] = {}
     for transfer in transfers:
-        line = lines.get((transfer.group, transfer.operation))
-        if line is not None:
-            seconds[transfer.group] = seconds.get(transfer.group, 0.0) + line.seconds(transfer.calls, transfer.sent_bytes)
+        each, apart = transfer.elements * transfer.element_bytes / transfer.calls, strides.get(transfer.group, 1)
+        if transfer.operation == "send":
+            time = machine.transfer(each, apart)
+        else:
+            time = machine.collective(2.0 if transfer.operation == "all_reduce" else 1.0, each, transfer.size, apart)
+        seconds[transfer.group] = seconds.get(transfer.group, 0.0) + transfer.calls * time
     return seconds

@@ -45,7 +45,7 @@ LLAMA = {
     "intermediate_size": 12, "max_position_embeddings": 16,
 }  # fmt: skip
 NANOGPT = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 16, "bias": False}
-LINE = {"group": "dp", "operation": "all_reduce", "alpha_seconds": 1e-5, "beta_seconds_per_byte": 1e-9}
+LEVEL = {"link": "x", "ranks": None, "bytes_per_second": 1.0}
 MMIDIDX = struct.Struct("<9sQBQQ")
 
 
@@ -91,8 +91,8 @@ def write_texts(tree: Path) -> None:
     (tree / "plain.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     (tree / "broken.jinja").write_text("{% for m in messages %}")
     (tree / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    for name, alpha in (("null", None), ("text", "x"), ("negative", -1.0), ("nan", float("nan"))):
-        (tree / f"links_{name}.json").write_text(json.dumps({"lines": [LINE | {"alpha_seconds": alpha}]}))
+    for name, latency in (("null", None), ("text", "x"), ("negative", -1.0), ("nan", float("nan"))):
+        (tree / f"links_{name}.json").write_text(json.dumps({"name": "x", "levels": [LEVEL | {"latency_seconds": latency}]}))
     hosts = {"two": "localhost slots=1\nlocalhost slots=2\n", "none": "# none\n", "silent": "a.invalid slots=2\nb.invalid slots=2\n"}
     hosts |= {"zero": "localhost slots=0\n", "digits": f"localhost slots={'9' * 5000}\n", "one": "localhost slots=1\n"}
     hosts |= {"some_zero": "localhost slots=1\nb.invalid slots=0\n", "garbage": "localhost slots=1\nb.invalid 4\n"}
@@ -238,10 +238,12 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),
     ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
-    ("plan", config("--links", "@nowhere"), "config error: --links: cannot read @nowhere: No such file"),
-    ("plan", config("--links", "@pipe"), "cannot read @pipe: Not a plain file"),
-    *(("plan", config("--links", f"@links_{name}.json"), "holds no fitted lines") for name in ("null", "text", "negative", "nan")),
-    ("plan", config("--links", "@deep.json"), "holds no fitted lines"),
+    ("plan", config("--cluster", "@nowhere"), "config error: --cluster: @nowhere is not known, and cannot be read as a file: No such file"),
+    ("plan", config("--cluster", "@pipe"), "@pipe is not known, and cannot be read as a file: Not a plain file"),
+    *(("plan", config("--cluster", f"@links_{name}.json"), "is no cluster file") for name in ("null", "text", "negative", "nan")),
+    ("plan", config("--cluster", "@deep.json"), "@deep.json is not JSON"),
+    ("plan", config("--calibrate", "@run"), "config error: --device: a step is predicted for a device (also --device"),
+    ("plan", config("--device", "h100", "--cluster", "p5", "--compare-schedules"), "--compare-schedules: --cluster would have no effect"),
     ("samples", config("--step", "1", "--json", "@folder.png"), "config error: --json: cannot write @folder.png: Not a plain file"),
     ("samples", config("--step", "1", "--json", "@" + "x" * 300), "File name too long"),
     ("evaluate", ("--checkpoint", "@run", "--json", "@loop"), "Too many levels of symbolic links"),

@@ -34,10 +34,13 @@ from megacore.errors import ConfigError
 from megacore.interchange.mapped import Mapped, gpt2_tensors
 from megacore.interchange.nanogpt import nanogpt_tensors
 from megacore.model.gpt import Stage, whole_model
+from megacore.plan.devices import Cluster, Device, Level
 from megacore.plan.flops import attention_flops, block_flops, flops_per_token, head_flops
+from megacore.plan.operations import Machine
 from megacore.plan.plot import draw
+from megacore.plan.profile import Profile
 from megacore.plan.schedule import COMPUTE, Action, Op
-from megacore.plan.traffic import Line, rank_traffic, seconds_by_group
+from megacore.plan.traffic import rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 from tests.training import write_config
 
@@ -51,18 +54,26 @@ def test_line_is_the_one_that_made_the_times() -> None:
     assert fit([(1e6, 0.5), (2e6, 2.0)]).alpha == 0.0
 
 
-def test_planner_times_a_step_by_fitted_lines() -> None:
-    """2 sums forward and 2 backward a layer, and the embedding's and the head's, each α and its bytes; without a line no time."""
+def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
+    """2 sums forward and 2 backward a layer, and the embedding's and the head's, each two hops and its bytes.
+
+    Data ranks are as far apart as there are tensor ranks: here a machine has one of them.
+    """
     sections = {
         "model": {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 128},
         "train": {"seq_len": 32, "micro_batch_size": 1, "global_batch_size": 2, "precision": "fp32"},
         "parallel": {"tensor": 2},
     }
-    (transfers,) = rank_traffic(resolve(sections, [], "small", 2).config)
-    calls = 2 * (3 * 4 + 2)
-    assert seconds_by_group(transfers, {("tp", "all_reduce"): Line(1.0, 0.0)}) == {"tp": calls}
-    assert seconds_by_group(transfers, {("tp", "all_reduce"): Line(0.0, 1.0)}) == {"tp": calls * 32 * 64 * 4}
-    assert seconds_by_group(transfers, {("dp", "all_reduce"): Line(1.0, 1.0)}) == {}
+    machine = Machine(Device("none", {}), Cluster("two", (Level("in", 2, 100.0, 3.0), Level("out", None, 10.0, 5.0))), Profile(call=0.5))
+    config = resolve(sections, [], "small", 4).config
+    (transfers,) = rank_traffic(config)
+    seconds, size = seconds_by_group(transfers, config, machine), 32 * 64 * 4
+    assert seconds["tp"] - 2 * 3.5 == pytest.approx(14 * (0.5 + 2 * 3.0 + size / 100.0), rel=0.05)  # one gather of the loss's figures
+    (gradients,) = (transfer for transfer in transfers if transfer.group == "dp")
+    assert seconds["dp"] == pytest.approx(gradients.calls * (0.5 + 2 * 5.0) + gradients.elements * 4 / 10.0)
+    piped = resolve(sections | {"parallel": {"pipeline": 2}}, [], "small", 4).config
+    first, _ = rank_traffic(piped)
+    assert seconds_by_group(first, piped, machine)["pp"] == pytest.approx(1 * (5.0 + size / 10.0)), "the next stage is on another machine"
 
 
 def test_every_moment_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:

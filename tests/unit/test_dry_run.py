@@ -163,10 +163,10 @@ def test_transfers_and_circles_are_compared(streams: dict[int, list[Call]], line
 
 def test_a_mesh_of_thousands_takes_one_process(tmp_path: Path) -> None:
     """Its last rank, with the groups that it has there."""
-    config = load("configs/gpt_1t.json", ["train.global_batch_size=12"], 3072).config
+    config = load("configs/gpt_1t.json", ["train.global_batch_size=24"], 3072).config
     dry = dry_run(config, 3071)
-    assert dry.place == "pp 63, dp 5, tp 7" and dry.groups["tp"] == tuple(range(3064, 3072)) and against_formulas(config, dry) == []
-    assert len(members(config, 3071)) == 64 + 6 + 8 - 2
+    assert dry.place == "pp 31, dp 11, tp 7" and dry.groups["tp"] == tuple(range(3064, 3072)) and against_formulas(config, dry) == []
+    assert len(members(config, 3071)) == 32 + 12 + 8 - 2
 
 
 def test_the_script_prints_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

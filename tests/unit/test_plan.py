@@ -316,7 +316,7 @@ def test_plan_command(tmp_path: Path) -> None:
     config = str(ROOT / "configs" / "gpt_7b.json")
     done = plan("--config", config, "--world", "8", "--device", "h100", "--plot", "s.png", "train.global_batch_size=64", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for text in ("6,738,415,616", "64 = micro_batch_size 2 × microbatches 16 × data 2", "bubble", "at least", "16–31"):
+    for text in ("6,738,415,616", "64 = micro_batch_size 4 × microbatches 4 × data 4", "bubble", "at least", "16–31"):
         assert text in done.stdout
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
@@ -328,7 +328,7 @@ def test_plan_command(tmp_path: Path) -> None:
         (["--device", "abacus"], "config error: --device: abacus is not known"),
         (["--device", "l4", "train.precision=fp64"], "config error: --device: the fp64 peak of l4 is not known"),
         (["--device", "h100", "--cluster", "abacus"], "config error: --cluster: abacus is not known"),
-        (["--cluster", "p5"], "config error: --device: a step is predicted for a device"),
+        (["--calibrate", "none"], "config error: --device: a step is predicted for a device"),
         (["--device", "h100", "--calibrate", "none"], "config error: --cluster: a run is explained by its device and its links"),
         (["--device", "h100", "--cluster", "p5", "--calibrate", "none"], "config error: --calibrate: cannot read none"),
         (["--plot", "s.gantt"], "config error: --plot: cannot write s.gantt"),
