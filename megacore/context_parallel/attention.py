@@ -5,10 +5,10 @@
     ulysses    sequences are exchanged for heads and back, so that each rank attends whole sequences (Jacobs et al. 2023)
 
 A rank's k and v have n elements each. It sends, in forward and backward together, with c ranks:
-gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c.
+gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c, and a number for each query and head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,7 @@ class Sequences:
     group: Group  # the context ranks
     method: str  # gather, ring or ulysses
     documents: Documents | None = None
+    found: dict[Runs, list[Part]] = field(default_factory=dict, compare=False, repr=False)  # by keys: of all layers the same
 
     @cached_property
     def own(self) -> Runs:
@@ -44,7 +45,9 @@ class Sequences:
 
     def with_keys(self, keys: Runs) -> list[Part]:
         """The parts of attention between this rank's queries and some keys."""
-        return parts(self.own, keys, self.documents)
+        if keys not in self.found:
+            self.found[keys] = parts(self.own, keys, self.documents)
+        return self.found[keys]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
@@ -54,10 +57,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) 
     """
     if sequences.group.size == 1:
         return DocumentAttention.apply(q, k, v, sequences.whole, scale)
-    if sequences.method == "ulysses":
-        return ulysses(q, k, v, sequences, scale)
-    method: type[torch.autograd.Function] = GatherAttention if sequences.method == "gather" else RingAttention
-    return method.apply(q, k, v, sequences, scale)
+    return METHODS[sequences.method].apply(q, k, v, sequences, scale)
 
 
 def in_order(gathered: Tensor) -> Tensor:
@@ -66,10 +66,11 @@ def in_order(gathered: Tensor) -> Tensor:
     return torch.cat((*early, *late.flip(0)), -2)
 
 
-def by_rank(x: Tensor, ranks: int) -> Tensor:
-    """The inverse of `in_order`."""
-    pieces = x.unflatten(-2, (2 * ranks, -1)).movedim(-3, 0)
-    return torch.cat((pieces[:ranks], pieces[ranks:].flip(0)), -2)
+def by_rank(x: Tensor, ranks: int, dim: int = -2) -> Tensor:
+    """The inverse of `in_order`; tokens are at `dim`."""
+    dim %= x.dim()
+    pieces = x.unflatten(dim, (2 * ranks, -1)).movedim(dim, 0)
+    return torch.cat((pieces[:ranks], pieces[ranks:].flip(0)), dim + 1)
 
 
 class GatherAttention(torch.autograd.Function):
@@ -90,11 +91,12 @@ class GatherAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.sequences.group
         keys, values = gathered(k, v, group)
-        grads = zeros_like(q), zeros_like(keys), zeros_like(values)
+        grads = zeros_like(q), zeros_like(keys), zeros_like(values)  # each is in at most two parts: an early one and a late one
         add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
-        both = torch.stack([by_rank(total.to(k.dtype), group.size) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
+        del keys, values  # the memory of whole sequences
+        both = torch.stack([by_rank(total, group.size) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
         grad_k, grad_v = reduce_scatter(both, group)[0]
-        return grads[0].to(q.dtype), grad_k, grad_v, None, None
+        return grads[0], grad_k, grad_v, None, None
 
 
 def gathered(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -126,14 +128,13 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         sequences, group = ctx.sequences, ctx.sequences.group
-        both, grad_q = torch.stack((k, v)), zeros_like(q)
+        both, grad_q = torch.stack((k, v)), zeros_like(q, wide=True)
         sums: Coming | None = None  # of the gradients of the keys and values at hand, on their way from the rank before
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
             own = zeros_like(both)
             add_gradients((grad_q, own[0], own[1]), grad, q, both[0], both[1], out, lse, parts_at(sequences, step), ctx.scale)
-            total = own if sums is None else own.add_(sums.take())
-            sums = pass_on(total.to(q.dtype), group)
+            sums = pass_on(own if sums is None else own.add_(sums.take()), group)
             both = both if coming is None else coming.take()
         assert sums is not None
         grad_k, grad_v = sums.take()
@@ -168,36 +169,49 @@ def pass_on(x: Tensor, group: Group) -> Coming:
     return Coming(group.wire.start_shift(x, received, after, before), x, received)
 
 
-def ulysses(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
-    """`attend` on whole sequences, with a part of the heads on each rank.
+class UlyssesAttention(torch.autograd.Function):
+    """`attend` on whole sequences, with a part of the heads on each rank. Saved: q, k, v and l of these heads, and o of this rank's tokens.
 
-    Where ranks are more than key/value heads, several get the same one.
+    Of o, which the layer behind attention keeps anyway, backward needs a number for each token and head: its product with its gradient.
+    So that number is exchanged. Where ranks are more than key/value heads, several get the same one.
     """
-    group = sequences.group
-    if (short := group.size // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(short, 1), v.repeat_interleave(short, 1)
-    whole = [in_order(_Exchange.apply(heads_first(x, group.size), group)) for x in (q, k, v)]
-    y = DocumentAttention.apply(*whole, sequences.whole, scale)
-    y = _Exchange.apply(by_rank(y, group.size), group)  # [ranks, batch, heads of a rank, tokens, head]
-    return y.movedim(0, 1).flatten(1, 2)
-
-
-def heads_first(x: Tensor, ranks: int) -> Tensor:
-    """``[batch, heads, tokens, head]`` → each rank's heads first, ``[ranks, batch, heads of a rank, tokens, head]``."""
-    return x.unflatten(1, (ranks, -1)).movedim(1, 0)
-
-
-class _Exchange(torch.autograd.Function):
-    """Forward: part i of ``[ranks, …]`` goes to rank i, and theirs come here. Backward: the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return exchange(x, group)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+        ctx.short = max(1, sequences.group.size // k.shape[1])
+        k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
+        q, k, v = (by_heads(x, sequences.group) for x in (q, k, v))
+        merged = Merged(q)
+        merged.add(q, k, v, sequences.whole, scale)
+        out = by_tokens(merged.out.to(q.dtype), sequences.group)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.sequences, ctx.scale = sequences, scale
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return exchange(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        group = ctx.sequences.group
+        product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True).to(grad.dtype)
+        both = by_heads(torch.cat((grad, product), -1), group)
+        grad, product = both[..., :-1].contiguous(), both[..., -1:]
+        # Kernels ask for o. Its projection on the gradient has the same product with it, and is no longer.
+        out = (grad * (product / grad.to(lse.dtype).square().sum(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).tiny))).to(q.dtype)
+        grads = zeros_like(q), zeros_like(k), zeros_like(v)
+        add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole, ctx.scale)
+        grad_q, *shared = (by_tokens(x, group) for x in grads)
+        return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None
+
+
+def by_heads(x: Tensor, group: Group) -> Tensor:
+    """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``."""
+    return in_order(exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0), group))
+
+
+def by_tokens(x: Tensor, group: Group) -> Tensor:
+    """The inverse of `by_heads`. In memory its tokens come before its heads, as in `Merged`."""
+    parts = exchange(by_rank(x.transpose(1, 2), group.size, dim=1), group)  # [ranks, batch, tokens, heads of a rank, head]
+    return parts.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 
 def exchange(x: Tensor, group: Group) -> Tensor:
@@ -207,3 +221,6 @@ def exchange(x: Tensor, group: Group) -> Tensor:
     out = torch.empty_like(x)
     group.wire.start_all_to_all(x, out).wait()
     return out
+
+
+METHODS: dict[str, type[torch.autograd.Function]] = {"gather": GatherAttention, "ring": RingAttention, "ulysses": UlyssesAttention}

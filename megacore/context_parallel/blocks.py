@@ -18,11 +18,14 @@ aten = torch.ops.aten
 
 
 class Merged:
-    """The output and log-sum-exp of the parts so far, in fp32 at least."""
+    """The output and log-sum-exp of the parts so far, in fp32 at least.
+
+    In memory the output's tokens come before its heads: the layer behind attention then keeps the same memory, and no copy.
+    """
 
     def __init__(self, q: Tensor) -> None:
         wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+        self.out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=wide).transpose(1, 2)
         self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Part], scale: float) -> None:
@@ -47,7 +50,10 @@ def add_gradients(
     found: Iterable[Part],
     scale: float,
 ) -> None:
-    """Adds the gradients of some parts to those of q, k and v, given the gradient of the merged `out`."""
+    """Adds the gradients of some parts to those of q, k and v, given the gradient of the merged `out`.
+
+    Where few parts share a query or a key, the sums may be in the tensors' own dtype; where many do, in fp32 at least.
+    """
     for part in found:
         rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
         at_q, at_k = (rows, slice(None), part.queries), (rows, slice(None), part.keys)
@@ -123,11 +129,12 @@ class DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = zeros_like(q), zeros_like(k), zeros_like(v)
+        grads = zeros_like(q), zeros_like(k), zeros_like(v)  # each query and key is in one part
         add_gradients(grads, grad, q, k, v, out, lse, ctx.found, ctx.scale)
-        return *(total.to(q.dtype) for total in grads), None, None
+        return *grads, None, None
 
 
-def zeros_like(x: Tensor) -> Tensor:
-    """Zeros to sum gradients of `x` in, in fp32 at least."""
-    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
+def zeros_like(x: Tensor, *, wide: bool = False) -> Tensor:
+    """Zeros to sum gradients of `x` in; `wide`: in fp32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)

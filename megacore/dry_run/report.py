@@ -110,13 +110,13 @@ def show(config: Config, whole: Sequence[DryRank]) -> None:
     progress("")
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
     unit, size = ("GiB", 2**30) if max(dry.peak for dry in whole) >= 2**30 else ("MiB", 2**20)
-    table = Table(caption=f"Memory in {unit}. formula: what the plan predicts for the peak.",
+    table = Table(caption=f"Memory in {unit}. activ.: kept for backwards. formula: what the plan predicts for the peak.",
                   caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)  # fmt: skip
-    for name in ("rank", "place", "parameters", *("weights", "grads", "optim.", "other"), "peak", "formula", "calls", "seconds"):
+    for name in ("rank", "place", "parameters", *("weights", "grads", "optim.", "other"), "activ.", "peak", "formula", "calls", "seconds"):
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=True)
     for dry in whole:
         formula = rank_memory(config, dry.tensor_rank)[dry.stage].total
-        amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.peak, formula)]
+        amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak, formula)]
         table.add_row(str(dry.rank), dry.place, f"{dry.parameters:,}", *amounts, f"{len(dry.calls):,}", f"{dry.seconds:.1f}")
     console.print(table)
     for dry in whole:

@@ -34,6 +34,7 @@ class DryRank:
     held: dict[str, int]  # bytes of `PARTS`
     groups: dict[str, tuple[int, ...]]  # the ranks of each group that it communicates in, by the traffic's names
     calls: list[Call]  # of the step, in order
+    activations: int  # bytes that forwards keep for their backwards, at most
     peak: int  # bytes
     peak_moment: str
     alive: list[tuple[str, int]]  # bytes that live then, by the moment in which they were made
@@ -76,6 +77,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
             held,
             {name: group.ranks for name, group in names.items() if group is not None and group.size > 1},
             watch.calls[built:],
+            watch.journal.waiting(),
             watch.peak,
             watch.peak_moment,
             alive(watch),

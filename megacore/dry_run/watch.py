@@ -19,6 +19,7 @@ OPERATIONS = {
     "recv_": "recv", "broadcast_": "broadcast", "barrier": "barrier",
     "alltoall_base_": "reduce_scatter",  # as `Wire.start_reduce_scatter` does it for parts in fewer bits
 }  # fmt: skip
+BUILDING = "building"  # the moment before the first step
 WITHOUT_RESULT = ("send", "recv_", "barrier", "alltoall_base_")  # which return a handle alone
 
 
@@ -63,6 +64,19 @@ class Journal:
         freed = {~event for event in self.events[:events] if event < 0}
         yield from (self.blocks[event] for event in self.events[:events] if event >= 0 and event not in freed)
 
+    def waiting(self) -> int:
+        """The most bytes that a step keeps for backwards: of what it made, what lives when one begins."""
+        live = most = 0
+        before = BUILDING
+        for event in self.events:
+            block = self.blocks[max(event, ~event)]
+            if event >= 0 and block.moment != before:
+                before = block.moment
+                most = max(most, live) if before.startswith("backward") else most
+            if block.moment != BUILDING:
+                live += block.size if event >= 0 else -block.size
+        return most
+
 
 _KINDS: dict[Any, str] = {}  # of operations
 _RESULTS: dict[Any, Any] = {}  # of operations on arguments of some shapes: the same for every rank
@@ -78,7 +92,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.journal = Journal()
         self.live = self.peak = self.peak_at = 0  # bytes, bytes, and the journal's events until then
-        self.moment = self.peak_moment = "building"
+        self.moment = self.peak_moment = BUILDING
         self.calls: list[Call] = []
         self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
         self.numbers: dict[int, int] = {}  # in the journal, by the storage's address

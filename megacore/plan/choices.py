@@ -11,6 +11,7 @@ from megacore.config.schema import Config
 # Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
 # Not in fp64: the proof's reference is the formula, and would be compared with itself.
 LONGEST_EAGER = {"fp32": 512, "fp16": 512, "bf16": 1024}
+SHORTEST_CHUNK, CHUNK_ON_CPU, TILE = 1024, 128, 64  # tokens of a chunked loss, as `kernels.linear_cross_entropy` divides them
 MOST_SCORES = 16  # tokens a feature of a head: then the softmax takes as much memory as all else that a block keeps
 
 
@@ -61,6 +62,12 @@ def context_method_of(config: Config) -> Literal["gather", "ring", "ulysses"]:
     if unexchanged(config) is None and 4 * (heads + max(kv_heads, c)) / c < 6 * kv_heads:
         return "ulysses"
     return "gather" if config.train.device == "cpu" else "ring"
+
+
+def loss_chunk(config: Config) -> int:
+    """Tokens whose logits a chunked loss makes at a time: a quarter of a microbatch's, though no fewer than make long products."""
+    quarter = -(-config.rank_tokens // (4 * TILE)) * TILE
+    return max(quarter, CHUNK_ON_CPU if config.train.device == "cpu" else SHORTEST_CHUNK)
 
 
 def compiles(config: Config) -> bool:

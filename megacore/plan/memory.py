@@ -29,7 +29,7 @@ from functools import lru_cache
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
 from megacore.plan.buckets import buffers_of
-from megacore.plan.choices import attention_of, splits_backward
+from megacore.plan.choices import attention_of, context_method_of, loss_chunk, splits_backward
 from megacore.plan.flops import attention_sizes
 from megacore.plan.generators import GENERATORS, generated
 from megacore.plan.optimizers import STATES
@@ -41,7 +41,6 @@ from megacore.plan.schedule import Op, unsplit
 from megacore.plan.simulate import peak_held
 
 FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
-SHORTEST_CHUNK = 1024  # tokens, of a chunked loss on a GPU
 
 
 _PADDED: dict[Hashable, list[int]] = {}
@@ -85,6 +84,8 @@ def block_activations(config: Config, recompute: str) -> int:
     product). SDPA adds an fp32 logarithm a head. Other attention adds s scores a head, and keeps query, key and value in its
     products' order alone, e·3a: each key and value once for every query head that shares it.
 
+    Where context ranks are more than key/value heads, ulysses keeps each of these more than once.
+
     For a gelu model with learned positions, f = 4h, bf16 and dropout, this is the published 34·s·b·h/t. `selective` leaves
     out the scores and what follows up; `full` keeps only the block's input, e·h.
     """
@@ -100,6 +101,8 @@ def block_activations(config: Config, recompute: str) -> int:
     else:
         split = e * (4 * a + model.num_heads * train.seq_len) + (e * (a + 2 * k) if model.qk_norm else 0)
     split += 4 * (model.num_heads + config.kv_heads) if model.qk_norm else 0
+    if (c := config.parallel.context) > 1 and context_method_of(config) == "ulysses":
+        split += e * 2 * k * (max(1, c * config.parallel.tensor // config.kv_heads) - 1)
     split += e * f * (2 if model.activation == "swiglu" else 1)
     if recompute == "none":
         split += e * f * (2 if model.activation == "swiglu" else 1)
@@ -111,9 +114,11 @@ def rank_activations(config: Config) -> list[int]:
     model, recompute, layers = config.model, config.train.recompute, stage_layers(config)
     tokens, element = _tokens(config), ELEMENT_BYTES[config.train.precision]
     kept = [len(own) * block_activations(config, recompute) for own in layers]
-    working = [block_activations(config, "none") - block_activations(config, recompute)] * len(kept)
+    at_work = block_activations(config, "none")
+    at_work = max(at_work, at_work + _gathered_keys(config) - _feed_forward(config))  # whose activations attention no longer needs
+    working = [at_work - block_activations(config, recompute)] * len(kept)
     if config.train.offload_activations:  # on the device are the block at work, and what comes back for the next
-        kept, working = [0] * len(kept), [block_activations(config, "none") + block_activations(config, recompute)] * len(kept)
+        kept, working = [0] * len(kept), [at_work + block_activations(config, recompute)] * len(kept)
     # The ends: the embedding's dropout mask; the inputs of final norm and head, and the logits, whose gradient is written over them.
     # With a chunked loss only a chunk of them while it is at work, and until backward the gradients of hidden states and head.
     rows = -(-model.vocab_size // config.parallel.tensor)
@@ -121,12 +126,26 @@ def rank_activations(config: Config) -> list[int]:
     kept[-1] += _unsplit(config, 2 * element * tokens * model.hidden_size)
     if model.chunked_loss:
         kept[-1] += element * tokens * model.hidden_size + 4 * rows * model.hidden_size
-        working[-1] += element * rows * min(tokens, max(-(-tokens // 4), SHORTEST_CHUNK))
+        working[-1] += element * rows * min(tokens, loss_chunk(config))
     else:
         kept[-1] += element * rows * tokens
-    at_work = [max(working[stage] for stage in stages) for stages in placement_of(config)]
+    most_at_work = [max(working[stage] for stage in stages) for stages in placement_of(config)]
     held_at_peak = peak_of(config, kept, stage_waiting(config))
-    return [int(held) + most for held, most in zip(held_at_peak, at_work, strict=True)]
+    return [int(held) + most for held, most in zip(held_at_peak, most_at_work, strict=True)]
+
+
+def _gathered_keys(config: Config) -> int:
+    """Bytes of whole sequences that attention by `gather` holds in backward: keys and values, their gradients, and those of a part."""
+    if config.parallel.context == 1 or context_method_of(config) != "gather":
+        return 0
+    whole = _tokens(config) * config.parallel.context * attention_sizes(config)[1] // config.parallel.tensor
+    return 3 * 2 * ELEMENT_BYTES[config.train.precision] * whole
+
+
+def _feed_forward(config: Config) -> int:
+    """Bytes that a block keeps for the backward of its feed-forward part alone."""
+    kept = resolved(config.model.ffn_size) * (4 if config.model.activation == "swiglu" else 2)
+    return ELEMENT_BYTES[config.train.precision] * kept * _tokens(config) // config.parallel.tensor
 
 
 def peak_of(config: Config, kept: Sequence[float], waiting: Sequence[float]) -> list[float]:

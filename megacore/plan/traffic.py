@@ -12,7 +12,7 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
 | context, a layer and microbatch, by gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered |
 | by ring | 2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
-| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients |
+| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and a number a head |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
 | data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megacore.config.schema import Config
 from megacore.plan.buckets import Buffer, buffers_of, data_ranks_of_a_host
-from megacore.plan.choices import context_method_of
+from megacore.plan.choices import context_method_of, loss_chunk
 from megacore.plan.operations import Machine
 from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES, held_by
 from megacore.plan.partition import measured, placement_of
@@ -87,7 +87,8 @@ def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transf
         return Transfer("tp", operation, t, calls * microbatches * tokens * config.model.hidden_size, element, calls * microbatches)
 
     # Each token's logarithm and its target's logit, gathered in fp32, or under fp64 in fp64.
-    statistics = Transfer("tp", "all_gather", t, 2 * tokens * t * microbatches * last, max(4, element), microbatches * last)
+    chunks = -(-tokens // loss_chunk(config)) if config.model.chunked_loss else 1
+    statistics = Transfer("tp", "all_gather", t, 2 * tokens * t * microbatches * last, max(4, element), chunks * microbatches * last)
     if config.parallel.sequence:
         gathers = (6 + 2 * again) * layers + first + 2 * last - (last and config.model.chunked_loss)
         scatters = (4 + again) * layers + first + last
@@ -114,7 +115,8 @@ def _context(config: Config, layers: int) -> list[Transfer]:
         return [Transfer("cp", "send", c, sends * own, element, sends)]
     kv_heads = max(config.kv_heads // t, c)
     exchanged = 2 * config.rank_tokens * (config.model.num_heads // t + kv_heads) * config.head_size
-    return [Transfer("cp", "all_to_all", c, runs * (forwards + 1) * exchanged, element, runs * (forwards + 1) * 4)]
+    products = config.rank_tokens * config.model.num_heads // t  # of each query's output and its gradient
+    return [Transfer("cp", "all_to_all", c, runs * ((forwards + 1) * exchanged + products), element, runs * (forwards + 1) * 4)]
 
 
 def _pipeline(config: Config, sends: int) -> Transfer:

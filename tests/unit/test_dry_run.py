@@ -10,8 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from kernels.linear_cross_entropy import default_chunk
 from launch import plan as script
 from megacore.config import Config, load
+from megacore.context_parallel import attention
 from megacore.distributed import comm
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
@@ -26,6 +28,8 @@ from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.pipeline.runtime import Microbatch
 from megacore.plan.buckets import buffers_of
+from megacore.plan.choices import loss_chunk
+from megacore.plan.memory import block_activations
 from megacore.plan.traffic import rank_traffic
 from megacore.tensor_parallel import linear
 from megacore.train.step import TrainStep
@@ -33,6 +37,8 @@ from tests import training
 from tests.memory import Allocated
 
 LLAMA = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.qk_norm=true"]
+ROTARY = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu"]
+ON_A_GPU = ["train.precision=bf16", "train.device=cuda"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tensor 2, pipeline 2, data 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
@@ -43,6 +49,10 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "context 4 by ring": (8, ["parallel.context=4", "parallel.context_method=ring", "parallel.tensor=2", "parallel.sequence=true"]),
     "context 2 by gather, recomputed": (4, ["parallel.context=2", "parallel.context_method=gather", "train.recompute=full"]),
     "context 2 by exchange": (4, [*LLAMA, "parallel.context=2", "parallel.context_method=ulysses", "engine.shard_optimizer=true"]),
+    "context 2, the loss in chunks": (
+        4,
+        ["parallel.context=2", "parallel.tensor=2", "model.chunked_loss=true", "train.seq_len=1280", "train.device=cuda"],
+    ),
     "interleaved": (4, ["parallel.pipeline=2", "parallel.schedule=interleaved"]),
     "llama, untied": (4, [*LLAMA, "parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=false", "train.precision=bf16"]),
     "recomputed": (4, ["parallel.pipeline=4", "train.recompute=full", "model.chunked_loss=true", "parallel.schedule=gpipe"]),
@@ -87,6 +97,55 @@ def test_the_peak_is_that_of_a_real_step(overrides: list[str], tmp_path: Path) -
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         step(1, [Microbatch(tokens, tokens, key) for key in range(4)])
     assert dry_run(config, 0).peak == pytest.approx(real.peak, rel=0.01)
+
+
+def kept(folder: Path, *overrides: str) -> int:
+    """Bytes that a rank keeps for backwards, of a long sequence."""
+    sizes = ["train.seq_len=256", "model.hidden_size=64", *ON_A_GPU, "train.global_batch_size=2", *overrides]
+    world = next((int(text.partition("=")[2]) for text in sizes if text.startswith("parallel.context=")), 1)
+    return dry_run(load(training.write_config(folder, "nothing"), sizes, world).config, 0).activations
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("overrides", [[], ROTARY, [*ROTARY, "train.recompute=full"]], ids=str)
+def test_context_ranks_divide_activations(method: str, overrides: list[str], tmp_path: Path) -> None:
+    """Of four ranks each keeps a quarter. A copy more, or keys of other ranks, would cost what context ranks are for."""
+    four = kept(tmp_path, *overrides, "parallel.context=4", f"parallel.context_method={method}")
+    assert 4 * four == pytest.approx(kept(tmp_path, *overrides), rel=1e-3)
+
+
+def test_gathered_keys_that_are_kept_are_seen(tmp_path: Path) -> None:
+    """The check itself: with the keys and values of all ranks kept until backward, a rank has more than a quarter."""
+    kept_keys, right = [], attention.gathered
+
+    def keeping(*args: Any) -> Any:
+        kept_keys.append(right(*args))
+        return kept_keys[-1]
+
+    with patch.object(attention, "gathered", keeping):
+        four = kept(tmp_path, "parallel.context=4", "parallel.context_method=gather")
+    assert 4 * four > 1.05 * kept(tmp_path)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_ulysses_keeps_shared_keys_as_often_as_predicted(kv_heads: int, tmp_path: Path) -> None:
+    """Four ranks that share two key/value heads keep each twice."""
+    world, configs = 4, []
+    for method in ("ring", "ulysses"):
+        sizes = [*ROTARY, f"model.num_kv_heads={kv_heads}", "parallel.context=4", f"parallel.context_method={method}", *ON_A_GPU]
+        configs.append(load(training.write_config(tmp_path, "nothing"), sizes, world).config)
+    counted = [dry_run(config, 0).activations for config in configs]
+    layers = configs[0].model.num_layers
+    assert counted[1] - counted[0] == layers * (block_activations(configs[1], "none") - block_activations(configs[0], "none"))
+
+
+@pytest.mark.parametrize("tokens", [16, 1000, 4096, 5000, 100_000])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_chunked_loss_is_divided_as_planned(tokens: int, device: str, tmp_path: Path) -> None:
+    """Its collectives would be counted for other chunks."""
+    sizes = [f"train.seq_len={tokens}", "train.micro_batch_size=1", f"train.device={device}"]
+    config = load(training.write_config(tmp_path, "nothing"), sizes, 1).config
+    assert loss_chunk(config) == default_chunk(tokens, device)
 
 
 def doubled(x: Any, group: Any, sequence: bool) -> Any:
