@@ -44,8 +44,6 @@ def random_batch(config: Config, device: torch.device, seed: int = 0, cp: Group 
 class RandomStream:
     """Uniformly random tokens as a training stream: a stand-in where the config names no corpus."""
 
-    masked = False
-
     def __init__(self, config: Config) -> None:
         self.length, self.vocab_size = config.train.seq_len + 1, config.model.vocab_size
 
@@ -73,7 +71,6 @@ class Training:
         self.engine = self.train_step.engine
         self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp)
         self.loader = None if stream is None else Loader(config, mesh, stream)
-        self.train_step.masks_targets |= stream is not None and stream.masked
         self.steps = 0
         self.figures: Figures | None = None
         self.before_update: Callable[[], None] = lambda: None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXAMPLE = "python launch/evaluate.py --checkpoint runs/quickstart --data data/stdlib_valid"
 MORE = """Every token of the corpus but its first is a target, predicted from those before it in its window of train.seq_len.
 A run with data.document_mask is measured with it: the first token of a document is no target, and those before it are not seen.
+So is one with data.packing=best_fit: windows then hold whole documents.
   nats a token  = sum over targets of -ln p(target) / targets     the validation loss of a training log
   perplexity    = exp(nats a token)
   bits a byte   = sum over targets of -log2 p(target) / bytes of UTF-8 text that the targets spell
@@ -54,7 +55,7 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
     from megacore.data.tokenizer import check_kind
 
     batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
-    data = {key: value for key, value in sections["data"].items() if key in ("valid", "tokenizer", "document_mask")}
+    data = {key: value for key, value in sections["data"].items() if key in ("valid", "tokenizer", "document_mask", "packing")}
     if args.data is not None:
         data["valid"] = args.data
     if args.tokenizer is not None:
@@ -138,7 +139,8 @@ def run(argv: list[str], place: Place) -> int:
         config = evaluation_config(recorded_sections(reader), args, place.world_size)
         check_weights(reader, config)
         assert config.data.valid is not None
-        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan=place.local_rank == 0)
+        scan = place.local_rank == 0
+        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan, config.data.packing)
         sizes = text_sizes(config, samples)
         device = pick_device(config, place)
     with joined(config, place, device) as (mesh, _):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 EXAMPLE = """python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2
   python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8"""
 MORE = """Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is train.seq_len + 1 tokens;
-`first` and `last` are its outermost ones, as document:offset. Tensor and pipeline ranks read what their data rank reads.
+`first` and `last` are its outermost ones, as document:offset. With data.packing=best_fit it holds whole documents, and the packing of
+each corpus is said first. Tensor and pipeline ranks read what their data rank reads.
 The proof asks the function that the training run asks which samples each rank reads, for every rank, step and layout, and counts.
 Exit status: 0 done or proved, 1 not proved, 2 bad config, data or arguments."""
 SHOWN = 72  # characters of a sample's text
@@ -107,14 +108,15 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
         order = indices.argsort(axis=None)
         corpora, epochs, samples = stream.locate(indices.reshape(-1)[order])
         for position, (flat, corpus, epoch, sample) in enumerate(zip(order, corpora, epochs, samples, strict=True)):
-            tokens = stream.corpora[corpus]
-            start = int(sample) * stream.seq_len
+            tokens, spans = stream.corpora[corpus], stream.cuts[corpus].spans(int(sample))
             rank, microbatch, _ = np.unravel_index(flat, indices.shape)
             row: dict[str, Any] = {"step": step, "position": position, "corpus": tokens.prefix, "epoch": int(epoch), "sample": int(sample)}
-            for end, token in (("first", start), ("last", start + stream.seq_len)):
+            for end, token in (("first", spans[0][0]), ("last", sum(spans[-1]) - 1)):
                 row[end] = dict(zip(("document", "offset"), tokens.document_and_offset(token), strict=True))
+            if config.data.packing == "best_fit":
+                row |= {"documents": len(spans), "padding": stream.seq_len + 1 - sum(length for _, length in spans)}
             row |= {"data_rank": int(rank), "microbatch": int(microbatch)}
-            rows.append(row | ({"text": show(tokens, start, stream.seq_len + 1)} if show else {}))
+            rows.append(row | ({"text": show(tokens, *spans[0])} if show else {}))
     return rows
 
 
@@ -182,15 +184,18 @@ def run(argv: list[str]) -> int:
     from megacore.data.coverage import Leg
     from megacore.data.samples import training_stream
 
-    if args.step is not None:
-        steps = steps_of(args.step, config)
-        rows = named(training_stream(config), steps, config, args.text)
+    steps = None if args.step is None else steps_of(args.step, config)
+    stream = training_stream(config)
+    for line in stream.packed():
+        print(line)
+    if steps is not None:
+        rows = named(stream, steps, config, args.text)
         print(table(rows))
         found, proved = rows, True
     else:
         assert isinstance(config.parallel.data, int)
         legs = [Leg(config.parallel.data)] if args.layouts is None else legs_of(args.layouts, config)
-        findings = prove(training_stream(config), legs, args.epoch or 0, config)
+        findings = prove(stream, legs, args.epoch or 0, config)
         found, proved = [asdict(finding) for finding in findings], all(finding.holds for finding in findings)
         print("proved: every sample is read exactly once" if proved else "NOT proved")
     if args.json is not None:

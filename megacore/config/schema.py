@@ -20,6 +20,8 @@ PlanFile = Annotated[str, Field(pattern=r"^file:.", title="file:PLAN.json")]
 T = TypeVar("T")
 
 
+MASK = ".mask.bin"  # ends the name of the file beside a corpus that says which of its tokens are learned
+
 # The chunks of the model that a rank has under each schedule; under `interleaved` at least.
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2, "v_half": 2, "v_min": 2}
 V_SHAPED = ("zb_v", "v_half", "v_min")  # the chunks go there and back: the first rank has both ends of the model
@@ -218,6 +220,9 @@ class Optim(Section):
 class Data(Section):
     document_mask: bool = Field(
         False, description="attention stays within a document, positions start anew in each, and no target lies across a boundary"
+    )
+    packing: Literal["none", "best_fit"] = Field(
+        "none", description="none: a sample is consecutive tokens of a corpus; best_fit: whole documents, with padding behind them"
     )
     train: Prefix | WeightedPrefixes | None = Field(None, description="prefix of .bin/.idx, or a list of [weight, prefix]")
     valid: Prefix | WeightedPrefixes | None = None

@@ -113,5 +113,6 @@ class Epoch:
         return found
 
     def _name(self, sample: int) -> str:
-        document, offset = self.stream.corpora[self.corpus].document_and_offset(sample * self.stream.seq_len)
+        cut = self.stream.cuts[self.corpus]
+        document, offset = cut.corpus.document_and_offset(cut.spans(sample)[0][0])
         return f"sample {sample} (from token {offset} of document {document})"

@@ -3,20 +3,26 @@
 The documents of a row of n tokens are a tuple: where each begins (0 first), and n. The corpus's index tells; no token is looked at.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megacore.data.indexed import IGNORED, IndexedTokens
+from megacore.data.packing import Span
 
 Bounds = tuple[int, ...]
 
 
-def document_bounds(corpus: IndexedTokens, start: int, length: int, whole: int) -> Bounds:
-    """The documents in `length` tokens from position `start` of a corpus, which begin a row of `whole`.
+def document_bounds(corpus: IndexedTokens, spans: Sequence[Span], row: int) -> Bounds:
+    """The documents in the tokens of some spans of a corpus, which begin a row of `row` tokens.
 
-    A document that began earlier counts from the first of these tokens. Behind them is padding, which is a document too.
+    A document that began earlier counts from the span's first token. Behind the spans is padding, which is a document too.
     """
-    starts = (int(position) - start for position in corpus.document_starts(start + 1, start + length))
-    return (0, *starts, *([length] if length < whole else []), whole)
+    begins, at = [], 0
+    for start, length in spans:
+        begins += [at, *(int(position) - start + at for position in corpus.document_starts(start + 1, start + length))]
+        at += length
+    return (*begins, *([at] if at < row else []), row)
 
 
 def of_inputs(bounds: Bounds) -> Bounds:

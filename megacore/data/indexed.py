@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
+from megacore.config.schema import MASK
 from megacore.errors import DataError
 from megacore.files import open_plain, read_plain
 
@@ -34,7 +35,6 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.
 SCAN_BYTES = 256 << 20  # the most that a scan for ids beyond the vocabulary reads
 SCAN_BLOCK = 1 << 20
 IGNORED = -100  # a target that no loss counts: padding, the first token of another document, a token that is not to be learned
-MASK = ".mask.bin"
 PREPARE_AGAIN = "prepare or copy it again"
 
 
@@ -120,6 +120,21 @@ class IndexedTokens:
         documents = self._boundaries[self.document_at(first) : self.document_at(stop - 1) + 1]
         starts = np.unique(self._pointers[documents] // self.dtype.itemsize)
         return starts[starts >= first]
+
+    def documents(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents `first` to `stop - 1` begin in the stream, and their tokens: int64 ``[documents]`` both.
+
+        Raises:
+            DataError: the documents do not follow one another.
+        """
+        sequences, size = len(self._pointers), self.dtype.itemsize
+        bounds = self._boundaries[first : stop + 1]
+        if 0 <= bounds.min() and bounds.max() <= sequences:
+            ends = np.where(bounds < sequences, self._pointers[np.minimum(bounds, sequences - 1)] // size, self.num_tokens)
+            lengths = np.diff(ends)
+            if 0 <= ends[0] and ends[-1] <= self.num_tokens and lengths.min() >= 0:
+                return ends[:-1], lengths
+        raise DataError(f"{self.prefix}.idx", "its documents do not follow one another", f"an intact index; {PREPARE_AGAIN}")
 
     def document_and_offset(self, position: int) -> tuple[int, int]:
         """The document of the token at `position` of the stream and the token's offset in it, both from 0."""

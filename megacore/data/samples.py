@@ -1,13 +1,15 @@
-"""Computes the tokens of every sample of a run from the config alone. Nothing is built or stored."""
+"""Computes the tokens of every sample of a run from the config alone."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
 from megacore.config import Config
+from megacore.config.schema import MASK
 from megacore.data.documents import Bounds, document_bounds
-from megacore.data.indexed import IGNORED, MASK, IndexedTokens, Sidecar, check_vocabulary
+from megacore.data.indexed import IGNORED, IndexedTokens, Sidecar, check_vocabulary
 from megacore.data.order import derive_key, permute
+from megacore.data.packing import Consecutive, Cut, Span, WholeDocuments, learned, read_tokens
 from megacore.errors import ConfigError, DataError
 
 _ONE = 1 << 30  # 1 in the fixed-point arithmetic of `blend`
@@ -39,54 +41,59 @@ def training_stream(config: Config, scan: bool = True) -> "SampleStream":
     """
     if config.data.train is None:
         raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
-    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size, scan)
+    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size, scan, config.data.packing)
 
 
 class SampleStream:
     """The training samples of a run, by global index: the first epoch's, then the second's, and so on.
 
-    A sample is ``seq_len + 1`` consecutive tokens that begin at a multiple of `seq_len` in a corpus's token stream. Every epoch has
-    its own order (`order.permute`). In a blend each corpus has its own epochs, and its k-th sample in the run is the k-th of its
-    order: no sample repeats before all were seen.
+    A sample is ``seq_len + 1`` tokens of a corpus: consecutive ones, or with `packing` "best_fit" whole documents (`packing.py`). Every
+    epoch has its own order of samples (`order.permute`). In a blend each corpus has its own epochs, and its k-th sample in the run is the
+    k-th of its order: no sample repeats before all were seen.
 
     Raises:
         DataError: a corpus is missing, damaged, of another vocabulary, or shorter than one sample.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int, scan: bool = True) -> None:
+    def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int, scan: bool = True, packing: str = "none") -> None:
         self.seq_len, self.seed, self.vocab_size = seq_len, seed, vocab_size
         opened = open_corpora(spec, vocab_size, scan)
         self.shares = [share for share, _ in opened]
         self.corpora = [tokens for _, tokens in opened]
-        self.counts = [(tokens.num_tokens - 1) // seq_len for tokens in self.corpora]  # samples in an epoch of each
-        self.masked = any(tokens.masked for tokens in self.corpora)  # whether some tokens are not learned
-        for tokens in self.corpora:
+        for tokens in self.corpora if packing == "none" else ():
             if tokens.num_tokens < seq_len + 1:
                 wrong = f"sequence longer than the corpus: {tokens.num_tokens} tokens, and a sample is train.seq_len {seq_len} + 1"
                 raise DataError(f"{tokens.prefix}.bin", wrong, f"a longer corpus, or train.seq_len at most {tokens.num_tokens - 1}")
+        self.cuts: list[Cut] = [
+            WholeDocuments(tokens, seq_len) if packing == "best_fit" else Consecutive(tokens, seq_len, full=True) for tokens in self.corpora
+        ]
+        self.counts = [cut.count for cut in self.cuts]  # samples in an epoch of each
+        self.masked = packing == "best_fit" or any(tokens.masked for tokens in self.corpora)  # whether some tokens are not learned
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
         out = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
-        corpus, _, sample = self.locate(indices)
-        for row, c, start in zip(out, corpus.tolist(), (sample * self.seq_len).tolist(), strict=True):
-            row[:] = self.corpora[c].read(start, self.seq_len + 1)
-            check_ids(row, self.corpora[c], start, self.vocab_size)
+        for row, (corpus, spans) in zip(out, self._spans(indices), strict=True):
+            read_tokens(corpus, spans, row)
+            check_ids(row, corpus, spans, self.vocab_size)
         return out
 
     def learned(self, indices: np.ndarray) -> np.ndarray | None:
         """Which tokens of each sample are learned where they are targets, bool ``[n, seq_len + 1]``; None: all, in every corpus."""
-        if not self.masked:
-            return None
-        corpus, _, sample = self.locate(indices)
-        where, whole = zip(corpus.tolist(), (sample * self.seq_len).tolist(), strict=True), self.seq_len + 1
-        return np.stack([self.corpora[c].learned(start, whole) for c, start in where])
+        return np.stack([learned(*found, self.seq_len + 1) for found in self._spans(indices)]) if self.masked else None
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:
         """The documents in the tokens of each sample."""
+        return [document_bounds(*found, self.seq_len + 1) for found in self._spans(indices)]
+
+    def _spans(self, indices: np.ndarray) -> list[tuple[IndexedTokens, list[Span]]]:
+        """The corpus of each sample, and which of its tokens it has."""
         corpus, _, sample = self.locate(indices)
-        where, whole = zip(corpus.tolist(), (sample * self.seq_len).tolist(), strict=True), self.seq_len + 1
-        return [document_bounds(self.corpora[c], start, whole, whole) for c, start in where]
+        return [(self.corpora[c], self.cuts[c].spans(s)) for c, s in zip(corpus.tolist(), sample.tolist(), strict=True)]
+
+    def packed(self) -> list[str]:
+        """How the documents of each corpus were packed, in words; nothing where samples are consecutive tokens."""
+        return [f"packing: {cut}" for cut in self.cuts if isinstance(cut, WholeDocuments)]
 
     def where(self, index: int) -> tuple[str, int, int]:
         """The prefix, the epoch, and the sample within the corpus of a global sample index."""
@@ -151,55 +158,58 @@ def _part(count: np.ndarray, fraction: int) -> np.ndarray:
 class EvalSamples:
     """Validation samples that have every token of a corpus once as a target, in order, one corpus of a blend after another.
 
-    Tokens that a corpus does not want learned are no targets.
+    Tokens that a corpus does not want learned are no targets. With `packing` "best_fit" the samples hold whole documents, and the first
+    token of a document is no target.
 
     Raises:
         DataError: a corpus is missing, damaged, of another vocabulary, or has no token to predict.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, vocab_size: int, scan: bool = True) -> None:
+    def __init__(self, spec: Spec, seq_len: int, vocab_size: int, scan: bool = True, packing: str = "none") -> None:
         self.seq_len, self.vocab_size = seq_len, vocab_size
         self.corpora = [tokens for _, tokens in open_corpora(spec, vocab_size, scan)]
         for tokens in self.corpora:
             if tokens.num_tokens < 2:
                 raise DataError(f"{tokens.prefix}.bin", "has no token to predict", "at least two tokens")
-        self.counts = [-(-(tokens.num_tokens - 1) // seq_len) for tokens in self.corpora]
+        self.cuts: list[Cut] = [
+            WholeDocuments(tokens, seq_len) if packing == "best_fit" else Consecutive(tokens, seq_len, full=False)
+            for tokens in self.corpora
+        ]
 
     def __len__(self) -> int:
-        return sum(self.counts)
+        return sum(cut.count for cut in self.cuts)
 
     def samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sample indices ``[n]`` → inputs and targets, int64 ``[n, seq_len]``. Past the end of a corpus, and for indices past the last
         sample, they are padded with input 0 and target `IGNORED`; so is a target that is not learned."""
-        inputs = np.zeros((len(indices), self.seq_len), dtype=np.int64)
+        tokens = np.zeros((len(indices), self.seq_len + 1), dtype=np.int64)
         targets = np.full((len(indices), self.seq_len), IGNORED, dtype=np.int64)
-        for row, index in enumerate(indices.tolist()):
-            for tokens, start, length in self._window(index):
-                read = tokens.read(start, length)
-                check_ids(read, tokens, start, self.vocab_size)
-                inputs[row, : len(read) - 1], targets[row, : len(read) - 1] = read[:-1], read[1:]
-                targets[row, : len(read) - 1][~tokens.learned(start, length)[1:]] = IGNORED
-        return inputs, targets
+        for row, own, index in zip(tokens, targets, indices.tolist(), strict=True):
+            if (found := self._spans(index)) is not None:
+                read_tokens(*found, row)
+                check_ids(row, *found, self.vocab_size)
+                own[:] = np.where(learned(*found, len(row))[1:], row[1:], IGNORED)
+        return tokens[:, :-1], targets
 
     def documents(self, indices: np.ndarray) -> list[Bounds]:
         """The documents in the tokens of each sample."""
-        whole = self.seq_len + 1
-        return [next((document_bounds(*window, whole) for window in self._window(index)), (0, whole)) for index in indices.tolist()]
+        row = self.seq_len + 1
+        return [(0, row) if (found := self._spans(index)) is None else document_bounds(*found, row) for index in indices.tolist()]
 
-    def _window(self, index: int) -> Iterator[tuple[IndexedTokens, int, int]]:
-        """The corpus, first position and tokens of a sample; nothing for an index past the last one."""
-        for tokens, count in zip(self.corpora, self.counts, strict=True):
-            if index < count:
-                yield tokens, index * self.seq_len, min(self.seq_len + 1, tokens.num_tokens - index * self.seq_len)
-                return
-            index -= count
+    def _spans(self, index: int) -> tuple[IndexedTokens, list[Span]] | None:
+        """The corpus of a sample, and which of its tokens it has; None for an index past the last one."""
+        for cut in self.cuts:
+            if index < cut.count:
+                return cut.corpus, cut.spans(index)
+            index -= cut.count
+        return None
 
 
-def check_ids(tokens: np.ndarray, corpus: IndexedTokens, start: int, vocab_size: int) -> None:
-    """Checks the ids of tokens read from position `start`, because `check_vocabulary` reads only parts of a large corpus."""
-    if tokens.max() >= vocab_size or tokens.min() < 0:
-        bad = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
-        position = start + bad
+def check_ids(row: np.ndarray, corpus: IndexedTokens, spans: Sequence[Span], vocab_size: int) -> None:
+    """Checks the ids of a row of tokens that some spans gave, because `check_vocabulary` reads only parts of a large corpus."""
+    if row.max() >= vocab_size or row.min() < 0:
+        bad = int(np.flatnonzero((row >= vocab_size) | (row < 0))[0])
+        position = [position for start, length in spans for position in range(start, start + length)][bad]
         place = f"token {position} (document {corpus.document_at(position)})"
-        wrong = f"{place} is id {int(tokens[bad])}, beyond a vocabulary of {vocab_size}"
+        wrong = f"{place} is id {int(row[bad])}, beyond a vocabulary of {vocab_size}"
         raise DataError(f"{corpus.prefix}.bin", wrong, "the vocabulary that the corpus was prepared with, or an intact file")

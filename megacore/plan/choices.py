@@ -3,10 +3,11 @@
 The rules are measured; docs/performance.md has the figures and the commands.
 """
 
+import os
 from typing import Literal
 
 from megacore.config.rules import unexchanged
-from megacore.config.schema import Config
+from megacore.config.schema import MASK, Config
 
 # Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
 # Not in fp64: the proof's reference is the formula, and would be compared with itself.
@@ -27,6 +28,18 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
         return "sdpa"  # in parts
     longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.head_size)
     return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"
+
+
+def masks_targets(config: Config) -> bool:
+    """Whether some targets are not learned, so that ranks count in every step how many are: at documents' ends, in padding, by a mask."""
+    return config.data.document_mask or config.data.packing == "best_fit" or has_masks(config)
+
+
+def has_masks(config: Config) -> bool:
+    """Whether a training corpus comes with a mask, which says which of its tokens are learned."""
+    corpora = config.data.train or []
+    prefixes = [corpora] if isinstance(corpora, str) else [prefix for _, prefix in corpora]
+    return any(os.path.lexists(prefix + MASK) for prefix in prefixes)
 
 
 def splits_backward(config: Config) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megacore.config.schema import Config
 from megacore.plan.buckets import Buffer, buffers_of, data_ranks_of_a_host
-from megacore.plan.choices import context_method_of, loss_chunk
+from megacore.plan.choices import context_method_of, loss_chunk, masks_targets
 from megacore.plan.operations import Machine
 from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES, held_by
 from megacore.plan.partition import measured, placement_of
@@ -161,7 +161,7 @@ def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Tra
             own, ranges = (buffer.size // d, len(buffer.buckets)) if sharded else (buffer.size, 1)
             found.append(Transfer("tied", "all_reduce", 2, own, gradient, ranges))
     # Summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm.
-    masks = int(config.data.document_mask)  # then the targets that are learned are counted first
+    masks = int(masks_targets(config))  # then the targets that are learned are counted first
     found += [Transfer("loss", "all_reduce", t * p * d, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
     return found
 

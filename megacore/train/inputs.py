@@ -29,7 +29,8 @@ class Inputs:
                 right = "bytes, a sentencepiece .model, a tokenizer.json, or null"
                 raise ConfigError("data.tokenizer", f"there is no file {tokenizer}", right)
         self.stream = training_stream(config, scan)
-        self.validation = None if config.data.valid is None else EvalSamples(config.data.valid, train.seq_len, vocab_size, scan)
+        valid, packing = config.data.valid, config.data.packing
+        self.validation = None if valid is None else EvalSamples(valid, train.seq_len, vocab_size, scan, packing)
         self.config = config
         self.candidates: list[Path] = []  # checkpoints before `checkpoint`
         self.opened: checkpoint.Reader | None = None  # the one that is named; opened once, since a large one takes seconds
@@ -125,11 +126,11 @@ class Inputs:
         """Refuses changed settings that decide the order of samples: the run continues that order at ``step × global_batch_size``."""
         before = recorded_sections(reader)
         now = config.model_dump(mode="json", by_alias=True)
-        keys = [("train", "seed"), ("train", "global_batch_size"), ("train", "seq_len")]
+        keys = [("train", "seed"), ("train", "global_batch_size"), ("train", "seq_len"), ("data", "packing")]
         if config.checkpoint.resume == "auto":  # a checkpoint named by its path may continue with another corpus
             keys.append(("data", "train"))
         for section, key in keys:
-            recorded = (before.get(section) or {}).get(key)
+            recorded = (before.get(section) or {}).get(key, "none" if key == "packing" else None)  # which older checkpoints do not have
             if recorded != now[section][key]:
                 change = f"{section}.{key} {recorded}, not {now[section][key]}"
                 wrong = f"was saved with {change}: samples would repeat or be skipped"

@@ -23,8 +23,6 @@ from megacore.rng import key_of
 class Stream(Protocol):
     """A source of training samples, such as `data.samples.SampleStream`."""
 
-    masked: bool  # whether some of their tokens are not learned
-
     def samples(self, indices: np.ndarray) -> np.ndarray:
         """Global sample indices ``[n]`` → their tokens, int64 ``[n, seq_len + 1]``."""
 

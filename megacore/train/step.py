@@ -18,6 +18,7 @@ from megacore.engine.optimizer import learning_rate
 from megacore.model.gpt import DTYPES
 from megacore.model.initial import initialise
 from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.plan.choices import masks_targets
 from megacore.plan.partition import plan_of
 from megacore.tensor_parallel.cross_entropy import IGNORED
 
@@ -43,7 +44,7 @@ class TrainStep:
         self.engine = build_engine(config, self.stages, mesh)
         self.runtime = Runtime(self.stages, self.engine, mesh.pp)
         self.plan = plan_of(config)
-        self.masks_targets = config.data.document_mask  # whether some targets of a batch are not learned
+        self.masks_targets = masks_targets(config)
         self.number = 0  # of the step that is being done
         if draw:
             self.draw()

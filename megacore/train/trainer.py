@@ -75,7 +75,6 @@ class Trainer:
             raise ConfigError("log.dir", self.apart, SHARED)
 
         self.train_step = TrainStep(config, mesh, draw=False)
-        self.train_step.masks_targets |= inputs.stream.masked
         self.engine = self.train_step.engine
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
@@ -236,6 +235,8 @@ class Trainer:
             f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
             f" × microbatches {config.num_microbatches} × data {data}"
         )
+        for line in self.inputs.stream.packed():
+            self.logs.say(line)
         schedule = config.parallel.schedule
         if schedule in GENERATORS and generated(schedule, 1, 1).splits and not splits_backward(config):
             what = "a compiled block" if compiles(config) else f"the {config.engine.kind} engine"

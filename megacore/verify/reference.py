@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.schema import Optim
+from megacore.config.schema import MASK, Optim
 from megacore.data.order import derive_key, permute
 from megacore.distributed.shard import Shard, shard_of
 from megacore.model.gpt import DTYPES, Stage, whole_model
@@ -63,17 +63,16 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
     state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
 
-    corpus, length = Corpus(config.data.train, config.data.document_mask), train.seq_len
-    count = (len(corpus.tokens) - 1) // length  # samples in an epoch: a proof needs only one
+    corpus = Corpus(config.data.train, config)
+    count = len(corpus.training)  # samples in an epoch: a proof needs only one
     order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
     for step in range(1, train.steps + 1):
-        loss, batch_starts = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size] * length
-        learned = int((corpus.samples(batch_starts, length).targets != IGNORED).sum())
+        loss, of_step = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size]
+        learned = int((corpus.batch(corpus.training[i] for i in of_step).targets != IGNORED).sum())
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
-                starts = order[start : start + train.micro_batch_size] * length
-                batch = corpus.samples(starts, length)
+                batch = corpus.batch(corpus.training[i] for i in order[start : start + train.micro_batch_size])
                 trace.enter(index, "forward")
                 logits = model.logits(model(batch.inputs, key_of(train.seed, step, index), None, None, *batch.documents))
                 losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
@@ -97,7 +96,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         record.tensors(f"parameter {step}", whole(parameters))
         for kind in kinds:
             record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
-    record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config.data.document_mask), length))
+    record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()
 
 
@@ -119,40 +118,78 @@ class Batch:
     documents: tuple[Any, Tensor | None] = (None, None)
 
 
-class Corpus:
-    """A corpus of the proof, as `write_case` writes it: 16-bit numbers without a header, and beside them where documents begin."""
+Sample = list[tuple[int, int]]  # the tokens that it has: from a first one up to a last, which is left out
 
-    def __init__(self, prefix: object, apart: bool) -> None:
+
+class Corpus:
+    """A corpus of the proof, as `write_case` writes it: 16-bit numbers without a header, beside them where documents begin, and maybe
+    which tokens are learned.
+
+    Attributes:
+        training: its samples.
+        validation: samples with every token as a target, but the first.
+    """
+
+    def __init__(self, prefix: object, config: Config) -> None:
         self.tokens = np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
         self.starts = {0, *np.fromfile(f"{prefix}.starts", np.int64).tolist()}
-        self.apart = apart  # whether attention and targets stay within a document
+        mask = Path(f"{prefix}{MASK}")
+        self.learned = np.fromfile(mask, np.uint8) if mask.exists() else np.ones(len(self.tokens))
+        self.apart = config.data.document_mask  # whether attention and targets stay within a document
+        self.length, end = config.train.seq_len, len(self.tokens)
+        if config.data.packing == "best_fit":
+            self.training = self.validation = self.packed()
+        else:
+            self.validation = [[(first, min(first + self.length + 1, end))] for first in range(0, end - 1, self.length)]
+            self.training = self.validation[: (end - 1) // self.length]
 
-    def samples(self, firsts: Iterable[int], length: int) -> Batch:
-        """The samples of `length` targets, or as many as are left, that begin at these tokens."""
-        rows = [self.tokens[first : first + length + 1] for first in firsts]
-        tokens = torch.from_numpy(np.stack(rows))
-        if not self.apart:
-            return Batch(tokens[:, :-1], tokens[:, 1:])
-        targets, positions, bounds = tokens[:, 1:].clone(), torch.zeros_like(tokens[:, 1:]), []
-        for row, first in enumerate(firsts):
-            begins = [0]
-            for i in range(targets.shape[1]):
-                if i and first + i in self.starts:
-                    begins.append(i)
-                positions[row, i] = i - begins[-1]
-                if first + i + 1 in self.starts:
-                    targets[row, i] = IGNORED
-            bounds.append((*begins, targets.shape[1]))
-        return Batch(tokens[:, :-1], targets, (tuple(bounds), positions))
+    def packed(self) -> list[Sample]:
+        """Whole documents, the longest first, each into the first of the fullest samples that have room for it."""
+        ends = [*sorted(self.starts - {0}), len(self.tokens)]
+        pieces = [
+            (first, min(first + self.length + 1, end))
+            for start, end in zip(sorted(self.starts), ends, strict=True)
+            for first in range(start, end - 1, self.length)
+        ]
+        samples: list[Sample] = []
+        rooms: list[int] = []
+        for first, stop in sorted(pieces, key=lambda piece: piece[0] - piece[1]):
+            fitting = [i for i, room in enumerate(rooms) if room >= stop - first]
+            if not fitting:
+                fitting = [len(rooms)]
+                rooms.append(self.length + 1)
+                samples.append([])
+            best = min(fitting, key=lambda i: rooms[i])
+            rooms[best] -= stop - first
+            samples[best].append((first, stop))
+        return [sorted(sample) for sample in samples]
+
+    def batch(self, samples: Iterable[Sample]) -> Batch:
+        """Some samples, with 0 behind those that are shorter than others."""
+        tokens, targets, positions, bounds = [], [], [], []
+        for sample in samples:
+            row = [position for first, stop in sample for position in range(first, stop)]
+            firsts = {first for first, _ in sample}
+            padding = self.length + 1 - len(row)
+            tokens.append([*self.tokens[row], *[0] * padding])
+            # A token is no target if nothing before it in its sample, or with documents apart in its document, says what it is.
+            known = [bool(self.learned[p]) and p not in firsts and not (self.apart and p in self.starts) for p in row]
+            targets.append([*np.where(known, self.tokens[row], IGNORED), *[IGNORED] * padding][1:])
+            begins = [i for i, p in enumerate(row) if p in firsts or p in self.starts] + [len(row)] * (padding > 0)
+            begins = [i for i in begins if i < self.length]
+            bounds.append((*begins, self.length))
+            positions.append([i - max(begin for begin in begins if begin <= i) for i in range(self.length)])
+        documents = (tuple(bounds), torch.tensor(positions)) if self.apart else (None, None)
+        return Batch(torch.tensor(np.array(tokens))[:, :-1], torch.tensor(np.array(targets)), documents)
 
 
 @torch.no_grad()
-def validate(model: Stage, corpus: Corpus, seq_len: int) -> float:
-    """The mean loss over every token of the corpus but the first, in pieces of `seq_len` targets."""
+def validate(model: Stage, corpus: Corpus) -> float:
+    """The mean loss over every token of the corpus that is learned."""
     model.eval()
     total, learned = 0.0, 0
-    for start in range(0, len(corpus.tokens) - 1, seq_len):
-        batch = corpus.samples([start], seq_len)
+    for sample in corpus.validation:
+        batch = corpus.batch([sample])
         logits = model.logits(model(batch.inputs, 0, None, None, *batch.documents))
         total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
         learned += int((batch.targets != IGNORED).sum())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megacore.config import load
 from megacore.errors import ConfigError
+from megacore.plan.choices import has_masks
 from megacore.verify.bounds import BF16_ULP, Bounds
 from megacore.verify.compare import Difference, Records, against_reference, missing, rank_by_rank
 from megacore.verify.flight import in_flight
@@ -93,7 +94,7 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
         raise ConfigError("--layouts", f"none is possible: {reasons[layouts[0].name]}", "layouts that divide the model")
     folder = Path(tempfile.mkdtemp(prefix="megacore_verify_"))
     try:
-        case = write_case(folder, shrink(user, possible, STEPS, options.precision))
+        case = write_case(folder, shrink(user, possible, STEPS, options.precision), has_masks(user))
         for layout in possible:
             load(str(case), layout.overrides(), layout.world)  # refuses before anything starts
         with contextlib.ExitStack() as stack:

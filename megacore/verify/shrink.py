@@ -9,8 +9,9 @@ import numpy as np
 
 from megacore.config import Config, load
 from megacore.config.load import flatten, resolve, set_value
-from megacore.config.schema import resolved
-from megacore.data.indexed import IndexedWriter
+from megacore.config.schema import MASK, resolved
+from megacore.data.indexed import IndexedTokens, IndexedWriter
+from megacore.data.samples import training_stream
 from megacore.plan.flops import head_cost, layer_cost
 from megacore.plan.partition import stage_layers
 from megacore.verify.layouts import Layout
@@ -193,27 +194,51 @@ def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def write_case(folder: Path, sections: dict[str, dict[str, Any]]) -> Path:
+def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool = False) -> Path:
     """Writes the small config and its corpora into `folder`; returns the config's path.
 
     The tokens are uniform, so that every row of the vocabulary occurs. The validation set ends within a sample, and
-    within a batch.
+    within a batch. With `masked` some tokens are not learned, and some ranks learn nothing in a step.
     """
     path = folder / "verify.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     config = load(str(path)).config
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
     rng = np.random.default_rng(0)
-    masks = config.data.document_mask
+    documents = config.data.document_mask or config.data.packing == "best_fit"
     lengths = {"train": (config.train.steps + 1) * batch * seq_len + 1, "valid": (batch + 3) * seq_len + 1 + seq_len // 3}
     for name, length in lengths.items():
         with IndexedWriter(str(folder / name), np.uint16) as writer:
             tokens = rng.integers(0, config.model.vocab_size, length)
-            starts = np.flatnonzero(rng.random(length) < 4 / seq_len) if masks else np.arange(1, 5) * length // 5
+            starts = np.flatnonzero(rng.random(length) < 4 / seq_len) if documents else np.arange(1, 5) * length // 5
             starts.astype(np.int64).tofile(folder / f"{name}.starts")  # for the reference
             for document in np.split(tokens, starts):
                 writer.write(document.astype(np.uint16))
                 writer.end_document()
     data = {name: str(folder / name) for name in lengths}
     path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
+    if masked:
+        write_masks(load(str(path)).config, rng)
     return path
+
+
+def write_masks(config: Config, rng: np.random.Generator) -> None:
+    """Masks half of the tokens of both corpora, and all targets of some ranks.
+
+    In the first step these are those of odd microbatches, which half of the data ranks have; in the second all but those in the middle
+    of a sample, which one context rank has.
+    """
+    train, stream = config.train, training_stream(config)
+    for prefix in (config.data.train, config.data.valid):
+        tokens = IndexedTokens(str(prefix)).num_tokens
+        (rng.random(tokens) < 0.5).astype(np.uint8).tofile(f"{prefix}{MASK}")
+    mask = np.memmap(f"{config.data.train}{MASK}", dtype=np.uint8, mode="r+")
+    for index, sample in enumerate(stream.locate(np.arange(min(train.steps, 2) * train.global_batch_size))[2].tolist()):
+        positions = np.concatenate([np.arange(start, start + length) for start, length in stream.cuts[0].spans(sample)])
+        at = np.arange(len(positions))  # in the sample, whose first token is no target
+        if index >= train.global_batch_size:
+            middle = (train.seq_len * 3 // 8 < at) & (at <= train.seq_len * 5 // 8)
+            mask[positions[(at > 0) & ~middle]] = 0
+        elif index // train.micro_batch_size % 2:
+            mask[positions[1:]] = 0
+    mask.flush()

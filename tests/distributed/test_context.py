@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import load
+from megacore.config.schema import MASK
 from megacore.context_parallel import attention, blocks
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.pieces import runs_of
@@ -26,6 +27,8 @@ from tests.training import write_config
 TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu
 LEARNED = ["model.position=learned", "model.norm=layernorm", "model.activation=gelu", "model.bias=true", "model.dropout=0.1"]
 DOCUMENTS = ["data.document_mask=true"]
+PACKED = ["data.packing=best_fit"]
+MASKED = "data.train=MASKED"  # stands for a corpus with a mask: some ranks then learn nothing in a step
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +47,15 @@ def workers() -> Iterator[Workers]:
         ("gather", "cp2pp2,cp2tp2", [*LEARNED, *DOCUMENTS, "model.tie_embeddings=false"]),
         ("ring", "cp2dp2", ["engine.kind=fsdp", "model.chunked_loss=true"]),
         ("auto", "one,dp2,tp2", [*LEARNED, *DOCUMENTS]),
+        ("ring", "cp2dp2", [*PACKED, *DOCUMENTS, MASKED]),
+        ("gather", "cp4", [MASKED]),
+        ("auto", "pp2,dp2", [*PACKED, MASKED]),
     ],
 )
-def test_equals_one_process(workers: Workers, method: str, layouts: str, overrides: list[str]) -> None:
+def test_equals_one_process(workers: Workers, tmp_path: Path, method: str, layouts: str, overrides: list[str]) -> None:
     """A gradient wrong only in backward, a loss scaled by the number of ranks, or a target lost at a piece's edge would train on, worse."""
+    (tmp_path / f"corpus{MASK}").touch()
+    overrides = [override.replace("MASKED", str(tmp_path / "corpus")) for override in overrides]
     options = Options(TINY, [*overrides, f"parallel.context_method={method}"], [parse(name) for name in layouts.split(",")])
     proof = prove(options, workers=workers)
     assert proof.holds, [(r.layout.name, r.failure, r.impossible, r.beyond[:1]) for r in proof.results]

@@ -38,7 +38,6 @@ def train(config_path: str, overrides: list[str], fault: bool = False) -> tuple[
     config = load(config_path, overrides, place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
     step, stream = TrainStep(config, mesh), training_stream(config)
-    step.masks_targets |= stream.masked
     loader, figures, learned = Loader(config, mesh, stream), [], []
     plain = plain_loss(step, loader) if place.world_size == 1 else 0.0
     with mock.patch.object(TrainStep, "target_weight", mean_by_rank) if fault else contextlib.nullcontext():

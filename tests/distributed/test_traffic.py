@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "pp": {"parallel": {"pipeline": 2}},
     "dp": {"parallel": {"data": 2}},
+    "dp, whole documents": {"parallel": {"data": 2}, "data": {"packing": "best_fit"}},
     "dp, sharded optimizer": {"parallel": {"data": 2}, "engine": {"shard_optimizer": True}, "train": {"precision": "bf16"}},
     "pp × dp, sharded optimizer": {"parallel": {"pipeline": 2, "data": 2}, "engine": {"shard_optimizer": True}},
     "dp, 16 bits on the wire": {"parallel": {"data": 2}, "engine": {"reduce_dtype": "bf16"}},

@@ -210,6 +210,7 @@ CONFIGS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("pipeline.schedule=gpipe"), "config error: pipeline.schedule: unknown key (did you mean parallel.schedule or"),
     ("plan", config("parallel.schedule=zb_h9"), "(1f1b or gpipe or interleaved or zb_h1 or"),
     ("plan", config("--world", "7", "parallel.tensor=2"), "= 6 ranks, but there are 7 (a multiple of tensor × pipeline = 2 ranks)"),
+    ("pretrain", config("data.packing=best"), '"best" is not valid: input should be \'none\' or \'best_fit\' (none or best_fit)'),
     ("pretrain", config('data.train=[[0,"@data"]]'), "config error: data.train: weight 0 is not valid: input should be greater than"),
     ("pretrain", config('data.train=[[1,"@data"],[1,3]]'), "config error: data.train: prefix 3 is not valid: input should be a valid str"),
     ("pretrain", config('data.train=[[1e-320,"@data"],[1,"@data"]]'), "config error: data.train: weight 1e-320 is not valid"),

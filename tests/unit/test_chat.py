@@ -179,7 +179,6 @@ def trained(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     config = load(write_config(folder, prefix, train={"global_batch_size": 4, "steps": 2}), [], 1).config
     mesh = Mesh(config, Place(), torch.device("cpu"))
     step, stream = TrainStep(config, mesh), SampleStream(prefix, 16, 0, VOCAB_SIZE)
-    step.masks_targets |= stream.masked
     loader = Loader(config, mesh, stream)
     for number in (1, 2):
         step(number, loader.step(number))
