@@ -283,11 +283,10 @@ def search(args: argparse.Namespace) -> int:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
     device, cluster = read_device(args.device or "h100"), read_cluster(args.cluster or "dgx_h100")
     own = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
-    if own.parallel.context > 1:
-        raise ConfigError("parallel.context", "the search does not lay out context ranks", "1")
     if own.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
-    alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.sequence=false", "parallel.schedule=1f1b"]
+    alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
+    alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
     if args.plot is not None:
         check_plot("--plot", args.plot)

@@ -74,6 +74,22 @@ class Machine:
                 inside = within
         return self.profile.call + share * (hops + moved * (size - 1) / size / slowest)
 
+    def exchange(self, moved: float, size: int, stride: int = 1) -> float:
+        """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of its `moved` bytes to every other.
+
+        What leaves a machine goes through the rank's own port, while the rest goes through the links inside.
+        """
+        if size <= 1 or moved <= 0:
+            return 0.0
+        inside, longest, latency = 1, 0.0, 0.0
+        for level in self.cluster.levels:
+            within = size if level.ranks is None else min(size, max(1, level.ranks // stride))
+            if within > inside:
+                longest = max(longest, moved * (within - inside) / size / (level.bytes_per_second * self._link_rate(level.link)))
+                latency = max(latency, self._latency(level.link, level.latency_seconds))
+                inside = within
+        return self.profile.call + latency + longest
+
     def transfer(self, moved: float, distance: int) -> float:
         """Seconds of a message to the rank that is `distance` away."""
         levels = self.cluster.levels

@@ -1,8 +1,8 @@
 """Finds the layouts of a run that fit into a device's memory, and ranks them by predicted step time.
 
-Every candidate is a whole setting: tensor, pipeline, schedule, chunks, data, microbatch, recomputation, engine and offload. Its time is
-that of `step_time.predict`, its memory that of `memory.rank_memory` and what a device keeps besides tensors. Nothing is sampled: all
-combinations that divide are counted.
+Every candidate is a whole setting: tensor, pipeline, schedule, chunks, context and its method, data, microbatch, recomputation, engine
+and offload. Its time is that of `step_time.predict`, its memory that of `memory.rank_memory` and what a device keeps besides tensors.
+Nothing is sampled: all combinations that divide are counted.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ from typing import Any
 from megacore.config.rules import BUCKET_MIB, PART_MIB, check
 from megacore.config.schema import CHUNKS, Config, resolved
 from megacore.errors import ConfigError
+from megacore.plan.choices import context_method_of
+from megacore.plan.context_time import METHODS
 from megacore.plan.devices import Cluster, Device
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import RankMemory, optimizer_bytes, padded_parameters, rank_memory
@@ -33,7 +35,9 @@ HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 l
 CONTEXT_GIB, COMMUNICATOR_GIB = 0.9, 0.15
 FRAGMENTATION = 0.05  # of what is not held from step to step: blocks between which the allocator finds no room
 
-KEYS = ("tensor", "pipeline", "data", "sequence", "schedule", "chunks")
+SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
+
+KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Candidate:
         if self.config.engine.kind != "native":
             return 0.0
         element, gradient = ELEMENT_BYTES[self.config.train.precision], GRADIENT_BYTES[self.config.train.precision]
-        state = optimizer_bytes(self.config) / (self.config.data_size if self.config.engine.shard_optimizer else 1)
+        state = optimizer_bytes(self.config) / (self.config.token_ranks if self.config.engine.shard_optimizer else 1)
         return max(padded_parameters(self.config)) * (element + gradient + state) / 2**30
 
     @property
@@ -84,7 +88,7 @@ class Candidate:
     def overrides(self) -> list[str]:
         """The settings that make this layout of any config with the same model and batch."""
         train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
-        found = {f"parallel.{key}": getattr(parallel, key) for key in KEYS}
+        found = {f"parallel.{key}": getattr(parallel, key) for key in KEYS if parallel.context > 1 or key != "context_method"}
         found |= {"train.micro_batch_size": train.micro_batch_size, "train.recompute": train.recompute}
         found |= {"train.offload_activations": train.offload_activations, "engine.kind": engine.kind}
         found |= {"engine.shard_optimizer": engine.shard_optimizer}
@@ -98,7 +102,8 @@ class Candidate:
         state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
         recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
         offload = ", offload" if train.offload_activations else ""
-        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule} × data {parallel.data}"
+        context = f" × context {parallel.context} ({context_method_of(self.config)})" if parallel.context > 1 else ""
+        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}"
         return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
 
 
@@ -168,26 +173,28 @@ def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
     for tensor in divisors(world):
         if tensor > cluster.node_ranks or any(size % tensor for size in (model.num_heads, config.kv_heads, resolved(model.ffn_size))):
             continue
-        sequence = tensor > 1 and train.seq_len % tensor == 0
         for pipeline in divisors(world // tensor):
             if pipeline > min(MOST_STAGES, model.num_layers):
                 break
-            data = world // tensor // pipeline
-            for schedule, chunks in schedules(pipeline, model.num_layers):
-                parallel = dict(zip(KEYS, (tensor, pipeline, data, sequence, schedule, chunks), strict=True))
-                for micro in MICROBATCHES:
-                    if train.global_batch_size % (micro * data):
-                        continue
-                    for engine in engines(data, pipeline):
-                        yield from _variants(config, parallel, micro, engine)
+            for context, method in contexts(config, world // tensor // pipeline):
+                data = world // tensor // pipeline // context
+                sequence = tensor > 1 and train.seq_len // context % tensor == 0
+                for schedule, chunks in schedules(pipeline, model.num_layers):
+                    parallel = dict(zip(KEYS, (tensor, pipeline, context, method, data, sequence, schedule, chunks), strict=True))
+                    for micro in MICROBATCHES:
+                        if train.global_batch_size % (micro * data):
+                            continue
+                        for engine in engines(data * context):
+                            yield from _variants(config, parallel, micro, engine)
 
 
 def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict[str, Any]) -> Iterator[Config]:
-    bucket = max(BUCKET_MIB, PART_MIB * parallel["data"])
+    token_ranks = parallel["data"] * parallel["context"]
+    bucket = max(BUCKET_MIB, PART_MIB * token_ranks)
     laid_out = replace_config(replace_config(config, "parallel", **parallel), "engine", bucket_mib=bucket, **engine)
     laid_out = replace_config(laid_out, "train", micro_batch_size=micro, offload_activations=False)
     try:
-        check(laid_out, parallel["tensor"] * parallel["pipeline"] * parallel["data"])
+        check(laid_out, parallel["tensor"] * parallel["pipeline"] * token_ranks)
     except ConfigError:  # a run would refuse it
         return
     for recompute in RECOMPUTE:
@@ -208,11 +215,21 @@ def schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
                 yield schedule, count
 
 
-def engines(data: int, pipeline: int) -> Iterator[dict[str, Any]]:
-    """The engines of so many data ranks."""
+def contexts(config: Config, ranks: int) -> Iterator[tuple[int, str]]:
+    """How many of `ranks` may divide a sequence, and by which method; the config's own, if it names one."""
+    own = config.parallel.context_method
+    yield 1, own
+    for context in divisors(ranks)[1:]:
+        if config.train.seq_len // context < SHORTEST_PART:
+            return
+        yield from ((context, method) for method in (METHODS if own == "auto" else (own,)))
+
+
+def engines(token_ranks: int) -> Iterator[dict[str, Any]]:
+    """The engines of so many ranks that sum gradients."""
     plain: dict[str, Any] = {"kind": "native", "shard_optimizer": False}
     yield plain
-    if data > 1:
+    if token_ranks > 1:
         yield plain | {"shard_optimizer": True}
         yield plain | {"kind": "fsdp"}
 

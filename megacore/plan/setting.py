@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
-from megacore.plan.choices import attention_of
+from megacore.plan.choices import attention_of, context_method_of
 from megacore.plan.partition import settled
 
 # Bytes of one number, in memory and on the wire between tensor or pipeline ranks. Products in 8 and 4 bits keep 16-bit activations.
@@ -33,6 +33,7 @@ class Setting:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    context_method: str = "gather"  # or ring, or ulysses
     data: int = 1
     expert: int = 1  # ranks that divide the experts, taken from context × data
     chunks: int = 1  # of the model, a rank of the pipeline
@@ -115,6 +116,7 @@ def setting_of(config: Config) -> Setting:
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         context=parallel.context,
+        context_method=context_method_of(config),
         data=config.data_size,
         chunks=settled(config).chunks,
         sequence=parallel.sequence,

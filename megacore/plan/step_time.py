@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 
 from megacore.config.schema import V_SHAPED
+from megacore.plan import context_time
 from megacore.plan.devices import Cluster, Device
 from megacore.plan.operations import Machine
 from megacore.plan.partition import split_layers
@@ -103,18 +104,15 @@ def block_work(s: Setting, machine: Machine) -> Work:
         "attention": attention * (BACKWARD_ATTENTION if s.flash else 2.0),
         "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.block_parameters),
     }
-    calls = 0
+    calls = context_time.calls(s)
+    forward["context"], backward["context"] = context_time.exposed(s, machine, (attention, backward["attention"]))
     if t > 1:
         # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two inputs again.
         one = machine.collective(1.0 if s.sequence else 2.0, e * rows * s.hidden, t)
         each = 4 if s.sequence else 2
         forward["tensor"] = (1 - p.tensor_hidden) * each * one
         backward["tensor"] = (1 - p.tensor_hidden) * (each + (2 if s.sequence else 0)) * one
-        calls = each
-    if s.context > 1:
-        gathered = machine.collective(1.0, 2 * e * s.micro_batch * s.seq * k / t, s.context, t)
-        forward["context"], backward["context"] = gathered, 2 * gathered
-        calls += 1
+        calls += each
     if s.experts and s.expert > 1:
         crossing = 2 * machine.collective(1.0, e * routed * s.hidden, s.expert, t)
         forward["expert"], backward["expert"] = crossing, crossing

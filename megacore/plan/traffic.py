@@ -187,7 +187,10 @@ def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine
     for transfer in transfers:
         each, apart = transfer.elements * transfer.element_bytes / transfer.calls, strides.get(transfer.group, 1)
         if transfer.operation == "send":
-            time = machine.transfer(each, apart)
+            farthest = apart * (transfer.size - 1) if transfer.group == "cp" else apart  # a ring waits for its slowest neighbours
+            time = machine.transfer(each, farthest)
+        elif transfer.operation == "all_to_all":
+            time = machine.exchange(each, transfer.size, apart)
         else:
             time = machine.collective(2.0 if transfer.operation == "all_reduce" else 1.0, each, transfer.size, apart)
         seconds[transfer.group] = seconds.get(transfer.group, 0.0) + transfer.calls * time

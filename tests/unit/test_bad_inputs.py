@@ -235,7 +235,6 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("--search", "--world", "2", "--dry-run", "0"), "config error: --search: --dry-run would have no effect beside it"),
     ("plan", config("--search", "--world", "2", "--price", "2"), "config error: --price: money is that of a whole run (also --tokens"),
     ("plan", config("--tokens", "1e9"), "config error: --tokens: only a search reads it (also --search)"),
-    ("plan", config("--search", "--world", "2", "parallel.context=2"), "config error: parallel.context: the search does not lay out"),
     ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),
     ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),

@@ -65,6 +65,31 @@ def test_every_layout_is_counted_once() -> None:
     assert len({(c.parallel, c.train, c.engine.kind, c.engine.shard_optimizer) for c in found}) == len(found)
 
 
+def test_long_sequences_are_divided() -> None:
+    """By every method, or by the one that is named, and such that each rank has thousands of tokens; else memory alone would decide."""
+    long = ["train.seq_len=32768", "train.global_batch_size=8", *ALONE]
+
+    def ways(*overrides: str) -> set[tuple[int, str]]:
+        config = load("configs/gpt_tiny.json", [*long, *overrides], 1).config
+        found = list(layouts(config, 8, read_cluster("dgx_h100")))
+        assert all(c.parallel.tensor * c.parallel.pipeline * c.token_ranks == 8 for c in found)
+        return {(c.parallel.context, c.parallel.context_method) for c in found}
+
+    assert ways() == {(1, "auto"), *((c, method) for c in (2, 4) for method in ("gather", "ring", "ulysses"))}
+    assert ways("parallel.context_method=ring") == {(1, "ring"), (2, "ring"), (4, "ring")}
+    assert ways("train.seq_len=8192") == {(1, "auto")}
+    assert (2, "ulysses") not in ways("model.num_heads=1", "model.head_size=32"), "one head cannot be dealt to two ranks"
+
+
+def test_a_long_sequence_that_fits_nowhere_else_is_divided() -> None:
+    """Its command must be one that pretrain takes, with the memory that was predicted."""
+    found = searched("llama_8b", 8, 80.0, "train.seq_len=131072", "train.global_batch_size=8")
+    best = found.fit[0]
+    assert best.config.parallel.context > 1 and any(c.config.parallel.context == 1 for c in found.too_large)
+    again = load("configs/llama_8b.json", ["train.seq_len=131072", "train.global_batch_size=8", *best.overrides()], 8).config
+    assert rank_memory(again) == rank_memory(best.config) and f"context {again.parallel.context} (" in best.describe()
+
+
 def test_a_large_model_is_told_what_it_lacks() -> None:
     """No layout of 8 devices holds it; activations in host memory do not help its state."""
     found = searched("gpt_175b", 8, 80.0, "train.global_batch_size=1536")

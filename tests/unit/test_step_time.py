@@ -187,6 +187,39 @@ def test_context_ranks_share_the_tokens_and_gather_keys_and_values() -> None:
     assert divided["data"] > plain["data"] == 0.0, "they sum gradients"
 
 
+def context_terms(method: str, ranks: int = 4, **values: float) -> float:
+    """Seconds of a block and microbatch in which context ranks wait, with 16 · 2 tokens a rank and as slow an attention as is given."""
+    setting = replace(SETTING, seq=16 * ranks, context=ranks, context_method=method, layers=1, global_batch=2)
+    return predict(setting, SMOOTH, CLUSTER, replace(PLAIN, **values)).terms["context"]
+
+
+OWN = 2 * 32 * 64 * 2  # bytes of a rank's keys and values
+
+
+def test_a_ring_hides_its_transfers_behind_attention() -> None:
+    """Counted in full, it would never be chosen; forgotten, it would win also where attention is short."""
+    step, home = 0.5 + OWN / 100, 0.5 + OWN / 100  # latency and bytes over the fast link
+    merging = 10 * 32 * 64 * 3 / 4 * 4 / 1e9
+    slow, fast = context_terms("ring", attention_rate=1e-11), context_terms("ring")
+    assert slow == pytest.approx(merging + home)
+    attention = 4 * 32 * 64 * 64 / 2 / 1e12  # of all steps
+    assert fast == pytest.approx(merging + 3 * (step - attention / 4) + 3 * (2 * step - 2.5 * attention / 4) + home)
+    between = context_terms("ring", ranks=8, attention_rate=1e-11)
+    assert between == pytest.approx(2 * merging + 2.0 + OWN / 10), "its slowest neighbours are on two machines"
+
+
+def test_an_exchange_leaves_a_machine_through_one_port() -> None:
+    """A gather passes each of the machine's ports once; what is exchanged between machines leaves through each rank's own."""
+    queries = OWN / 2
+    one = 0.5 + queries * 3 / 4 / 100
+    assert context_terms("ulysses") == pytest.approx(8 * one), "q, k, v and the output, forward and backward"
+    apart = 2.0 + queries * 4 / 8 / 10
+    shared = 2.0 + 2 * queries * 4 / 8 / 10  # four heads, on eight ranks
+    assert on().exchange(queries, 8) == pytest.approx(apart)
+    assert context_terms("ulysses", ranks=8) == pytest.approx(2 * 2 * (apart + shared))
+    assert on().exchange(queries, 1) == 0.0
+
+
 def test_known_devices_and_clusters_can_be_read(tmp_path: Path) -> None:
     """A file with a slip would fail at the first prediction for that device, or silently halve a time."""
     for name in device_names():
