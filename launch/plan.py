@@ -17,15 +17,15 @@ from megacore.plan.buckets import data_ranks_of_a_host
 from megacore.plan.calibrate import calibrate
 from megacore.plan.devices import Cluster, Device, cluster_names, device_names, read_cluster, read_device
 from megacore.plan.flops import flops_per_token
-from megacore.plan.memory import rank_memory
+from megacore.plan.memory import RankMemory, besides, rank_memory
 from megacore.plan.operations import Machine
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import alternatives, measured, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
+from megacore.plan.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plan_file import write_plan
 from megacore.plan.plot import check_plot
 from megacore.plan.profile import profile
 from megacore.plan.setting import setting_of
-from megacore.plan.simulate import Timeline, peak_live
+from megacore.plan.simulate import Timeline
 from megacore.plan.step_time import predict
 from megacore.plan.traffic import rank_traffic, seconds_by_group, sent_by_group
 
@@ -36,8 +36,8 @@ OF_SEARCH = ("memory_gib", "tokens", "price")  # options that --search alone rea
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
-EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of the fullest rank, without
-what CUDA, NCCL and the allocator keep (leave a tenth of the device). The bubble is simulated with each stage's FLOPs as its time."""
+EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of the fullest tensor rank at
+its peak. The bubble is simulated with each stage's FLOPs as its time."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -92,6 +92,7 @@ def report(config: Config, device: Device | None, cluster: Cluster | None, host_
         )
     console.print()
     console.print(stage_table(config))
+    console.print(peak_text(config))
     if world > 1 and config.engine.kind == "native":
         console.print(traffic_table(config, cluster, host_size))
     elif world > 1:
@@ -124,31 +125,54 @@ def stage_table(config: Config) -> "Table":
     memories = rank_memory(config)
     tokens = config.rank_tokens
     layers, costs = stage_layers(config), stage_costs(config)
-    placement, live_forwards = placement_of(config), measured(config, peak_live)
+    placement = placement_of(config)
     work = [sum(costs[stage].total for stage in stages) * tokens / config.parallel.tensor for stages in placement]
     unit, size = ("GiB", 2**30) if max(m.total for m in memories) >= 2**30 else ("MiB", 2**20)
     flop, scale = ("TFLOP", 1e12) if max(work) >= 1e12 else ("GFLOP", 1e9)
-    caption = f"Each pipeline rank. Memory in {unit}; live: forwards held\nat the peak; {flop}: forward and backward of a microbatch."
+    caption = f"Each pipeline rank at its peak, in {unit}. activ.: kept for backward; working: what the action at the peak needs;\n"
+    caption += f"sends: messages under way; {flop}: forward and backward of a microbatch."
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    gathers = any(memory.gathered for memory in memories)
-    held = ("weights", "grads", "optim.", "activ.", *(("gathered",) if gathers else ()), "total")
-    for name in ("pp", "layers", "parameters", *held, "live", flop):
+    amounts = [memory_parts(memory) for memory in memories]
+    shown = [name for name in amounts[0] if any(parts[name] for parts in amounts)]
+    for name in ("pp", "layers", "parameters", *shown, flop):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = zip(placement, rank_parameters(config), memories, map(int, live_forwards), work, strict=True)
-    for rank, (stages, count, memory, live, done) in enumerate(rows):
-        parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.total]
-        if gathers:
-            parts.insert(-1, memory.gathered)
+    for rank, (stages, count, parts, done) in enumerate(zip(placement, rank_parameters(config), amounts, work, strict=True)):
         spans = (f"{own.start}–{own.stop - 1}" if len(own) > 1 else str(own.start) for own in (layers[stage] for stage in stages))
         table.add_row(
             str(rank),
             ", ".join(spans),
             f"{count:,}" if count < 1e7 else f"{count / 1e6:,.1f} M",
-            *(f"{n / size:.2f}" for n in parts),
-            str(live),
+            *(f"{parts[name] / size:.2f}" for name in shown),
             f"{done / scale:.2f}",
         )
     return table
+
+
+def memory_parts(memory: RankMemory) -> dict[str, int]:
+    """The bytes of a rank at its peak, by name, and their sum."""
+    peak = memory.peak
+    held = {"weights": memory.parameters, "grads": memory.gradients, "optim.": memory.optimizer, "norm": memory.rows}
+    fleeting = {"activ.": peak.kept, "logits": peak.logits, "working": peak.working, "sends": peak.transfers, "gathered": memory.gathered}
+    return held | fleeting | {"total": memory.total}
+
+
+def peak_text(config: Config) -> str:
+    """When the fullest rank is fullest, what lives then, and what its device needs besides."""
+    memories = rank_memory(config)
+    rank, memory = max(enumerate(memories), key=lambda pair: pair[1].total)
+    peak, chunks = memory.peak, len(memory.peak.live)
+
+    def counted(numbers: tuple[int, ...]) -> str:
+        return " and ".join(f"{n}" + (f" of chunk {c}" if chunks > 1 else "") for c, n in enumerate(numbers) if n)
+
+    alive = [f"{counted(peak.live)} before their backward"] if any(peak.live) else []
+    alive += [f"{counted(peak.waiting)} before their weights' gradients"] if any(peak.waiting) else []
+    lines = [f"The peak is on pipeline rank {rank}, in {peak.moment}. Microbatches alive: {'; '.join(alive)}."]
+    if config.train.device != "cpu":
+        extra = besides(memory, config)
+        parts = ", ".join(f"{name} {getattr(extra, name) / 2**30:.2f}" for name in ("context", "communicators", "fragmentation"))
+        lines.append(f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured).")
+    return "\n".join(lines) + "\n"
 
 
 def one_level(config: Config, host_size: int) -> str:

@@ -83,6 +83,12 @@ def loss_chunk(config: Config) -> int:
     return max(quarter, CHUNK_ON_CPU if config.train.device == "cpu" else SHORTEST_CHUNK)
 
 
+def fuses(config: Config) -> bool:
+    """Whether the model runs its own fused kernels on the device that a prediction is for: `model.kernels`, or what its `auto` chooses."""
+    kernels, train = config.model.kernels, config.train
+    return kernels == "triton" or (kernels == "auto" and train.device != "cpu" and train.precision != "fp64" and not compiles(config))
+
+
 def compiles(config: Config) -> bool:
     """Whether blocks are compiled: `train.compile`, or what its `auto` chooses, which so far is no on every device.
 

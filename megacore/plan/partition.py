@@ -105,7 +105,7 @@ def settled(config: Config) -> Config:
 
 def _searched(config: Config) -> Plan:
     """The plan that a search finds, which holds no more activations than 1F1B on its fullest rank."""
-    from megacore.plan.memory import block_activations, stage_waiting
+    from megacore.plan.activations import block_activations, stage_waiting
 
     ranks, microbatches, recompute = config.parallel.pipeline, config.num_microbatches, config.train.recompute
     costs, block = stage_costs(config), block_activations(config, recompute)

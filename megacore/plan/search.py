@@ -17,7 +17,7 @@ from megacore.plan.choices import context_method_of
 from megacore.plan.context_time import METHODS
 from megacore.plan.devices import Cluster, Device
 from megacore.plan.flops import flops_per_token
-from megacore.plan.memory import RankMemory, optimizer_bytes, padded_parameters, rank_memory
+from megacore.plan.memory import RankMemory, besides, optimizer_bytes, padded_parameters, rank_memory
 from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.plan.profile import Profile
 from megacore.plan.setting import setting_of
@@ -31,13 +31,8 @@ MOST_SPLIT = 32  # ranks of a pipeline whose schedules with split backwards, whi
 SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
 HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
 
-# What a device keeps besides tensors, in GiB: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
-CONTEXT_GIB, COMMUNICATOR_GIB = 0.9, 0.15
-FRAGMENTATION = 0.05  # of what is not held from step to step: blocks between which the allocator finds no room
-
 SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
 
-KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
 
 
 @dataclass(frozen=True)
@@ -119,11 +114,7 @@ class Found:
 
 def gib(memory: RankMemory, config: Config) -> float:
     """GiB that a device must have for a rank's tensors and all else."""
-    parallel = config.parallel
-    communicators = sum(size > 1 for size in (parallel.tensor, config.data_size, parallel.tensor * parallel.pipeline * config.data_size))
-    communicators += 2 * (parallel.pipeline > 1)  # a stream in each direction
-    fleeting = memory.total - memory.held
-    return (memory.total + FRAGMENTATION * fleeting) / 2**30 + CONTEXT_GIB + COMMUNICATOR_GIB * communicators
+    return (memory.total + besides(memory, config).total) / 2**30
 
 
 def search(config: Config, world: int, device: Device, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:

@@ -11,8 +11,8 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.model.attention import Attention
 from megacore.model.gpt import whole_model
+from megacore.plan.activations import block_activations
 from megacore.plan.choices import attention_of, compiles
-from megacore.plan.memory import block_activations
 
 
 def config_of(model: dict[str, Any], **train: Any) -> Config:

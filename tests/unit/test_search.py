@@ -7,10 +7,11 @@ import pytest
 from launch import plan as script
 from megacore.config import Config, load
 from megacore.errors import ConfigError
+from megacore.plan.activations import fullest
 from megacore.plan.cost import best_interval, cost, loss
 from megacore.plan.devices import read_cluster, read_device
 from megacore.plan.generators import GENERATORS
-from megacore.plan.memory import peak_of, rank_memory
+from megacore.plan.memory import rank_memory
 from megacore.plan.partition import plan_of
 from megacore.plan.profile import profile
 from megacore.plan.search import Found, layouts, lost, search
@@ -34,7 +35,10 @@ def test_fullest_states_are_those_of_the_whole_plan(schedule: str, ranks: int, m
     plan = plan_of(config)
     for waiting in (0.5, 3.0):
         kept = [1.0 + 0.3 * stage for stage in range(plan.stages)]
-        found = peak_of(config, kept, [waiting * size for size in kept])
+        found = []
+        for stages, states in zip(plan.placement, fullest(config), strict=True):
+            sizes = [*(kept[stage] for stage in stages), *(waiting * kept[stage] for stage in stages)]
+            found.append(max(sum(n * size for n, size in zip(s.live + s.waiting, sizes, strict=True)) for s in states))
         assert found == pytest.approx(peak_held(plan, kept, [waiting * size for size in kept]), rel=1e-12)
 
 
