@@ -30,9 +30,9 @@ MOST_STAGES = 64
 MOST_SPLIT = 32  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
 SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
 HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
-
 SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
 
+KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
 
 
 @dataclass(frozen=True)

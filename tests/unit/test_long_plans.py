@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, load
-from megacore.plan import memory, partition
+from megacore.plan import activations, partition
 from megacore.plan.generators import GENERATORS
 from megacore.plan.memory import rank_memory
 from megacore.plan.partition import measured, plan_of
@@ -64,8 +64,8 @@ def test_no_long_plan_is_built(predict: Callable[[Config], object], tmp_path: Pa
         return made
 
     partition._built.cache_clear()
-    memory._fullest.cache_clear()
+    activations._fullest.cache_clear()
     monkeypatch.setattr(partition, "build", noted(partition.build))
-    monkeypatch.setattr(memory, "generated", noted(memory.generated))
+    monkeypatch.setattr(activations, "generated", noted(activations.generated))
     predict(config_of(tmp_path, "1f1b", 7, 2**15))
     assert built and max(built) <= (partition.ROUNDS + 2) * 7

@@ -1,0 +1,127 @@
+"""The planner's prediction beside the measured step, for layouts of one config on this machine.
+
+First it measures what the planner asks for: a large product and a copy (`benchmarks.throughput --peak --device-file`), and the links
+between the ranks of the largest layout (`benchmarks.collectives --cluster-file`). Then it measures every layout. The first one
+calibrates the prediction, as `launch/plan.py --calibrate` does with a run; the others are predicted from it, and nothing is fitted to them.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.throughput import ROOT, start
+from megacore.cli import Parser, exit_with
+from megacore.config import load
+from megacore.errors import ConfigError
+from megacore.plan.calibrate import calibrated
+from megacore.plan.devices import Cluster, Device, read_cluster, read_device
+from megacore.plan.profile import profile
+from megacore.plan.setting import setting_of
+from megacore.plan.step_time import predict
+from megacore.verify.layouts import parse as parse_layout
+
+EXAMPLE = "python -m benchmarks.predicted --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output predicted.json"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Seconds of a layout's step."""
+
+    layout: str
+    measured: float
+    spread: float  # the width of the middle half, as a fraction of the median
+    estimated: float  # from the measured device and links, with constants that are estimates for GPUs
+    calibrated: float
+
+    @property
+    def error(self) -> float:
+        """Of the calibrated prediction, relative."""
+        return self.calibrated / self.measured - 1
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, __doc__)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument("--layouts", required=True, metavar="NAMES", help="the first calibrates: one,dp2,tp2,pp2")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each that are measured (10)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the table as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
+    args = parser.parse_intermixed_args(argv)
+    args.peak = args.data = args.profile = args.timeline = None  # options of benchmarks.throughput that are not asked for
+    if args.steps < 1:
+        parser.error("argument --steps: must be at least 1")
+    return args
+
+
+def ranks_of(world: int, module: str, arguments: list[str]) -> None:
+    """Runs a benchmark on so many ranks. Raises `ConfigError` with the end of what it said, if it fails."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m", module]
+    command = [sys.executable, "-m", *(launcher if world > 1 else [module]), *arguments]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(module, (done.stderr.strip().splitlines() or ["it said nothing"])[-1], "a machine that it runs on")
+
+
+def this_machine(args: argparse.Namespace, world: int) -> tuple[Device, Cluster]:
+    """The device and the links of `world` ranks here, measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        device, cluster = (str(Path(folder) / f"{name}.json") for name in ("device", "cluster"))
+        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false"]
+        common = ["--config", args.config]
+        ranks_of(1, "benchmarks.throughput", [*common, "--steps", "1", "--peak", "--device-file", device, *args.overrides, *alone])
+        output = ["--output", str(Path(folder) / "links.json"), "--largest", "4", "--cluster-file", cluster]
+        ranks_of(world, "benchmarks.collectives", [*common, *output, *args.overrides, *alone])
+        return read_device(device), read_cluster(cluster)
+
+
+def compare(args: argparse.Namespace) -> list[Beside]:
+    """Measures every layout, and predicts it. Raises `ConfigError`."""
+    layouts = [parse_layout(name) for name in args.layouts.split(",")]
+    configs = [load(args.config, [*args.overrides, *layout.overrides()], layout.world).config for layout in layouts]
+    device, cluster = this_machine(args, max(2, *(layout.world for layout in layouts)))
+    found = []
+    constants = guess = profile()
+    for number, (layout, config) in enumerate(zip(layouts, configs, strict=True)):
+        result = start(args, layout.name)
+        if "failed" in result:
+            raise ConfigError("--layouts", f"{layout.name}: {result['failed']}", "layouts that run here")
+        setting, seconds = setting_of(config), result["step_seconds"]
+        if number == 0:
+            fitted = calibrated(guess, setting, seconds["median"], device, cluster)
+            if fitted is None:
+                raise ConfigError("--layouts", f"no factor explains {seconds['median']:.4g} s of {layout.name}", "another first")
+            constants = fitted
+        steps = [predict(setting, device, cluster, known).step for known in (guess, constants)]
+        found.append(Beside(layout.name, seconds["median"], seconds["spread"], *steps))
+    return found
+
+
+def table(found: list[Beside]) -> str:
+    """As Markdown."""
+    lines = ["| layout | measured | middle half | estimated | calibrated | error |", "|---|---:|---:|---:|---:|---:|"]
+    for i, row in enumerate(found):
+        error = "calibrates" if i == 0 else f"{row.error:+.0%}"
+        cells = [f"{row.measured:.3f} s", f"±{row.spread / 2:.1%}", f"{row.estimated:.3f} s", f"{row.calibrated:.3f} s", error]
+        lines.append(f"| {row.layout} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def run(argv: list[str]) -> None:
+    """Everything that the command does."""
+    args = parse(argv)
+    found = compare(args)
+    print(table(found))
+    if args.output is not None:
+        report = machine.describe() | {"config_file": args.config, "overrides": args.overrides, "layouts": [vars(row) for row in found]}
+        args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    exit_with(run)
