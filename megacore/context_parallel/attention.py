@@ -10,13 +10,14 @@ gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| +
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacore.context_parallel.blocks import DocumentAttention, Merged, add_gradients, zeros_like
-from megacore.context_parallel.pieces import Documents, Part, Run, Runs, parts, runs_of
+from megacore.context_parallel.pieces import Documents, Part, Run, Runs, parts, runs_by_rank
 from megacore.distributed.comm import all_gather, reduce_scatter
 from megacore.distributed.mesh import Group
 from megacore.distributed.wire import Work
@@ -33,9 +34,14 @@ class Sequences:
     found: dict[Runs, list[Part]] = field(default_factory=dict, compare=False, repr=False)  # by keys: of all layers the same
 
     @cached_property
+    def by_rank(self) -> tuple[Runs, ...]:
+        """The tokens that each context rank holds."""
+        return runs_by_rank(self.seq_len, self.group.size, self.documents)
+
+    @property
     def own(self) -> Runs:
         """The tokens that this rank holds."""
-        return runs_of(self.seq_len, self.group.size, self.group.rank)
+        return self.by_rank[self.group.rank]
 
     @cached_property
     def whole(self) -> list[Part]:
@@ -60,17 +66,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) 
     return METHODS[sequences.method].apply(q, k, v, sequences, scale)
 
 
-def in_order(gathered: Tensor) -> Tensor:
+def in_order(gathered: Tensor, sequences: Sequences) -> Tensor:
     """Tokens of all ranks ``[ranks, …, tokens of a rank, head]`` → in the order of the sequence ``[…, tokens, head]``."""
-    early, late = gathered.chunk(2, -2)
-    return torch.cat((*early, *late.flip(0)), -2)
+    pieces = [(run.start, own[..., run.here, :]) for own, runs in zip(gathered, sequences.by_rank, strict=True) for run in runs]
+    return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], -2)
 
 
-def by_rank(x: Tensor, ranks: int, dim: int = -2) -> Tensor:
+def by_rank(x: Tensor, sequences: Sequences, dim: int = -2) -> Tensor:
     """The inverse of `in_order`; tokens are at `dim`."""
     dim %= x.dim()
-    pieces = x.unflatten(dim, (2 * ranks, -1)).movedim(dim, 0)
-    return torch.cat((pieces[:ranks], pieces[ranks:].flip(0)), dim + 1)
+    pieces = [x.narrow(dim, run.start, run.stop - run.start) for runs in sequences.by_rank for run in runs]
+    return torch.cat(pieces, dim).unflatten(dim, (sequences.group.size, -1)).movedim(dim, 0)
 
 
 class GatherAttention(torch.autograd.Function):
@@ -79,7 +85,7 @@ class GatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
         merged, found = Merged(q), sequences.with_keys((Run(0, sequences.seq_len, 0),))
-        keys, values = gathered(k, v, sequences.group)
+        keys, values = gathered(k, v, sequences)
         merged.add(q, keys, values, found, scale)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -90,19 +96,19 @@ class GatherAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.sequences.group
-        keys, values = gathered(k, v, group)
+        keys, values = gathered(k, v, ctx.sequences)
         grads = zeros_like(q), zeros_like(keys), zeros_like(values)  # each is in at most two parts: an early one and a late one
         add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
         del keys, values  # the memory of whole sequences
-        both = torch.stack([by_rank(total, group.size) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
+        both = torch.stack([by_rank(total, ctx.sequences) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
         grad_k, grad_v = reduce_scatter(both, group)[0]
         return grads[0], grad_k, grad_v, None, None
 
 
-def gathered(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def gathered(k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Keys and values of all ranks, in the order of the sequence."""
-    both = all_gather(torch.stack((k, v))[None], group)  # [ranks, 2, batch, heads, tokens, head]
-    return in_order(both[:, 0]), in_order(both[:, 1])
+    both = all_gather(torch.stack((k, v))[None], sequences.group)  # [ranks, 2, batch, heads, tokens, head]
+    return in_order(both[:, 0], sequences), in_order(both[:, 1], sequences)
 
 
 class RingAttention(torch.autograd.Function):
@@ -144,7 +150,7 @@ class RingAttention(torch.autograd.Function):
 def parts_at(sequences: Sequences, step: int) -> list[Part]:
     """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
     group = sequences.group
-    return sequences.with_keys(runs_of(sequences.seq_len, group.size, (group.rank - step) % group.size))
+    return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size])
 
 
 @dataclass(frozen=True)
@@ -180,10 +186,10 @@ class UlyssesAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
         ctx.short = max(1, sequences.group.size // k.shape[1])
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
-        q, k, v = (by_heads(x, sequences.group) for x in (q, k, v))
+        q, k, v = (by_heads(x, sequences) for x in (q, k, v))
         merged = Merged(q)
         merged.add(q, k, v, sequences.whole, scale)
-        out = by_tokens(merged.out.to(q.dtype), sequences.group)
+        out = by_tokens(merged.out.to(q.dtype), sequences)
         ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.sequences, ctx.scale = sequences, scale
         return out
@@ -191,26 +197,26 @@ class UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        group = ctx.sequences.group
         product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True).to(grad.dtype)
-        both = by_heads(torch.cat((grad, product), -1), group)
+        both = by_heads(torch.cat((grad, product), -1), ctx.sequences)
         grad, product = both[..., :-1].contiguous(), both[..., -1:]
         # Kernels ask for o. Its projection on the gradient has the same product with it, and is no longer.
         out = (grad * (product / grad.to(lse.dtype).square().sum(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).tiny))).to(q.dtype)
         grads = zeros_like(q), zeros_like(k), zeros_like(v)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole, ctx.scale)
-        grad_q, *shared = (by_tokens(x, group) for x in grads)
+        grad_q, *shared = (by_tokens(x, ctx.sequences) for x in grads)
         return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None
 
 
-def by_heads(x: Tensor, group: Group) -> Tensor:
+def by_heads(x: Tensor, sequences: Sequences) -> Tensor:
     """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``."""
-    return in_order(exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0), group))
+    group = sequences.group
+    return in_order(exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0), group), sequences)
 
 
-def by_tokens(x: Tensor, group: Group) -> Tensor:
+def by_tokens(x: Tensor, sequences: Sequences) -> Tensor:
     """The inverse of `by_heads`. In memory its tokens come before its heads, as in `Merged`."""
-    parts = exchange(by_rank(x.transpose(1, 2), group.size, dim=1), group)  # [ranks, batch, tokens, heads of a rank, head]
+    parts = exchange(by_rank(x.transpose(1, 2), sequences, dim=1), sequences.group)  # [ranks, batch, tokens, heads of a rank, head]
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 

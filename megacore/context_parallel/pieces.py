@@ -1,14 +1,18 @@
 """Which tokens of a sequence a context rank holds, and which parts of attention lie between its tokens and others.
 
 A sequence of s tokens is cut into 2·c pieces for c ranks. Rank r holds piece r and piece 2c-1-r: an early one, whose tokens see few
-others, and a late one, whose tokens see many. So all ranks have equal work under a causal mask.
+others, and a late one, whose tokens see many. So all ranks have equal work under a causal mask. Within documents, whose lengths differ,
+more pieces are dealt by work where that is more even.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+
+EVEN = 1.05  # the most work of a rank over the mean that counts as balanced
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,60 @@ class Run:
 Runs = tuple[Run, ...]
 
 
-def runs_of(seq_len: int, ranks: int, rank: int) -> Runs:
-    """The tokens of a sequence that a context rank holds, in the order in which it holds them."""
+Documents = tuple[tuple[int, ...], ...]  # for each sequence of a batch: where its documents begin (0 first), and its length
+
+
+@lru_cache(maxsize=64)
+def runs_by_rank(seq_len: int, ranks: int, documents: Documents | None = None) -> tuple[Runs, ...]:
+    """The tokens of a sequence that each context rank holds, in the order in which it holds them.
+
+    With `documents` attention's work differs between pieces. If early and late pieces then make ranks unequal by more than `EVEN`, up to
+    four times as many pieces are dealt by work, alike in all sequences of the batch.
+    """
     if ranks == 1:
-        return (Run(0, seq_len, 0),)
-    size = seq_len // (2 * ranks)
-    return tuple(Run(piece * size, (piece + 1) * size, i * size) for i, piece in enumerate((rank, 2 * ranks - 1 - rank)))
+        return ((Run(0, seq_len, 0),),)
+    chosen, count = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)], 2 * ranks
+    if documents is not None:
+        seen = keys_seen(seq_len, documents)
+        least = unevenness(chosen, seen.reshape(count, -1).sum(1))
+        for finer in (1, 2, 4):
+            if least <= EVEN or seq_len % (2 * ranks * finer):
+                break
+            work = seen.reshape(2 * ranks * finer, -1).sum(1)
+            found = dealt(work, ranks)
+            if (uneven := unevenness(found, work)) < least:
+                chosen, count, least = found, len(work), uneven
+    size = seq_len // count
+    return tuple(tuple(Run(piece * size, (piece + 1) * size, i * size) for i, piece in enumerate(own)) for own in chosen)
+
+
+def keys_seen(seq_len: int, documents: Documents) -> np.ndarray:
+    """How many keys the tokens at each position see, in all sequences together: int64 ``[seq_len]``."""
+    total = np.zeros(seq_len, dtype=np.int64)
+    for bounds in documents:
+        total += np.arange(1, seq_len + 1) - np.repeat(bounds[:-1], np.diff(bounds))
+    return total
+
+
+def dealt(work: np.ndarray, ranks: int) -> list[list[int]]:
+    """The pieces of each rank, as many for all: the one with most work first, each to the rank that has least and still has room."""
+    room, own, load = len(work) // ranks, [list[int]() for _ in range(ranks)], [0] * ranks
+    for piece in np.argsort(-work, kind="stable").tolist():
+        rank = min((rank for rank in range(ranks) if len(own[rank]) < room), key=load.__getitem__)
+        own[rank].append(piece)
+        load[rank] += int(work[piece])
+    return [sorted(pieces) for pieces in own]
+
+
+def unevenness(pieces: list[list[int]], work: np.ndarray) -> float:
+    """The most work of a rank over the mean: 1 if all have as much."""
+    loads = [int(work[own].sum()) for own in pieces]
+    return max(loads) * len(loads) / sum(loads)
+
+
+def runs_of(seq_len: int, ranks: int, rank: int, documents: Documents | None = None) -> Runs:
+    """The tokens of a sequence that a context rank holds, in the order in which it holds them."""
+    return runs_by_rank(seq_len, ranks, documents)[rank]
 
 
 def positions_of(runs: Runs) -> np.ndarray:
@@ -58,9 +110,6 @@ class Part:
     queries: slice
     keys: slice
     causal: bool
-
-
-Documents = tuple[tuple[int, ...], ...]  # for each sequence of a batch: where its documents begin (0 first), and its length
 
 
 def parts(queries: Runs, keys: Runs, documents: Documents | None = None) -> list[Part]:

@@ -92,7 +92,7 @@ def microbatch_on(inputs: np.ndarray, targets: np.ndarray, mesh: Mesh, key: int 
         for row, sample in zip(arrays[1], bounds, strict=True):
             ignore_across(row, sample)
     if cp.size > 1:
-        own = positions_of(runs_of(inputs.shape[1], cp.size, cp.rank))
+        own = positions_of(runs_of(inputs.shape[1], cp.size, cp.rank, documents))
         arrays = [array[:, own] for array in arrays]
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     if mesh.device.type == "cuda":

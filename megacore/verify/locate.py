@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from megacore.context_parallel.pieces import positions_of, runs_of
+from megacore.context_parallel.pieces import Documents, positions_of, runs_of
 from megacore.verify.compare import relative, rms
 
 ORDER = {"forward": 0, "recompute": 1, "backward": 2}
@@ -77,7 +77,8 @@ def first_parting(
         expected = read(reference / f"trace_{rank if same_layout else 0}.safetensors")
         by_place = {event.place: (event, value) for event, value in expected.items()}
         agreed: dict[tuple[int, str], Event] = {}
-        own = positions_of(runs_of(seq_len, context, rank // tensor % context)) if context > 1 and not same_layout else None
+        divided = context > 1 and not same_layout
+        documents = {event.microbatch: bounds_of(value) for event, value in expected.items() if event.module == "documents"}
         for event, value in read(layout / f"trace_{rank}.safetensors").items():
             place = event.place
             if event.direction == "recompute" and place not in by_place:  # one process keeps the value, which must come out the same
@@ -86,10 +87,11 @@ def first_parting(
                 continue
             original, whole = by_place[place]
             original = replace(original, direction=event.direction)
-            if own is not None:
+            if divided:
                 if (event.module, event.direction) == ("loss", "forward"):
                     continue  # a part of a sum
-                whole = of_tokens(whole, own, seq_len)
+                runs = runs_of(seq_len, context, rank // tensor % context, documents.get(event.microbatch))
+                whole = of_tokens(whole, positions_of(runs), seq_len)
             distance = apart(value, whole, rank % tensor, tensor)
             if distance is None:
                 continue
@@ -102,6 +104,11 @@ def first_parting(
     if not parted:
         return None
     return Parting(*parted[min(parted)])
+
+
+def bounds_of(positions: np.ndarray) -> Documents:
+    """The documents of each sequence, from the positions ``[batch, seq]`` of its tokens in them."""
+    return tuple((*np.flatnonzero(row == 0).tolist(), len(row)) for row in positions)
 
 
 def of_tokens(whole: np.ndarray, own: np.ndarray, seq_len: int) -> np.ndarray:

@@ -74,6 +74,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
                 batch = corpus.batch(corpus.training[i] for i in order[start : start + train.micro_batch_size])
                 trace.enter(index, "forward")
+                trace.note("documents", "positions", batch.documents[1])  # context ranks divide a batch by its documents
                 logits = model.logits(model(batch.inputs, key_of(train.seed, step, index), None, None, *batch.documents))
                 losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
                 part = losses / learned

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from megacore.config import load
 from megacore.config.schema import MASK
 from megacore.context_parallel import attention, blocks
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.pieces import runs_of
+from megacore.context_parallel.pieces import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
 from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.distributed.place import place_from_environment
 from megacore.verify.layouts import parse
@@ -62,6 +63,27 @@ def test_equals_one_process(workers: Workers, tmp_path: Path, method: str, layou
     assert max(d.relative for result in proof.results for d in result.differences.values()) < 1e-9
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_have_equal_work_within_documents(ranks: int) -> None:
+    """Documents of all lengths: with early and late pieces alone, one rank has a third more than the mean, and all wait for it."""
+    seq, generator = 8192, np.random.default_rng(ranks)
+    for _ in range(5):
+        ends = np.cumsum(generator.lognormal(6.0, 1.4, 200).astype(int) + 2)
+        documents = ((0, *ends[ends < seq].tolist(), seq),)
+        everything = (Run(0, seq, 0),)
+
+        def work(runs: Runs, documents: Documents = documents, everything: Runs = everything) -> int:
+            return pairs(parts(runs, everything, documents))
+
+        found, plain = runs_by_rank(seq, ranks, documents), runs_by_rank(seq, ranks)
+        assert sorted(np.concatenate([positions_of(runs) for runs in found]).tolist()) == list(range(seq))
+        assert {len(positions_of(runs)) for runs in found} == {seq // ranks}
+        loads = [work(runs) for runs in found]
+        assert sum(loads) == work(everything) and max(loads) * ranks / sum(loads) < EVEN
+        assert found == plain or max(map(work, plain)) * ranks / sum(loads) > EVEN
+    assert runs_by_rank(seq, ranks, ((0, seq),)) == plain, "one document is divided as none is"
+
+
 HEADS, KV_HEADS, HEAD, BATCH = 4, 2, 8, 2
 
 
@@ -91,7 +113,7 @@ def largest_error(method: str, seq: int, documents: tuple[tuple[int, ...], ...] 
     grad = inputs(seq)[3]
     right = masked(*whole, documents)
     right.backward(grad)
-    own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(seq, group.size, group.rank)])
+    own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(seq, group.size, group.rank, documents)])
     here = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
     out = attention.attend(*here, Sequences(seq, group, method, documents), 0.3)
     out.backward(grad[:, :, own])
