@@ -15,6 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from benchmarks.documents import pairs_in_blocks
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs/figures"
 BLUE, ORANGE, RED, GREY = "#2f6fab", "#e67e22", "#c0392b", "#8a8a8a"
@@ -126,12 +128,50 @@ def peers(results: Path) -> None:
     drawn.savefig(FOLDER / "peers.png")
 
 
+def documents(results: Path) -> None:
+    """Attention's and a step's time by the documents' length; and which documents packing leaves whole."""
+    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    within = [row for row in found["steps"] if row["document_tokens"]]
+    (whole,) = [row for row in found["steps"] if not row["document_tokens"]]
+    lengths = [row["document_tokens"] for row in within]
+    drawn = figure(9.6, 3.6)
+    times, cuts = drawn.subplots(1, 2, width_ratios=(1.25, 1))
+    kinds = (("step_seconds", "a training step", ORANGE), ("attention_seconds", "attention of one layer", BLUE))
+    for key, name, colour in kinds:
+        times.plot(lengths, [row[key] for row in within], color=colour, marker="o", label=name)
+        times.plot(lengths[-1] * 1.25, whole[key], color=colour, marker="s", markerfacecolor="none")
+    for name, style, pairs in (
+        ("as the sum of squares", "--", lambda n: n * (n + 1) // 2),
+        ("as the blocks that PyTorch's CPU kernel computes", ":", pairs_in_blocks),
+    ):
+        whole_pairs = pairs(lengths[-1])  # a line through the longest
+        expected = [pairs(n) * lengths[-1] / n / whole_pairs * within[-1]["attention_seconds"] for n in lengths]
+        times.plot(lengths, expected, color=BLUE, linestyle=style, linewidth=1, label=name)
+    times.set(xscale="log", yscale="log", xlabel=f"tokens of each document, in samples of {found['seq_len']:,}", ylabel="seconds")
+    times.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    times.minorticks_off()
+    times.set_title("squares: without document_mask", loc="left", fontsize=9)
+    times.legend(frameon=False, fontsize=8)
+    rows, at = found["packing"], np.arange(len(found["packing"]))
+    ways = (("cut_consecutive", "consecutive tokens", GREY, -0.2), ("cut", "best_fit", BLUE, 0.2))
+    for key, name, colour, beside in ways:
+        bars = cuts.bar(at + beside, [100 * row[key] / row["documents"] for row in rows], 0.38, color=colour, label=name)
+        cuts.bar_label(bars, fmt="%.0f", fontsize=8)
+    cuts.set_xticks(at, [f"{row['seq_len']:,}\n{row['padding']:.2%}" for row in rows], fontsize=8)
+    cuts.set(xlabel="tokens of a sample; below, best_fit's padding", ylabel="documents that are cut, per cent")
+    cuts.legend(frameon=False, fontsize=8)
+    for axes in (times, cuts):
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn.savefig(FOLDER / "documents.png")
+
+
 def main() -> None:
     """Draws them all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=ROOT / "runs/quickstart", help="the run whose loss is drawn")
     parser.add_argument("--corpus", type=Path, default=ROOT / "data/stdlib_valid", help="its validation corpus")
     parser.add_argument("--peers", type=Path, default=ROOT / "benchmarks/results/peers_settings_2026-11-22.json", help="both ratios")
+    parser.add_argument("--documents", type=Path, default=ROOT / "benchmarks/results/documents_2026-11-22.json", help="of that benchmark")
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     if (args.run / "metrics.jsonl").is_file():
@@ -141,6 +181,7 @@ def main() -> None:
     mesh()
     schedule()
     peers(args.peers)
+    documents(args.documents)
 
 
 if __name__ == "__main__":

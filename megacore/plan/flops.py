@@ -5,6 +5,7 @@ k = key/value heads × head size.
 A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megacore.config.schema import Config, resolved
@@ -54,6 +55,15 @@ def flops_per_token(config: Config, causal: bool) -> float:
     96·B·s·L·h²·(1 + s/6h + V/16Lh) (Narayanan et al. 2021).
     """
     return 3 * (config.model.num_layers * block_flops(config, causal) + head_flops(config))
+
+
+def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
+    """Operations of attention in a step over documents of these lengths, with `data.document_mask`: forward and backward, all layers.
+
+    A document of n tokens has n·(n+1)/2 pairs of a query and a key that it sees. A pair costs 4·a operations forward, and 8·a backward.
+    """
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    return 12 * config.model.num_layers * attention_sizes(config)[0] * pairs
 
 
 @dataclass(frozen=True)

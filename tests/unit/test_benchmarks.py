@@ -4,12 +4,14 @@ import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import documents
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
 from benchmarks.peers import plain_gpt
@@ -27,6 +29,7 @@ from benchmarks.throughput import hardware_flops_per_token
 from benchmarks.training import Training, random_batch
 from megacore.config import Config, load
 from megacore.config.load import resolve
+from megacore.context_parallel import attention, pieces
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
 from megacore.distributed.wire import Group
@@ -43,6 +46,19 @@ from megacore.plan.schedule import COMPUTE, Action, Op
 from megacore.plan.traffic import rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 from tests.training import write_config
+
+
+@pytest.mark.parametrize("each", [8, 16, 64, None])
+def test_attention_is_asked_for_what_documents_need(each: int | None) -> None:
+    """Counted at the kernels, in a whole step: pairs within documents and no others, or the prediction of time is for nothing."""
+    contender = documents.Contender(each, 64)
+    contender.seconds.append((1.0, 1.0))
+    row = contender.row()
+    assert row["attention_flops_counted"] == row["attention_flops_predicted"] > 0
+    if each == 16:  # the count sees it where attention crosses documents
+        with mock.patch.object(attention, "parts", lambda queries, keys, _: pieces.parts(queries, keys)):
+            assert contender.row()["attention_flops_counted"] > 3 * row["attention_flops_predicted"]
+    contender.mesh.close()
 
 
 def test_line_is_the_one_that_made_the_times() -> None:
