@@ -109,7 +109,7 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
         if isinstance(value, list):
             text = ", ".join(value)
         elif isinstance(value, float):
-            text = f"{value:.6g}"
+            text = f"{value:.6g}" if evaluation.targets else "unknown: no token that was read is learned"
         else:
             text = f"{value:,}" if isinstance(value, int) else value or "unknown: no tokenizer is named"
         table.add_row(name.replace("_per_", " a ").replace("_", " "), text)

@@ -108,6 +108,11 @@ class IndexedTokens:
             raise DataError(self.prefix + MASK, f"holds the byte {mask.max()}", f"0 or 1 for each token; {PREPARE_AGAIN}")
         return mask.astype(np.bool_)
 
+    def check_learned(self) -> None:
+        """Raises `DataError` if the mask leaves out every token. Reads it up to the first that is learned."""
+        if self.masked and not any(self._mask[start : start + SCAN_BLOCK].any() for start in range(0, self.num_tokens, SCAN_BLOCK)):
+            raise DataError(self.prefix + MASK, "leaves out every token, so nothing is learned", "a corpus with answers")
+
     def document_at(self, position: int) -> int:
         """The number, from 0, of the document with the token at `position` of the stream."""
         sequence = np.searchsorted(self._pointers, position * self.dtype.itemsize, side="right") - 1

@@ -26,6 +26,7 @@ def open_corpora(spec: Spec, vocab_size: int, scan: bool) -> list[tuple[float, I
     total = sum(weight for weight, _ in weighted)
     corpora = [(weight / total, IndexedTokens(prefix)) for weight, prefix in weighted]
     for _, tokens in corpora:
+        tokens.check_learned()
         if not tokens.masked and (known := Sidecar.load(tokens.prefix)) is not None and known.learned is not None:
             wrong = f"is missing, and {tokens.prefix}.json says that only {known.learned} tokens are learned"
             raise DataError(tokens.prefix + MASK, wrong, "the file that launch/prepare.py --chat wrote beside them")

@@ -293,7 +293,11 @@ class Trainer:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
         if self.inputs.validation is None:
             return None
-        loss = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.obey).loss
+        found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.obey)
+        if not found.targets:
+            self.logs.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
+            return None
+        loss = found.loss
         self.exporter.validation(loss)
         if self.step > self.started:  # else it is recorded already
             self.logs.validation(self.step, loss)

@@ -92,3 +92,16 @@ def test_every_layout_takes_the_global_mean(pool: Any, config_path: str) -> None
             assert ranks[0][1][0] > 0 and ranks[1][1][0] == 0, "what this is about"
     faulty = pool.run(2, train, config_path, ["parallel.data=2"], True)
     assert training.difference(faulty[0][0], right) > 1e-2, "a mean by rank is noticed"
+
+
+def test_a_validation_without_a_learned_target_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its loss would be 0 / 0, logged as a number that is none. Here the one batch that it reads has no answer."""
+    prefix = training.write_corpus(tmp_path)
+    mask = np.zeros(4000, np.uint8)
+    mask[-1] = 1
+    Path(prefix + MASK).write_bytes(mask.tobytes())
+    data = {"train": training.write_corpus(tmp_path, "learned"), "valid": prefix}
+    config = training.write_config(tmp_path, prefix, train={"steps": 1, "eval_batches": 1}, data=data)
+    assert training.run_rank(config, [], str(tmp_path / "run")) == 0
+    assert "step 1: no validation loss: of what train.eval_batches reads, no token is learned" in capfd.readouterr().out
+    assert all("valid_loss" not in line for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines())

@@ -45,6 +45,7 @@ class Fault:
 
 
 FAULTS: list[Fault] = []
+MASKED = "data.train=MASKED"  # stands for a corpus with a mask of learned tokens: some ranks then learn nothing in a step
 
 
 def fault(

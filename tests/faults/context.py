@@ -60,7 +60,7 @@ def gathered_gradients_summed_twice() -> Any:
 
 @fault("sequences are put together in the order of the ranks, not of their pieces", "cp2", ATTENTION, ULYSSES)
 def pieces_out_of_order() -> Any:
-    return patch(attention, "in_order", lambda gathered: torch.cat(tuple(gathered), -2))
+    return patch(attention, "in_order", lambda gathered, sequences: torch.cat(tuple(gathered), -2))
 
 
 @fault("a context rank counts its positions from 0", "cp2", ATTENTION, RING)
@@ -104,7 +104,11 @@ def mean_by_rank() -> Any:
 
 
 @fault(
-    "positions go on across a document's end (packed sequences: Megatron-LM issue 7238)", "one", FIRST, DOCUMENTS, "model.position=learned"
+    "positions go on across a document's end (packed sequences: Megatron-LM issue 7238; issue 111 of ISEEKYAN's fork)",
+    "one",
+    FIRST,
+    DOCUMENTS,
+    "model.position=learned",
 )
 def positions_go_on() -> Any:
     return patch(loader, "document_positions", lambda bounds: np.arange(bounds[-1]))
@@ -143,7 +147,7 @@ def part_by_itself() -> Any:
     GATHER,
 )
 def one_run_for_two() -> Any:
-    def run(seq_len: int, ranks: int, rank: int) -> Any:
+    def run(seq_len: int, ranks: int, rank: int, documents: Any) -> Any:
         size = seq_len // (2 * ranks)
         return tuple(pieces.Run(piece * size, (piece + 1) * size, i * size) for i, piece in enumerate((2 * rank, 2 * rank + 1)))
 

@@ -46,8 +46,8 @@ def data_reduction_doubled() -> Any:
 def data_reduction_over_tensor_ranks() -> Any:
     build = native.GradientReducer
 
-    def over_tensor_ranks(buffers: Any, mesh: Any) -> Any:
-        reducer = build(buffers, mesh)
+    def over_tensor_ranks(buffers: Any, mesh: Any, narrow: Any) -> Any:
+        reducer = build(buffers, mesh, narrow)
         reducer.group = mesh.tp
         return reducer
 
@@ -79,7 +79,7 @@ def data_ranks_read_the_same() -> Any:
 
     def first_only(self: Any, config: Any, mesh: Any, stream: Any) -> None:
         init(self, config, mesh, stream)
-        self.mesh = mock.Mock(sample_group=mock.Mock(size=mesh.sample_group.size, rank=0), device=mesh.device)
+        self.mesh = mock.Mock(sample_group=mock.Mock(size=mesh.sample_group.size, rank=0), device=mesh.device, cp=mesh.cp)
 
     return patch(loader.Loader, "__init__", first_only)
 
@@ -95,7 +95,13 @@ def data_ranks_dealt_the_same() -> Any:
     return patch(coverage, "dealt", first_only)
 
 
-@fault("a run that goes on with fewer data ranks begins a step too late", "dp4", "samples are left out", check="samples")
+@fault(
+    "a run that goes on with fewer data ranks begins a step too late (other samples than it says: torchtitan issue 816; Automodel issue "
+    "533; VeOmni PR 853)",
+    "dp4",
+    "samples are left out",
+    check="samples",
+)
 def step_lost_between_layouts() -> Any:
     deal = batches.dealt
 

@@ -97,7 +97,12 @@ def recompute_draws_another_mask() -> Any:
     return patch(context.Context, "_dropped", again)
 
 
-@fault("the gradient norm counts what every tensor rank holds once a rank", "tp2", "every gradient agrees; the gradient norm does not")
+@fault(
+    "the gradient norm counts what every tensor rank holds once a rank (ROCm TransformerEngine PR 715; NeMo-RL PR 3788; transformers "
+    "PR 36132)",
+    "tp2",
+    "every gradient agrees; the gradient norm does not",
+)
 def norm_counts_replicas() -> Any:
     weights = native.NativeEngine.row_weights
     return patch(native.NativeEngine, "row_weights", lambda self, buffer: [torch.ones_like(rows) for rows in weights(self, buffer)])

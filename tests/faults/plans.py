@@ -63,7 +63,8 @@ def plan_swaps_chunks() -> Any:
 
 
 @fault(
-    "a plan hangs unless messages are buffered: the first stage does all forwards first, the second goes back at once",
+    "a plan hangs unless messages are buffered: the first stage does all forwards first, the second goes back at once "
+    "(pytorch issue 172668; Megatron-LM issues 1852, 5100, 5240)",
     "pp2",
     "deadlock: pp rank 0 waits in send_activation of microbatch 6; pp rank 1 waits in send_gradient of microbatch 2",
     "parallel.schedule=gpipe",

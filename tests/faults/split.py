@@ -25,7 +25,7 @@ def spoiling(spoil: Callable[[Any, list[Part]], None]) -> Any:
 
 
 @fault(
-    "the second half of backward loses a weight's gradient",
+    "the second half of backward loses a weight's gradient (split backward: pytorch issue 161904; torchtitan issue 3584)",
     "pp2",
     "module blocks.3.attention.output, gradient of its weight, microbatch 0, backward",
     ZB,

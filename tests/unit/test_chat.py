@@ -156,6 +156,10 @@ def test_a_mask_that_does_not_belong_is_refused(tmp_path: Path) -> None:
     Path(prefix + MASK).write_bytes(b"\2" * 8)
     with pytest.raises(UserError, match=r"a\.mask\.bin: holds the byte 2"):
         EvalSamples(prefix, 4, 10).samples(np.arange(1))
+    Path(prefix + MASK).write_bytes(b"\0" * 8)
+    for spec in (prefix, [(1, prefix)]):
+        with pytest.raises(UserError, match=r"a\.mask\.bin: leaves out every token, so nothing is learned"):
+            EvalSamples(spec, 4, 10)
     prefix = prepared(tmp_path, {"messages": said("a", "b")})
     Path(prefix + MASK).unlink()
     with pytest.raises(UserError, match=r"out\.mask\.bin: is missing, and .*out\.json says that only 2 tokens are learned"):
