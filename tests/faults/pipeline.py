@@ -48,14 +48,19 @@ def tied_gradients_summed_twice() -> Any:
 )
 def stale_activation() -> Any:
     shared: dict[Any, Tensor] = {}
-    receive, empty = runtime.Runtime._receive, torch.empty
+    receive = runtime.Runtime._receive
 
-    def into_one(self: Any, action: Any, messages: Any) -> None:
-        def held(shape: Any, **options: Any) -> Tensor:
-            return shared.setdefault(action.op, empty(shape, **options)).detach()
+    def into_one(self: Any, action: Any, held: Any) -> None:
+        receive(self, action, held)
+        key = action.microbatch, action.chunk
+        came, one = held[key], shared.setdefault(action.op, torch.empty_like(held[key]))
+        work, held[key] = self.arriving[action.op, key], one.data
 
-        with patch(torch, "empty", held):
-            receive(self, action, messages)
+        def wait() -> None:  # in the schedule's order, so that it is wrong in the same way every time
+            work.wait()
+            one.copy_(came)
+
+        self.arriving[action.op, key] = mock.Mock(wait=wait)
 
     return patch(runtime.Runtime, "_receive", into_one)
 
