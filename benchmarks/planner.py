@@ -268,7 +268,7 @@ def run(argv: list[str]) -> None:
         fit_all(rows, args.data)
     counts = Counter((row.source, row.why) for row in skipped)
     mixtures = Counter((row.source, "a mixture of experts, for which nothing is fitted") for row in rows if row.setting.experts)
-    report = {
+    report: dict[str, Any] = {
         "command": f"python -m benchmarks.planner {args.data.name}",
         "frameworks": score(rows),
         "held out, by devices": by(rows, lambda row: row.setting.world),

@@ -2,6 +2,9 @@
 
 Runtime, plans and transfers are the real ones, over gloo; only stages and engine are stand-ins. So the ratio says whether the runtime
 keeps the rules that the simulator, the validator and the planner rely on. 1 is a runtime that loses no time.
+
+A stage sleeps equally long under every schedule, so that what an action costs besides weighs equally. A rank with two chunks then has
+twice the work. So schedules are compared by the bubble: the part of a step in which ranks have nothing to do.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from benchmarks import machine
+from benchmarks.charts import ratio_bars
 from benchmarks.training import join, random_batch
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
@@ -30,7 +34,6 @@ from megacore.config.schema import CHUNKS
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import SOLO, Mesh
 from megacore.distributed.place import Place
-from megacore.engine.protocol import Engine
 from megacore.pipeline.runtime import Runtime
 from megacore.plan.generators import GENERATORS, build
 from megacore.plan.schedule import COMPUTE, Action, Plan
@@ -39,8 +42,8 @@ from megacore.tensor_parallel.gradient import Part
 
 EXAMPLE = "python -m benchmarks.schedules --output schedules.json"
 ROOT = Path(__file__).resolve().parents[1]
-WORK = 0.040  # seconds of a rank's forward, and of each half of its backward; with two chunks half of it for each
-UNEVEN = 1.25  # the longest over the shortest, where stages differ
+WORK = 0.050  # seconds of a stage's forward, and of each half of its backward
+UNEVEN = 0.8  # the shortest over this, where stages differ
 PINGS = 50
 LATE = 0.0003  # seconds: more than a process is woken late
 
@@ -71,8 +74,8 @@ class SleepingStage(nn.Module):
             return y if targets is None else y.sum()
 
 
-class SleepingEngine(Engine):
-    """Stands for an engine: pauses, and runs the backward of `SleepingStage`."""
+class SleepingEngine:
+    """Stands for what the runtime needs of an engine: pauses, and runs the backward of `SleepingStage`."""
 
     def __init__(self, stages: Sequence[SleepingStage], inputs: Sequence[float], weights: Sequence[float]) -> None:
         self.modules, self.inputs, self.weights = stages, inputs, weights
@@ -100,11 +103,10 @@ class SleepingEngine(Engine):
         pass
 
 
-def seconds_of(stages: int, ranks: int, uneven: bool) -> tuple[list[float], list[float], list[float]]:
+def seconds_of(stages: int, uneven: bool) -> tuple[list[float], list[float], list[float]]:
     """What every stage sleeps in its forward and in the halves of its backward, the same on every rank."""
     rng = random.Random(stages)
-    each = WORK * ranks / stages
-    forward, inputs, weights = ([each * (rng.uniform(1.0, UNEVEN) if uneven else 1.0) for _ in range(stages)] for _ in range(3))
+    forward, inputs, weights = ([WORK * (rng.uniform(UNEVEN, 1.0) if uneven else 1.0) for _ in range(stages)] for _ in range(3))
     return forward, inputs, weights
 
 
@@ -126,7 +128,8 @@ def measured(plan: Plan, config: Config, mesh: Mesh, seconds: Sequence[Sequence[
     forward, inputs, weights = ([times[stage] for stage in placed] for times in seconds)
     last = plan.stages - 1
     stages: Any = [SleepingStage(config, stage == 0, stage == last, time) for stage, time in zip(placed, forward, strict=True)]
-    runtime = Runtime(stages, SleepingEngine(stages, inputs, weights), mesh.pp)
+    engine: Any = SleepingEngine(stages, inputs, weights)
+    runtime = Runtime(stages, engine, mesh.pp)
     moments: list[float] = []
 
     def timed(method: Any) -> Any:
@@ -151,20 +154,24 @@ def here(args: argparse.Namespace, place: Place) -> int:
     mesh = join(config, place)
     message = torch.zeros(config.train.micro_batch_size * config.train.seq_len, config.model.hidden_size)
     transfer, rows = one_way(mesh, message), []
+    warm_up = build("zb_v", ranks, config.num_microbatches)  # the first step also starts threads
+    measured(warm_up, config, mesh, [[0.0] * warm_up.stages] * 3)
     for uneven in (False, True):
         for name in GENERATORS:
             plan = build(name, ranks, config.num_microbatches, CHUNKS[name])
-            forward, inputs, weights = seconds = seconds_of(plan.stages, ranks, uneven)
+            forward, inputs, weights = seconds = seconds_of(plan.stages, uneven)
             whole = [a + b for a, b in zip(inputs, weights, strict=True)]
             expected = simulate(plan, forward, whole, transfer, weight=weights)
-            found = [measured(plan, config, mesh, seconds) for _ in range(1 + args.rounds)][1:]  # the first step also starts threads
+            found = [measured(plan, config, mesh, seconds) for _ in range(args.rounds)]
+            work = sum(expected.busy) / ranks
             rows.append(
                 {
                     "schedule": name,
                     "stages": "uneven" if uneven else "even",
                     "simulated_seconds": expected.makespan,
-                    "bubble": expected.bubble_rate,
+                    "simulated_bubble": expected.bubble_rate,
                     "seconds": found,
+                    "bubble": 1 - work / median(found),
                     "ratio": median(found) / expected.makespan,
                 }
             )
@@ -192,18 +199,30 @@ def start(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """The table: a row a schedule, with the ratio for even and uneven stages."""
+    """The table: a row a schedule, for even and for uneven stages."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("schedule", "ranks", "stages")
-    for column in ("bubble", "simulated, s", "measured, s", "measured / simulated"):
+    for column in ("simulated bubble", "measured", "simulated step, s", "measured", "measured / simulated"):
         table.add_column(column, justify="right")
     for result in results:
         for row in result["rows"]:
+            bubbles = (f"{row['simulated_bubble']:.1%}", f"{row['bubble']:.1%}")
             times = (f"{row['simulated_seconds']:.3f}", f"{median(row['seconds']):.3f}", f"{row['ratio']:.3f}")
-            table.add_row(row["schedule"], str(result["ranks"]), row["stages"], f"{row['bubble']:.1%}", *times)
+            table.add_row(row["schedule"], str(result["ranks"]), row["stages"], *bubbles, *times)
     Console(stderr=True, highlight=False, markup=False).print(table)
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """The chart: each schedule's step over the work of a rank, simulated and measured, so that 1 is a step without a bubble."""
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for result in results:
+        for row in result["rows"]:
+            work = row["simulated_seconds"] * (1 - row["simulated_bubble"])
+            steps = {"simulated": row["simulated_seconds"] / work, "measured": median(row["seconds"]) / work}
+            panels.setdefault(f"{result['ranks']} ranks, {row['stages']} stages", {})[row["schedule"]] = steps
+    ratio_bars(path, panels, "A step of sleeping stages, over a rank's work")
 
 
 def main(argv: list[str], place: Place) -> int:
@@ -211,7 +230,7 @@ def main(argv: list[str], place: Place) -> int:
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="steps of each schedule, of which the median counts (3)")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything that was measured")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything that was measured, and a chart beside it")
     args = parser.parse_args(argv)
     if place.world_size > 1:
         return here(args, place)
@@ -219,6 +238,7 @@ def main(argv: list[str], place: Place) -> int:
     show(results)
     if args.output is not None:
         args.output.write_text(json.dumps(machine.describe() | {"results": results}, indent=1) + "\n", encoding="utf-8")
+        draw(results, args.output.with_suffix(".png"))
     return 0
 
 

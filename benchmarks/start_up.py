@@ -98,7 +98,7 @@ def sparse_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], no
 
 def begin(config: Config, world: int, folder: Path) -> dict[str, Any]:
     """Lets every rank build what it has in a run, and save it up to its index."""
-    seconds, slices, largest = Counter[str](), 0, 0
+    seconds, slices, largest = dict.fromkeys(("mesh", "engine", "index"), 0.0), 0, 0
     groups: dict[tuple[int, ...], str] = {}
     made = 0
     folder.mkdir(parents=True)
@@ -119,7 +119,8 @@ def begin(config: Config, world: int, folder: Path) -> dict[str, Any]:
                 built = perf_counter()
                 places = places_of(tensors)
                 write_rank(folder, rank, places, (tensors[key][0] for key in places))
-                seconds.update(mesh=meshed - started, engine=built - meshed, index=perf_counter() - built)
+                taken = (meshed - started, built - meshed, perf_counter() - built)
+                seconds = {name: seconds[name] + part for name, part in zip(seconds, taken, strict=True)}
                 slices += len(places)
                 largest = max(largest, index_file(folder, rank).stat().st_size)
     return {

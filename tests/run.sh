@@ -11,6 +11,6 @@ source launch/environment.sh
 export OMP_NUM_THREADS=1 # many ranks share the cores: more threads each would only wait for one another
 
 ruff check .
-mypy megacore kernels launch
+mypy megacore kernels launch benchmarks
 # Two files at a time, each with workers of its own: ranks wait for one another, and cores for ranks.
 python -m pytest --numprocesses 2 --dist loadfile "$@"

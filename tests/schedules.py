@@ -1,17 +1,21 @@
 """Proves every schedule in every layout, with all that goes with it: the product of which the tests run pairs.
 
-python -m tests.schedules                    hours on two cores
-python -m tests.schedules zb_v v_half        of these schedules only
+python -m tests.schedules --sample 100 --seed 7    so many of them, drawn at random: some minutes on two cores
+python -m tests.schedules                          all: hours
+python -m tests.schedules zb_v v_half              of these schedules only
 """
 
 import itertools
+import random
+from collections import Counter
 
 import tests.schedules
 from megacore.cli import Parser, exit_with
+from megacore.config import load
 from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
-from megacore.verify.layouts import SCHEDULES, parse
-from megacore.verify.run import ROOT, Options, prove
+from megacore.verify.layouts import SCHEDULES, Layout, parse
+from megacore.verify.run import ROOT, Options, Result, prove
 from megacore.verify.workers import Workers
 
 CONFIG = str(ROOT / "configs/gpt_tiny.json")
@@ -24,24 +28,53 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def product(schedules: list[str]) -> tuple[list[tuple[Layout, list[str]]], Counter[str]]:
+    """Each layout with each setting that a run accepts; and how many a run refuses, by the reason."""
+    accepted, refused = [], Counter[str]()
+    layouts = [layout for name in SCHEDULES if (layout := parse(name)).schedule in schedules]
+    for layout, setting in itertools.product(layouts, itertools.product(*SETTINGS)):
+        try:
+            load(CONFIG, [*setting, "train.device=cpu", *layout.overrides()], layout.world)
+            accepted.append((layout, list(setting)))
+        except ConfigError as error:
+            refused[f"{error.where}: {error.wrong}"] += 1
+    return accepted, refused
+
+
+def said(result: Result) -> str:
+    """A result in a few words."""
+    if result.failure is not None:
+        return f"FAILS: {result.failure}"
+    if result.impossible is not None:
+        return f"IMPOSSIBLE: {result.impossible}"
+    return "equal" if result.equal else f"DIFFERS: first {(result.beyond[0] if result.beyond else result.missing[0])}"
+
+
 def main(argv: list[str]) -> int:
-    """Prints a line for each setting; returns the exit status."""
-    parser = Parser("python -m tests.schedules zb_v", tests.schedules.__doc__)
+    """Prints a line for each proof; returns the exit status."""
+    parser = Parser("python -m tests.schedules --sample 100 --seed 7", tests.schedules.__doc__)
     parser.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=f"some of {', '.join(CHUNKS)}")
+    parser.add_argument("--sample", type=int, metavar="N", help="proves N of them, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which N (%(default)s)")
     args = parser.parse_args(argv)
     if unknown := set(args.schedules) - CHUNKS.keys():
         raise ConfigError("SCHEDULE", f"there is no {', '.join(sorted(unknown))}", f"some of {', '.join(CHUNKS)}")
-    layouts = [layout for name in SCHEDULES if (layout := parse(name)).schedule in (args.schedules or CHUNKS)]
+    chosen, refused = product(args.schedules or list(CHUNKS))
+    for reason, count in refused.items():
+        print(f"{count} are refused: {reason}")
+    if args.sample is not None:
+        if not 0 < args.sample <= len(chosen):
+            raise ConfigError("--sample", f"there are {len(chosen)}", f"from 1 to {len(chosen)}")
+        chosen = random.Random(args.seed).sample(chosen, args.sample)
     workers, wrong = Workers(ROOT), 0
     try:
-        for setting in itertools.product(*SETTINGS):
-            proof = prove(Options(CONFIG, list(setting), layouts), workers=workers)
-            failed = [result.layout.name for result in proof.results if not result.equal]
-            left_out = [result.layout.name for result in proof.results if result.impossible]
-            wrong += len(failed)
-            print(" ".join(setting), "DIFFERS in " + ", ".join(failed) if failed else "equal", f"({len(left_out)} impossible)", flush=True)
+        for number, (layout, setting) in enumerate(chosen, 1):
+            (result,) = prove(Options(CONFIG, setting, [layout]), workers=workers).results
+            wrong += not result.equal or result.impossible is not None
+            print(f"{number} of {len(chosen)}: {layout.name} {' '.join(setting)}: {said(result)}", flush=True)
     finally:
         workers.close()
+    print(f"{len(chosen) - wrong} of {len(chosen)} are equal to one process")
     return int(wrong > 0)
 
 
