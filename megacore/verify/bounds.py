@@ -11,9 +11,9 @@ BOUND = 1e-9
 # the same kind: rounding errors are random, and a layout rounds each partial sum once more. One unit in the last place is always
 # allowed.
 BF16_FACTOR, BF16_ULP = 3.0, 2.0**-8
-# But one process may itself be wrong, so no bound exceeds what bf16 can cost by arithmetic. Each rounding errs by up to 2^-9 of a
-# number's size, and the squares of independent errors add. A block rounds about ten tensors forward, and in backward the gradients
-# of these and of their inputs.
+# But one process may itself be wrong, so no bound exceeds what bf16 can cost by arithmetic. A rounding errs by up to 2^-8 of a
+# number's size, half the spacing of numbers just above a power of two, and in the mean square by 2^-9. The squares of independent
+# errors add. A block rounds about ten tensors forward, and in backward the gradients of these and of their inputs.
 ROUNDING, ROUNDINGS = 2.0**-9, 30
 # A sum over tokens with much cancellation (a norm's gradient) errs by several times that: 5 times in the worst large tensor of two
 # hundred healthy models. A tensor of few elements may also be small by chance: 16 elements erred by 14 times.

@@ -16,7 +16,7 @@ from megacore.config.schema import Optim, resolved
 from megacore.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
 
 # fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an update less often. In bf16
-# the first addition would err by 2^-9. This bound is half way between, in powers of two.
+# the first addition would err by about 2^-9. This bound is half way between, in powers of two.
 EXACT = 2.0**-16
 # An update's error is relative to its own size, but a master can hold it only to a few units of its last place: four times 2^-24
 # of the master. So this part of the master is added to the size of which `EXACT` is a part.

@@ -22,7 +22,7 @@ from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
 TOKENS, OUTPUTS, INPUTS = 64, 24, 16
-# Of a sum of 64 products: 2^-53 and 2^-24 a rounding, some times; and 2^-9 once where the product is rounded to bf16.
+# Of a sum of 64 products: 2^-53 and 2^-24 a rounding, some times; and in the mean square 2^-9 once, where the product is rounded to bf16.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-9}
 
 
