@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from megacore.checkpoint.compare import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
-from tests.cluster.hosts import Hosts, hosts, missing
+from tests.cluster.hosts import Hosts, missing
 from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus
@@ -21,13 +20,6 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}")
 slow = pytest.mark.skipif(not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh")
 STEPS = 20
 TOLERANCE = 1e-9  # fp64: sums in another order, over some steps
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts for all tests of this file."""
-    with hosts(tmp_path_factory.mktemp("hosts"), 2) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts, hosts, missing
+from tests.cluster.hosts import Hosts, missing
 from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus
@@ -17,13 +16,6 @@ pytestmark = [
     pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}"),
     pytest.mark.skipif(not os.environ.get("MEGACORE_CLUSTER"), reason="minutes long: bash tests/cluster/run.sh"),
 ]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts for all tests of this file."""
-    with hosts(tmp_path_factory.mktemp("hosts"), 2) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

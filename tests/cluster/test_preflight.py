@@ -31,13 +31,6 @@ while True:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Two hosts for all tests of this file."""
-    with hosts(tmp_path_factory.mktemp("hosts"), 2) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shared folder with a config, a corpus and a hostfile."""
     found = tmp_path_factory.mktemp("shared")
