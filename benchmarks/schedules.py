@@ -199,12 +199,12 @@ def start(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """The table: a row a schedule, for even and for uneven stages."""
+    """The table: each schedule's bubble and step, simulated and measured, and the measured step over the simulated one."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("schedule", "ranks", "stages")
-    for column in ("simulated bubble", "measured", "simulated step, s", "measured", "measured / simulated"):
+    for column in ("bubble", "measured", "step, s", "measured", "ratio"):
         table.add_column(column, justify="right")
     for result in results:
         for row in result["rows"]:
