@@ -26,22 +26,22 @@ def rows() -> dict[str, list[str]]:
 
 def value(cell: str, **names: int) -> Fraction:
     """A cell's formula, with products written out."""
-    formula = re.sub(r"(?<=[\d)])\(", " * (", cell.replace("⌊", "int(").replace("⌋", ")"))
+    formula = re.sub(r"(?<=[\d)])(?=[a-zA-Z(])", " * ", cell.replace("⌊", "int(").replace("⌋", ")"))
     numbers = {name: Fraction(number) for name, number in names.items()}
     return Fraction(eval(formula, {"int": int}, numbers))  # noqa: S307 a formula of our own page
 
 
 def test_every_schedule_has_a_row() -> None:
     """A schedule would be offered that nobody can compare."""
-    assert rows().keys() == GENERATORS.keys()
+    assert rows().keys() == GENERATORS.keys(), "the first table of docs/schedules.md has other rows than GENERATORS"
 
 
 def test_the_config_names_every_schedule() -> None:
     """A schedule could not be chosen, or would be checked and timed with other chunks, or with chunks on other ranks, than it has."""
     names = get_args(get_args(Parallel.model_fields["schedule"].annotation)[0])
     assert {*names} == {*GENERATORS, "auto"}, "Parallel.schedule names others than GENERATORS"
-    assert {name: len(placement(name, 4)[0]) for name in GENERATORS} == CHUNKS
-    assert {name for name in GENERATORS if placement(name, 4) == v_shaped(4)} == {*V_SHAPED}
+    assert {name: len(placement(name, 4)[0]) for name in GENERATORS} == CHUNKS, "CHUNKS has others"
+    assert {name for name in GENERATORS if placement(name, 4) == v_shaped(4)} == {*V_SHAPED}, "V_SHAPED has others"
 
 
 @pytest.mark.parametrize("name", GENERATORS)
