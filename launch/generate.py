@@ -18,6 +18,7 @@ from megacore.files import read_text
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
 MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.
   torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b --device cuda parallel.tensor=2 parallel.pipeline=2
+Context ranks divide a long prompt, and what is kept of it: parallel.context=2.
 The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
 If a text grows longer than the model's positions (model.max_positions), the model reads its last half again and goes on."""
 
@@ -99,8 +100,10 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
     }
     config = resolve(raw, overrides, "text", world_size).config
     if config.parallel.data != 1:
-        wrong = f"tensor {config.parallel.tensor} × pipeline {config.parallel.pipeline}, and {world_size} ranks started"
-        raise ConfigError("parallel", wrong, f"one text has one data rank: tensor × pipeline = {world_size}")
+        parallel = config.parallel
+        context = f" × context {parallel.context}" if parallel.context > 1 else ""
+        wrong = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{context}, and {world_size} ranks started"
+        raise ConfigError("parallel", wrong, f"one text has one data rank: tensor × pipeline × context = {world_size}")
     if config.parallel.sequence:
         raise ConfigError("parallel.sequence", "a single token cannot be split over ranks", "false")
     return config

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.context_parallel.blocks import DocumentAttention, Merged, add_gradients, zeros_like
+from megacore.context_parallel.blocks import DocumentAttention, Merged, add_gradients, forward, zeros_like
 from megacore.context_parallel.pieces import Documents, Part, Run, Runs, parts, runs_by_rank
 from megacore.distributed.comm import all_gather, reduce_scatter
 from megacore.distributed.mesh import Group
@@ -97,12 +97,14 @@ class GatherAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.sequences.group
         keys, values = gathered(k, v, ctx.sequences)
-        grads = zeros_like(q), zeros_like(keys), zeros_like(values)  # each is in at most two parts: an early one and a late one
+        # Each is in two parts at most, an early one and a late one; with documents, whose pieces may be finer, in more.
+        wide = ctx.sequences.documents is not None
+        grads = zeros_like(q, wide=wide), zeros_like(keys, wide=wide), zeros_like(values, wide=wide)
         add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
         del keys, values  # the memory of whole sequences
-        both = torch.stack([by_rank(total, ctx.sequences) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
+        both = torch.stack([by_rank(total.to(k.dtype), ctx.sequences) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
         grad_k, grad_v = reduce_scatter(both, group)[0]
-        return grads[0], grad_k, grad_v, None, None
+        return grads[0].to(q.dtype), grad_k, grad_v, None, None
 
 
 def gathered(k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -227,6 +229,20 @@ def exchange(x: Tensor, group: Group) -> Tensor:
     out = torch.empty_like(x)
     group.wire.start_all_to_all(x, out).wait()
     return out
+
+
+def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) -> Tensor:
+    """Attention of queries that every rank has ``[batch, heads, 1, head]`` to keys that the ranks divide, of which some may have none.
+
+    Without gradients. Each rank attends to its own; the parts are merged by their log-sum-exp.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    part = q.new_zeros(*q.shape[:3], q.shape[3] + 1, dtype=wide)
+    part[..., -1] = float("-inf")
+    if k.shape[2]:
+        part[..., :-1], part[..., -1] = forward(q, k, v, False, scale)
+    every = all_gather(part[None], group)
+    return (every[..., -1:].softmax(0) * every[..., :-1]).sum(0).to(q.dtype)
 
 
 METHODS: dict[str, type[torch.autograd.Function]] = {"gather": GatherAttention, "ring": RingAttention, "ulysses": UlyssesAttention}

@@ -9,13 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.attention import Sequences, attend_divided
 from megacore.context_parallel.attention import attend as attend_parts
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import Group
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
-from megacore.model.cache import latest_mask
+from megacore.model.cache import DividedCache, latest_mask
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
 from megacore.plan.choices import attention_of
@@ -56,7 +56,9 @@ class Attention(nn.Module):
             )
         else:
             q, k, v = self.heads(qkv, context.rope)
-        if context.cache is not None:
+        if isinstance(context.cache, DividedCache):
+            y = self.attend_divided(q, k, v, context.cache)
+        elif context.cache is not None:
             y = self.attend_all(q, *context.cache.extend(self, k, v))
         elif context.sequences is not None:
             y = self.attend_parts(q, k, v, context.sequences)
@@ -125,3 +127,12 @@ class Attention(nn.Module):
             return self.attend_all(q.float(), k.float(), v.float()).to(q.dtype)
         mask = latest_mask(q.shape[2], k.shape[2], q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=self.queries > 1)
+
+    def attend_divided(self, q: Tensor, k: Tensor, v: Tensor, cache: DividedCache) -> Tensor:
+        """`attend_all` where context ranks divide the keys, and of a prompt the queries."""
+        keys, values = cache.extend(self, *cache.own(k, v))
+        if cache.sequences is not None:
+            return self.attend_parts(q, k, v, cache.sequences)
+        if is_widened(q):
+            q, keys, values = q.float(), keys.float(), values.float()
+        return attend_divided(q, keys, values, cache.group, self.scale).to(k.dtype)

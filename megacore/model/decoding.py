@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megacore.distributed.comm import all_gather, broadcast
 from megacore.distributed.mesh import Group, Mesh
-from megacore.model.cache import KeyValueCache
+from megacore.model.cache import DividedCache, KeyValueCache
 from megacore.model.gpt import DTYPES, Stage
 from megacore.model.sampling import Sampler
+from megacore.plan.choices import context_method_of
 from megacore.plan.partition import placement_of
 from megacore.plan.schedule import Plan
 
@@ -28,7 +29,8 @@ class Decoder:
         self.stages, self.mesh, self.config = stages, mesh, stages[0].config
         plan = Plan((), placement_of(self.config))
         self.where, self.held = plan.where, plan.placement[mesh.pp.rank]
-        self.caches = [KeyValueCache(1, self.config.max_positions) for _ in stages]
+        positions, method = self.config.max_positions, context_method_of(self.config)
+        self.caches = [KeyValueCache(1, positions) if mesh.cp.size == 1 else DividedCache(1, positions, mesh.cp, method) for _ in stages]
 
     def generate(self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None) -> Iterator[int]:
         """Yields up to `count` tokens after `prompt`, the same on every rank. Stops after the token `end`."""
@@ -57,17 +59,21 @@ class Decoder:
         """Runs the model on the next tokens of the text. Returns the logits ``[vocab]`` of the last; None before the last stage."""
         pp, model = self.mesh.pp, self.config.model
         x, logits = torch.tensor([tokens], device=self.mesh.device), None
+        for cache in self.caches:
+            own = cache.begin(x)
+        x, count = own, own.shape[1]
         for chunk in sorted(range(len(self.held)), key=self.held.__getitem__):  # in the model's order
             number, stage = self.held[chunk], self.stages[chunk]
             before, after = (self.where.get(other, (pp.rank, 0))[0] for other in (number - 1, number + 1))
             if before != pp.rank:
-                x = torch.empty(len(tokens), model.hidden_size, dtype=DTYPES[self.config.train.precision], device=self.mesh.device)
+                x = torch.empty(count, model.hidden_size, dtype=DTYPES[self.config.train.precision], device=self.mesh.device)
                 dist.recv(x, pp.ranks[before], group=pp.process_group)
             x = stage(x, cache=self.caches[chunk])
             if after != pp.rank:
                 dist.send(x, pp.ranks[after], group=pp.process_group)
             if stage.last:
-                logits = gather_vocabulary(stage.logits(x[-1:])[0], self.mesh.tp, model.vocab_size)
+                latest = self.caches[chunk].latest(x)
+                logits = gather_vocabulary(stage.logits(latest)[0], self.mesh.tp, model.vocab_size)
         return logits
 
     def _agree(self, logits: Tensor | None, sampler: Sampler) -> int:

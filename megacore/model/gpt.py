@@ -89,6 +89,16 @@ class Stage(nn.Module):
             self.rope = rope_tables(in_tables, self.config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
 
     @cached_property
+    def text_rope(self) -> tuple[Tensor, Tensor]:
+        """The rotary tables of all positions, for texts that are written."""
+        assert self.rope is not None
+        if self.cp.size == 1:
+            return self.rope
+        model, dtype = self.config.model, self.rope[0].dtype
+        every = np.arange(self.config.max_positions)
+        return rope_tables(every, self.config.head_size, model.rope_theta, dtype, self.device, model.rope_scaling)
+
+    @cached_property
     def offload(self) -> ActivationOffload:
         """The offload of activations to host memory, made when `train.offload_activations` first needs it."""
         return ActivationOffload(self.device)
@@ -132,14 +142,16 @@ class Stage(nn.Module):
         start = 0 if cache is None else cache.length
         sequences = self.sequences
         if cache is not None:
-            sequences = None
+            sequences, positions = cache.sequences, cache.positions
         elif documents is not None:
             sequences = Sequences(train.seq_len, self.cp, context_method_of(self.config), documents)
         positions = self.positions if positions is None and cache is None else positions
         rope = None
         if self.rope is not None:
-            rows = slice(start, start + seq) if documents is None or positions is None else positions.flatten()
-            rope = self.rope[0][rows], self.rope[1][rows]
+            by_position = positions is not None and (documents is not None or cache is not None)
+            rows = positions.flatten() if by_position else slice(start, start + seq)  # type: ignore[union-attr]
+            cos, sin = self.rope if cache is None else self.text_rope
+            rope = cos[rows], sin[rows]
         dropout = self.config.model.dropout if self.training else 0.0
         where, kernels = (sequences, positions), self.config.model.kernels
         context = Context(batch, seq, rope, self.group, self.sequence, dropout, key, start, cache, kernels, *where)

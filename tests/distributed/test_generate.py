@@ -10,14 +10,20 @@ import torch
 
 from launch.generate import run
 from megacore.config.load import resolve
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import place_from_environment
 from megacore.interchange.exporter import export_hf
+from megacore.model.decoding import Decoder
+from megacore.model.gpt import Stage
+from megacore.model.sampling import Sampler
 from tests import training
 
 LAYOUTS = {
     "tp2": ["parallel.tensor=2"],
     "pp2": ["parallel.pipeline=2"],
     "tp2pp2": ["parallel.tensor=2", "parallel.pipeline=2"],
+    "cp2tp2": ["parallel.context=2", "parallel.tensor=2", "parallel.context_method=ulysses"],
+    "cp2pp2": ["parallel.context=2", "parallel.pipeline=2", "parallel.context_method=gather"],
 }
 # A vocabulary that does not divide, and reaches beyond the tokenizer's 256; weights large enough for every token to matter.
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 259, "init_std": 0.2}
@@ -46,7 +52,7 @@ def test_every_layout_writes_the_same_text(pool: Any, checkpoint: Path, choice: 
     (alone,) = pool.run(1, text_of, arguments)
     assert alone.startswith("déjà vu") and alone.endswith("\n") and len(set(alone)) > 10
     for layout in LAYOUTS.values():
-        ranks = 2 ** len(layout)
+        ranks = 2 ** sum(setting.endswith("=2") for setting in layout)
         first, *others = pool.run(ranks, text_of, [*arguments, *layout])
         assert first == alone and others == [""] * (ranks - 1), "only rank 0 prints"
 
@@ -68,3 +74,32 @@ def test_the_exported_model_writes_the_same_text(pool: Any, tmp_path: Path, mode
 
     arguments = ["--checkpoint", str(original), "--prompt", "def f(", "--tokens", "50", "--temperature", "0"]
     assert pool.run(4, text_of, [*arguments, *LAYOUTS["tp2pp2"]])[0] == pool.run(1, text_of, arguments)[0] == text
+
+
+def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> tuple[list[list[int]], int]:
+    """The tokens that follow prompts of some lengths, and the most positions of which this rank keeps keys."""
+    place = place_from_environment()
+    raw = {"model": SIZES | model, "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1}}
+    config = resolve(raw, overrides, "test", place.world_size).config
+    mesh = Mesh(config, place, torch.device("cpu"))
+    stage = Stage(config, range(config.model.num_layers), mesh.tp, mesh.device, cp=mesh.cp)
+    decoder = Decoder([stage.eval()], mesh)
+    sampler = Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])
+    found = [list(decoder.generate([(7 * i) % 256 for i in range(n)], 6, sampler)) for n in lengths]
+    kept = max(keys.shape[2] for cache in decoder.caches for keys, _ in cache._layers.values())
+    mesh.close()
+    return found, kept
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+@pytest.mark.parametrize("model", MODELS)
+def test_prompts_of_any_length_are_divided(pool: Any, model: str, method: str) -> None:
+    """Shorter than there are pieces, with an end in any piece, and as long as the model sees; three ranks keep a third each.
+
+    A token that sees what is behind the prompt's end, or a key that no rank keeps or two do, would make another text.
+    """
+    lengths = [1, 2, 5, 6, 7, 13, 24]
+    ((alone, _),) = pool.run(1, greedy, MODELS[model], [], lengths)
+    assert len({tuple(tokens) for tokens in alone}) == len(lengths)
+    for found, kept in pool.run(3, greedy, MODELS[model], ["parallel.context=3", f"parallel.context_method={method}"], lengths):
+        assert found == alone and kept == 24 // 3
