@@ -202,7 +202,9 @@ def predict(s: Setting, device: Device, cluster: Cluster, profile: Profile) -> P
     terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
     gather, reduce = _data(s, machine, stages, held)
     forward, backward = times[slowest]
-    hidden_gather, hidden_reduce = profile.gather_hidden * forward, profile.data_hidden * backward
+    # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
+    rounds = 1.0 if s.schedule in V_SHAPED else ((s.chunks - 1) * min(s.pipeline, m) + 1) / s.chunks
+    hidden_gather, hidden_reduce = profile.gather_hidden * rounds * forward, profile.data_hidden * rounds * backward
     if s.zero == 3:  # each microbatch gathers, twice if it does not keep; each but the last of a no-sync run scatters
         terms["data"] = m * (max(0.0, gather - hidden_gather) + max(0.0, gather + reduce - hidden_reduce))
     else:

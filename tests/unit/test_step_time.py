@@ -258,3 +258,15 @@ def test_a_run_calibrates_its_machine(tmp_path: Path) -> None:
             read_run(str(tmp_path))
     with pytest.raises(ConfigError, match="cannot read"):
         read_run(str(tmp_path / "none"))
+
+
+def test_chunks_that_take_turns_hide_gradient_sums_longer() -> None:
+    """Under `interleaved` a chunk's gradients are complete a round of microbatches before the next one's: as if all came at the end, large
+    pipelines would seem to wait for their data ranks."""
+    slow = replace(SETTING, layers=8, pipeline=4, data=4, global_batch=64)
+    hidden = []
+    for chunks, schedule in ((1, "1f1b"), (2, "interleaved")):
+        setting = replace(slow, chunks=chunks, schedule=schedule)
+        none, half = (predict(setting, SMOOTH, CLUSTER, replace(PLAIN, data_hidden=h, step_host=0.0)).terms["data"] for h in (0.0, 0.5))
+        hidden.append(none - half)
+    assert hidden[0] > 0 and hidden[1] == pytest.approx(hidden[0] * (4 + 1) / 2, rel=1e-4), "one chunk's round, and the last chunk's end"
