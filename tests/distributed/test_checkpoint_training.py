@@ -100,6 +100,13 @@ CHAINS = {  # each of four ranks but the last
         ["parallel.pipeline=4", "parallel.schedule=zb_h1"],
         ["parallel.schedule=v_half"],
     ],
+    "context": [
+        ["parallel.context=4", "parallel.context_method=ring", "engine.shard_optimizer=true"],
+        ["parallel.context=2", "parallel.context_method=ulysses", "engine.kind=fsdp"],
+        ["parallel.context=2", "parallel.context_method=gather", "parallel.tensor=2", "parallel.sequence=true"],
+        ["parallel.context=2", "parallel.pipeline=2"],
+        ["parallel.context=1"],
+    ],
 }
 
 

@@ -47,6 +47,7 @@ def workers() -> Iterator[Workers]:
         ("ulysses", "cp2pp2", [*LEARNED, "train.recompute=full"]),
         ("gather", "cp2pp2,cp2tp2", [*LEARNED, *DOCUMENTS, "model.tie_embeddings=false"]),
         ("ring", "cp2dp2", ["engine.kind=fsdp", "model.chunked_loss=true"]),
+        ("ring", "cp2", ["train.offload_activations=true"]),
         ("auto", "one,dp2,tp2", [*LEARNED, *DOCUMENTS]),
         ("ring", "cp2dp2", [*PACKED, *DOCUMENTS, MASKED]),
         ("gather", "cp4", [MASKED]),
