@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import documents
+from benchmarks import documents, predicted
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
 from benchmarks.peers import plain_gpt
@@ -90,6 +90,20 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
     piped = resolve(sections | {"parallel": {"pipeline": 2}}, [], "small", 4).config
     first, _ = rank_traffic(piped)
     assert seconds_by_group(first, piped, machine)["pp"] == pytest.approx(1 * (5.0 + size / 10.0)), "the next stage is on another machine"
+
+
+def test_the_first_layout_calibrates_and_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prediction equals its step by making: shown as an error of 0 %, it would count as a hit. The others' errors are of the calibrated
+    prediction, which goes by what each layout changes."""
+    seconds = {"one": 3.0, "dp2": 2.0}
+    monkeypatch.setattr(predicted, "start", lambda args, name: {"step_seconds": {"median": seconds[name], "spread": 0.1}})
+    machine = Device("here", {"fp32": 1e10}, memory_bytes_per_second=1e10), Cluster("here", (Level("fast", None, 1e9, 1e-6),))
+    monkeypatch.setattr(predicted, "this_machine", lambda args, world: machine)
+    one, two = predicted.compare(predicted.parse(["--config", "configs/gpt_tiny.json", "--layouts", "one,dp2"]))
+    assert one.calibrated == pytest.approx(3.0) and one.estimated != pytest.approx(3.0)
+    assert 1.5 < two.calibrated < 1.7 and two.error == pytest.approx(two.calibrated / 2.0 - 1), "half the work, and what ranks exchange"
+    first, second = predicted.table([one, two]).splitlines()[2:]
+    assert "calibrates" in first and f"{two.error:+.0%}" in second
 
 
 def test_every_moment_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
