@@ -191,6 +191,8 @@ def check_context(config: Config) -> None:
 def unexchanged(config: Config) -> str | None:
     """Why a tensor rank's heads cannot be dealt to the context ranks, in a few words; None if they can."""
     parallel = config.parallel
+    if config.head_size % 2:
+        return f"ulysses takes heads in halves, and model.head_size {config.head_size} is odd"
     heads, kv_heads = config.model.num_heads // parallel.tensor, config.kv_heads // parallel.tensor
     if heads % parallel.context:
         return f"ulysses cannot deal {heads} heads of a tensor rank to {parallel.context} context ranks"

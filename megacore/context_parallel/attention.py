@@ -5,7 +5,7 @@
     ulysses    sequences are exchanged for heads and back, so that each rank attends whole sequences (Jacobs et al. 2023)
 
 A rank's k and v have n elements each. It sends, in forward and backward together, with c ranks:
-gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c, and a number for each query and head.
+gather 2·2n·(c-1) + 2n·(c-1), ring 2·2n·(c-1) + 2n·c, ulysses 2·(2·|q| + 2n)·(c-1)/c, and an fp32 number for each query and head.
 """
 
 from dataclasses import dataclass, field
@@ -181,7 +181,7 @@ class UlyssesAttention(torch.autograd.Function):
     """`attend` on whole sequences, with a part of the heads on each rank. Saved: q, k, v and l of these heads, and o of this rank's tokens.
 
     Of o, which the layer behind attention keeps anyway, backward needs a number for each token and head: its product with its gradient.
-    So that number is exchanged. Where ranks are more than key/value heads, several get the same one.
+    So that number is exchanged, in fp32 at least. Where ranks are more than key/value heads, several get the same one.
     """
 
     @staticmethod
@@ -199,15 +199,30 @@ class UlyssesAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True).to(grad.dtype)
-        both = by_heads(torch.cat((grad, product), -1), ctx.sequences)
-        grad, product = both[..., :-1].contiguous(), both[..., -1:]
-        # Kernels ask for o. Its projection on the gradient has the same product with it, and is no longer.
-        out = (grad * (product / grad.to(lse.dtype).square().sum(-1, keepdim=True).clamp_min(torch.finfo(lse.dtype).tiny))).to(q.dtype)
+        product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
+        both = by_heads(torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences)  # the number's bits, as one element or two
+        grad, product = (x.contiguous() for x in both.tensor_split([grad.shape[-1]], -1))
+        out = with_product(grad, product.view(lse.dtype))
         grads = zeros_like(q), zeros_like(k), zeros_like(v)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole, ctx.scale)
         grad_q, *shared = (by_tokens(x, ctx.sequences) for x in grads)
         return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None
+
+
+def with_product(grad: Tensor, product: Tensor) -> Tensor:
+    """An output whose product with its gradient ``[…, head]`` is `product` ``[…, 1]``. Kernels ask for an output, and use that alone.
+
+    It is zero but for two elements, in each half the one where the gradient is largest. The larger of these takes the product, and the
+    other what rounding left of it: so the product errs by the square of the dtype's rounding, which is less than an output's own errs.
+    """
+    half, most = grad.shape[-1] // 2, torch.finfo(grad.dtype).max
+    size, at = grad.abs().unflatten(-1, (2, half)).max(-1)
+    at[..., 1] += half
+    at = torch.where(size[..., :1] < size[..., 1:], at.flip(-1), at)
+    first, second = grad.gather(-1, at).to(product.dtype).split(1, -1)
+    high = (product / first.masked_fill(first == 0, 1)).clamp(-most, most).to(grad.dtype)
+    low = ((product - first * high) / second.masked_fill(second == 0, 1)).clamp(-most, most).to(grad.dtype)
+    return torch.zeros_like(grad).scatter_(-1, at, torch.cat((high, low), -1))
 
 
 def by_heads(x: Tensor, sequences: Sequences) -> Tensor:

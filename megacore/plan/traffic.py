@@ -12,7 +12,7 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
 | context, a layer and microbatch, by gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered |
 | by ring | 2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
-| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and a number a head |
+| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and an fp32 number a head |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
 | data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
 
@@ -115,7 +115,7 @@ def _context(config: Config, layers: int) -> list[Transfer]:
         return [Transfer("cp", "send", c, sends * own, element, sends)]
     kv_heads = max(config.kv_heads // t, c)
     exchanged = 2 * config.rank_tokens * (config.model.num_heads // t + kv_heads) * config.head_size
-    products = config.rank_tokens * config.model.num_heads // t  # of each query's output and its gradient
+    products = config.rank_tokens * config.model.num_heads // t * max(1, 4 // element)  # in fp32, of each query's output and its gradient
     return [Transfer("cp", "all_to_all", c, runs * ((forwards + 1) * exchanged + products), element, runs * (forwards + 1) * 4)]
 
 

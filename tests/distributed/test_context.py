@@ -142,6 +142,57 @@ def test_attention_equals_the_formula(run_ranks: Any, tmp_path: Path, ranks: int
         assert max(found.values()) < 1e-13, found
 
 
+def low_precision_inputs(dtype: torch.dtype) -> dict[str, list[Tensor]]:
+    """q, k, v and the gradient of the output by name; in `dtype`, values that strain its rounding and its range."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(BATCH, HEADS, 64, 32, generator=generator) for _ in range(4))
+    along = 3 * torch.randn(BATCH, HEADS, 1, 32, generator=generator)
+    some = grad * (torch.arange(64) % 3 > 0)[:, None]
+    found = {
+        "any": [q, k, v, grad],
+        "values and gradients alike": [q, k, v + along, grad + along],  # their products nearly cancel
+        "equal gradients": [q, k, v + 3, grad[..., :1].expand_as(grad)],
+        "some gradients zero": [q, k, v + along, some],
+        "gradients of one element": [q, k, v + along, grad * (torch.arange(32) == 5)],
+    }
+    if dtype == torch.float16:
+        found["gradients near the largest number"] = [q, k, v + 3, 6000 * (grad + 1)]
+    else:
+        found["tiny gradients"] = [q, k, v + along, 1e-25 * grad]
+    return {name: [x.to(dtype) for x in tensors] for name, tensors in found.items()}
+
+
+def relative_errors(config_path: str, dtype: torch.dtype) -> dict[str, dict[str, list[float]]]:
+    """By input and method, the error of the gradients of q, k and v on this rank, beside fp64's."""
+    mesh = Mesh(load(config_path, ["parallel.context=2"], 2).config, place_from_environment(), torch.device("cpu"))
+    own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(64, 2, mesh.cp.rank)])
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, tensors in low_precision_inputs(dtype).items():
+        right = [x.double().requires_grad_() for x in tensors[:3]]
+        torch.nn.functional.scaled_dot_product_attention(*right, is_causal=True, scale=0.3).backward(tensors[3].double())
+        for method in ("gather", "ring", "ulysses"):
+            here = [x[:, :, own].clone().requires_grad_() for x in tensors[:3]]
+            attention.attend(*here, Sequences(64, mesh.cp, method), 0.3).backward(tensors[3][:, :, own])
+            pairs = [(x.grad.double(), y.grad[:, :, own]) for x, y in zip(here, right, strict=True)]  # type: ignore[union-attr, index]
+            found.setdefault(name, {})[method] = [float((x - y).norm() / y.norm()) for x, y in pairs]
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_method_rounds_alike(run_ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    """A sum in 16 bits, or an output's product with its gradient in 16 bits, would err several times as much, or overflow.
+
+    Where products cancel, an error may be many times the dtype's rounding. So methods are compared with each other; they may
+    differ by a factor of two, because they add in different orders.
+    """
+    config = write_config(tmp_path, "unused", train={"seq_len": 64, "global_batch_size": 2, "micro_batch_size": 2})
+    for found in run_ranks(2, relative_errors, config, dtype):
+        for name, by_method in found.items():
+            for at, errors in enumerate(zip(*by_method.values(), strict=True)):
+                assert max(errors) <= 2 * min(errors), (name, "qkv"[at], by_method)
+
+
 def test_documents_on_one_rank_equal_the_formula() -> None:
     assert largest_error("gather", 16, ((0, 1, 2, 9, 16), (0, 16)), SOLO) < 1e-13
     assert largest_error("gather", 16, None, SOLO) < 1e-13

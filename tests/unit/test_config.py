@@ -162,6 +162,12 @@ RULES: list[tuple[str, int, str, str]] = [
         "parallel.context_method",
         "gather or ring, or another parallel.context",
     ),
+    (
+        "parallel.context=2 model.position=learned model.head_size=5 parallel.context_method=ulysses",
+        2,
+        "parallel.context_method",
+        "gather or ring, or another parallel.context",
+    ),
     ("parallel.context=2 engine.kind=deepspeed", 2, "parallel.context", "1, or engine.kind=native or fsdp"),
     ("parallel.tensor=4", 2, "parallel", "a multiple of tensor × pipeline = 4 ranks"),
     ("parallel.tensor=2 parallel.data=3", 4, "parallel.data", "2 or auto"),
