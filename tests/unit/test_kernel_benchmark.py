@@ -145,7 +145,7 @@ def test_a_fault_in_the_table_is_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(bench, "WIDE", 256)
     arguments = ["--compile-only", "--only", "swiglu", "--models", "gpt_7b", "--dtypes", "bf16", "--processes", "1"]
     assert kernels.main(arguments) == 1
-    assert "swiglu, _forward_kernel at 4096 × 5504 for sm_80: loads 128 bits at most" in capsys.readouterr().out
+    assert "swiglu, _forward_kernel at 8192 × 11008 for sm_80: loads 128 bits at most" in capsys.readouterr().out
 
 
 def test_shares_and_goals():
