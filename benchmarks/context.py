@@ -109,7 +109,7 @@ def measure(mesh: Mesh, seq_len: int, kv_heads: int, rounds: int) -> list[dict[s
         act = attention(config, mesh, sends=True)
         with Wire(mesh, lambda name: nullcontext()) as wire:
             act()
-        row = {"method": config.parallel.context_method, "seq_len": seq_len, "kv_heads": kv_heads}
+        row: dict[str, Any] = {"method": config.parallel.context_method, "seq_len": seq_len, "kv_heads": kv_heads}
         row |= {"bytes": sum(t.sent_bytes for t in wire.transfers()), "predicted_bytes": sum(t.sent_bytes for t in transfers)}
         row |= {"seconds": slowest(act, mesh, rounds), "attention_seconds": alone}
         row["transfer_seconds"] = sum(t.calls * fitted[t.operation].seconds(t.sent_bytes / t.calls) for t in transfers)

@@ -20,7 +20,7 @@ from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import RankMemory, besides, rank_memory
 from megacore.plan.operations import Machine
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
+from megacore.plan.partition import alternatives, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plan_file import write_plan
 from megacore.plan.plot import check_plot
 from megacore.plan.profile import profile
@@ -228,7 +228,7 @@ def compare_schedules(config: Config, device: Device | None) -> None:
     for (makespan, busy), memory, other in found:
         table.add_row(
             other.parallel.schedule,
-            str(settled(other).chunks),
+            str(other.chunks),
             f"{1 - sum(busy) / (len(busy) * makespan):.1%}",
             f"{makespan / (peak or 1e15):.4g}",
             f"{makespan / own:.3f}",
