@@ -47,7 +47,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
     parser.add_argument(
-        "--cluster", metavar="NAME",
+        "--cluster",
+        metavar="NAME",
         help=f"adds seconds to what is sent, and with --device the predicted step: {', '.join(cluster_names())}, or a file",
     )
     parser.add_argument("--calibrate", metavar="RUN", help="corrects the prediction by a run on this device and cluster: its folder")
