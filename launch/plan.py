@@ -20,7 +20,7 @@ from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import RankMemory, besides, rank_memory
 from megacore.plan.operations import Machine
 from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import alternatives, placement_of, plan_of, simulated, stage_costs, stage_layers, step_times
+from megacore.plan.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plan_file import write_plan
 from megacore.plan.plot import check_plot
 from megacore.plan.profile import profile
@@ -215,7 +215,8 @@ def compare_schedules(config: Config, device: Device | None) -> None:
     from rich.table import Table
 
     peak = device.peak_flops[config.train.precision] if device else None
-    found = [(step_times(other), max(rank_memory(other), key=lambda m: m.total), other) for other in alternatives(config)]
+    others = [settled(other) for other in alternatives(config)]  # once, because every prediction asks for it
+    found = [(step_times(other), max(rank_memory(other), key=lambda m: m.total), other) for other in others]
     found.sort(key=lambda row: (row[0][0], row[1].total))
     longest = found[-1][1]
     unit, size = ("GiB", 2**30) if longest.total >= 2**30 else ("MiB", 2**20)

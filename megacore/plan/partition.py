@@ -212,5 +212,5 @@ def alternatives(config: Config) -> list[Config]:
         other = config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": name, "chunks": chunks})})
         with suppress(ConfigError):
             check(other, parallel.tensor * parallel.pipeline * config.token_ranks)
-            found.append(settled(other))  # once: every prediction asks for it
+            found.append(other)
     return found

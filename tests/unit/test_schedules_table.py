@@ -72,7 +72,7 @@ def test_the_table_says_what_is_so(name: str, p: int) -> None:
 
 def test_schedules_are_compared_for_a_config() -> None:
     """`launch/plan.py --compare-schedules` would leave one out, offer what the layers do not suffice for, or time another config."""
-    overrides = ["parallel.pipeline=4", "model.num_layers=8", "train.global_batch_size=32"]
+    overrides = ["parallel.pipeline=4", "model.num_layers=8", "train.global_batch_size=32", "model.vocab_size=256"]
     config = load(str(TABLE.parents[1] / "configs/gpt_tiny.json"), overrides, 4).config
     found = {(other.parallel.schedule, other.chunks): step_times(other)[0] for other in alternatives(config)}
     assert {name for name, _ in found} == {"auto", *GENERATORS} and ("interleaved", 4) not in found
