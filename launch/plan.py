@@ -48,6 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
     parser.add_argument(
         "--cluster",
+        "--links",
         metavar="NAME",
         help=f"adds seconds to what is sent, and with --device the predicted step: {', '.join(cluster_names())}, or a file",
     )
