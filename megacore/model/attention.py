@@ -18,7 +18,7 @@ from megacore.kernels.softmax import causal_softmax
 from megacore.model.cache import DividedCache, latest_mask
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
-from megacore.plan.choices import attention_of
+from megacore.plan.choices import attention_of, compiles
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 
@@ -44,6 +44,8 @@ class Attention(nn.Module):
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
         self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
+        if compiles(config):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
+            self.attend_parts = torch.compiler.disable(self.attend_parts)  # type: ignore[method-assign]
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
@@ -97,9 +99,8 @@ class Attention(nn.Module):
         scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=self.scale)
         return (scores.softmax(-1) @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
 
-    @torch.compiler.disable
     def attend_parts(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-        """`attend` over sequences that are divided among context ranks, or into documents. A compiled block's graph ends around it."""
+        """`attend` over sequences that are divided among context ranks, or into documents."""
         if is_widened(q):
             return self.attend_parts(q.float(), k.float(), v.float(), sequences).to(q.dtype)
         if sequences.group.size == 1 and self.kind(q) == "eager":

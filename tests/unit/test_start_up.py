@@ -1,6 +1,11 @@
-"""The benchmark of many simulated ranks runs the code of a real one, and sees what each rank does."""
+"""What it takes to start: what a process loads, and what each of many ranks does.
+
+The benchmark of many simulated ranks runs the code of a real one.
+"""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,13 @@ from megacore.plan.partition import placement_of
 
 LAYOUT = ["parallel.tensor=2", "parallel.pipeline=2", "train.global_batch_size=64", "engine.bucket_mib=0.05"]
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.json")
+
+
+def test_a_run_does_not_load_the_compiler() -> None:
+    """Every command would start 1.5 s later, and every rank of a thousand: a decorator of `torch.compiler` is enough for that."""
+    loaded = "import sys, megacore.train.trainer, megacore.verify.record; print({*sys.modules} & {'torch._dynamo', 'sympy'})"
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=Path(CONFIG).parents[1], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
 def test_fake_ranks_have_the_groups_of_real_ones() -> None:
