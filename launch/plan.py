@@ -4,6 +4,7 @@ import argparse
 import math
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
+from megacore.config.rules import unexchanged
 from megacore.errors import ConfigError
 from megacore.plan.buckets import data_ranks_of_a_host
 from megacore.plan.calibrate import calibrate
+from megacore.plan.context_time import CLUSTER, DEVICE, METHODS
 from megacore.plan.devices import Cluster, Device, cluster_names, device_names, read_cluster, read_device
 from megacore.plan.flops import flops_per_token
 from megacore.plan.memory import RankMemory, besides, rank_memory
@@ -23,7 +26,7 @@ from megacore.plan.parameters import parameters, rank_parameters
 from megacore.plan.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.plan.plan_file import write_plan
 from megacore.plan.plot import check_plot
-from megacore.plan.profile import profile
+from megacore.plan.profile import Profile, profile
 from megacore.plan.setting import setting_of
 from megacore.plan.simulate import Timeline
 from megacore.plan.step_time import predict
@@ -116,7 +119,20 @@ def step_report(config: Config, device: Device, cluster: Cluster, run_folder: st
     for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
+
+
+def context_note(config: Config, device: Device, cluster: Cluster, constants: Profile) -> list[str]:
+    """A line if context ranks would be faster by another method than the config's, or than `auto`, which does not know these links."""
+    setting = setting_of(config)
+    possible = [method for method in METHODS if method != "ulysses" or unexchanged(config) is None]
+    seconds = {method: predict(replace(setting, context_method=method), device, cluster, constants).step for method in possible}
+    own, best = setting.context_method, min(seconds, key=seconds.__getitem__)
+    saved = seconds[own] - seconds[best]
+    if setting.context == 1 or saved <= 5e-4 * seconds[own]:
+        return []
+    chosen = " (auto)" if config.parallel.context_method == "auto" else ""
+    return [f"Context ranks attend by {own}{chosen}; here {best} would save {saved:.3g} s a step: parallel.context_method={best}"]
 
 
 def stage_table(config: Config) -> "Table":
@@ -308,7 +324,7 @@ def search(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.world is None or args.world < 1:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
-    device, cluster = read_device(args.device or "h100"), read_cluster(args.cluster or "dgx_h100")
+    device, cluster = read_device(args.device or DEVICE), read_cluster(args.cluster or CLUSTER)
     own = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
     if own.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")

@@ -141,7 +141,7 @@ class Parallel(Section):
     context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
         "auto",
         description="how context ranks attend: gather all keys and values; pass them round; exchange sequences for heads; "
-        "auto: what sends least, see docs/long_texts.md",
+        "auto: the fastest by the planner's estimate, see docs/long_texts.md",
     )
     sequence: bool = Field(False, description="split norms, dropout and residuals along the tokens over the tensor ranks")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb_h1", "zb_v", "v_half", "v_min", "auto"] | PlanFile = Field(

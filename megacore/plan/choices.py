@@ -8,6 +8,8 @@ from typing import Literal
 
 from megacore.config.rules import unexchanged
 from megacore.config.schema import MASK, Config
+from megacore.plan.context_time import Divided, Method, chosen
+from megacore.plan.operations import ACTIVATION_BYTES
 
 # Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
 # Not in fp64: the proof's reference is the formula, and would be compared with itself.
@@ -61,20 +63,19 @@ def ends_apart(config: Config) -> bool:
     return config.engine.kind == "fsdp" and config.token_ranks > 1 and config.model.tie_embeddings
 
 
-def context_method_of(config: Config) -> Literal["gather", "ring", "ulysses"]:
+def context_method_of(config: Config) -> Method:
     """How context ranks attend: `parallel.context_method`, or what its `auto` chooses.
 
-    Elements sent for a token and layer, forward and backward, with a query heads, k key/value heads and c ranks: gather and ring
-    6·k·(c-1), ulysses 4·(a + max(k, c))·(c-1)/c. Ring hides its transfers behind attention where the device computes meanwhile.
+    That is the fastest by the planner's estimate, for the device and links that `launch/plan.py --search` takes by default, or for a CPU.
     """
-    method = config.parallel.context_method
+    method, t, train = config.parallel.context_method, config.parallel.tensor, config.train
     if method != "auto":
         return method
-    t, c = config.parallel.tensor, config.parallel.context
-    heads, kv_heads = config.model.num_heads // t, config.kv_heads // t
-    if unexchanged(config) is None and 4 * (heads + max(kv_heads, c)) / c < 6 * kv_heads:
-        return "ulysses"
-    return "gather" if config.train.device == "cpu" else "ring"
+    heads, kv_heads, element = config.model.num_heads // t, config.kv_heads // t, ACTIVATION_BYTES[train.precision]
+    sizes = train.seq_len, heads, kv_heads, config.head_size
+    own = Divided(config.parallel.context, t, config.rank_tokens, *sizes, train.precision, element)
+    exchanges = unexchanged(config) is None
+    return chosen(own, on_cpu=train.device == "cpu", again=train.recompute == "full", exchanges=exchanges)
 
 
 def loss_chunk(config: Config) -> int:

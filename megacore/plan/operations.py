@@ -12,7 +12,10 @@ from megacore.plan.profile import Profile
 
 # Tiles of a product, and the share of a multiprocessor's speed that each reaches: small ones load more bytes an operation.
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
 START = 256  # a tile takes as long as if its inner dim were so much longer: it fills its pipeline, and writes its result
+# Bytes of one number, in memory and on the wire between ranks. Products in 8 and 4 bits keep 16-bit activations.
+ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 WIDE = {"fp8": "bf16", "nvfp4": "bf16", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "fp64": "fp64"}  # what attention computes in
 
 

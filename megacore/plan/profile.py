@@ -32,6 +32,8 @@ class Profile:
     tensor_hidden: float = 0.0  # of the tensor ranks' collectives
     data_hidden: float = 0.8  # of the last backward, behind which gradients are summed
     gather_hidden: float = 0.0  # of one forward, behind which parameters are gathered
+    ring_hidden: float = 1.0  # of attention, behind which a ring of context ranks passes keys and values on
+    pieces_rate: Mapping[str, float] = field(default_factory=dict)  # of attention over whole sequences: its speed over a method's pieces
     pipeline_hidden: float = 0.0  # of a transfer between stages
     layer_host: float = 0.0  # seconds that the host needs to start a block, forward and backward
     call_host: float = 0.0  # and for each of its collectives

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
 from megacore.plan.choices import attention_of, context_method_of
+from megacore.plan.context_time import Divided, Method
+from megacore.plan.operations import ACTIVATION_BYTES
 from megacore.plan.partition import settled
-
-# Bytes of one number, in memory and on the wire between tensor or pipeline ranks. Products in 8 and 4 bits keep 16-bit activations.
-ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Setting:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    context_method: str = "gather"  # or ring, or ulysses
+    context_method: Method = "gather"
     data: int = 1
     expert: int = 1  # ranks that divide the experts, taken from context × data
     chunks: int = 1  # of the model, a rank of the pipeline
@@ -77,6 +76,12 @@ class Setting:
     def element(self) -> int:
         """Bytes of an activation's number."""
         return ACTIVATION_BYTES[self.precision]
+
+    @property
+    def divided(self) -> Divided:
+        """Attention of a block, as context and tensor ranks divide it."""
+        heads, kv_heads = self.heads / self.tensor, self.kv_heads / self.tensor
+        return Divided(self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.precision, self.element)
 
     @property
     def ffn_weights(self) -> int:

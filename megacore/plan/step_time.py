@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from megacore.config.schema import V_SHAPED
 from megacore.plan import context_time
 from megacore.plan.devices import Cluster, Device
-from megacore.plan.operations import Machine
+from megacore.plan.operations import BACKWARD_ATTENTION, Machine
 from megacore.plan.partition import split_layers
 from megacore.plan.profile import Profile
 from megacore.plan.setting import Setting
 
-BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
 # The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
 # gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
@@ -104,8 +103,9 @@ def block_work(s: Setting, machine: Machine) -> Work:
         "attention": attention * (BACKWARD_ATTENTION if s.flash else 2.0),
         "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.block_parameters),
     }
-    calls = context_time.calls(s)
-    forward["context"], backward["context"] = context_time.exposed(s, machine, (attention, backward["attention"]))
+    calls = context_time.calls(s.context_method, s.context)
+    waits = context_time.exposed(s.divided, s.context_method, machine, (attention, backward["attention"]))
+    forward["context"], backward["context"] = waits
     if t > 1:
         # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two inputs again.
         one = machine.collective(1.0 if s.sequence else 2.0, e * rows * s.hidden, t)

@@ -11,8 +11,11 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.model.attention import Attention
 from megacore.model.gpt import whole_model
+from megacore.plan import choices
 from megacore.plan.activations import block_activations
-from megacore.plan.choices import attention_of, compiles
+from megacore.plan.choices import attention_of, compiles, context_method_of
+from megacore.plan.setting import setting_of
+from megacore.plan.traffic import rank_traffic
 
 
 def config_of(model: dict[str, Any], **train: Any) -> Config:
@@ -94,3 +97,38 @@ def test_low_precision_attention_is_rounded_a_few_times_only(dtype: torch.dtype)
     scores = float((q.double() @ k.double().transpose(-2, -1)).abs().max()) * attention.scale
     rounding = torch.finfo(dtype).eps / 2
     assert float((attention.attend(q, k, v).double() - right).abs().max()) < (2 * scores + 4) * rounding
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
+def test_all_that_depends_on_the_method_of_context_ranks_asks_one_place(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """A model that chose by itself would send other bytes than the plan counts, and hang where two ranks choose differently."""
+    config = config_of({}, device="cpu")
+    divided = config.model_copy(update={"parallel": config.parallel.model_copy(update={"context": 2})})
+    asked: list[bool] = []
+
+    def planted(*args: object, on_cpu: bool, **options: bool) -> str:
+        asked.append(on_cpu)
+        return method
+
+    monkeypatch.setattr(choices, "chosen", planted)
+    operations = {"gather": "all_gather", "ring": "send", "ulysses": "all_to_all"}
+    assert setting_of(divided).context_method == method
+    assert operations[method] in {t.operation for t in rank_traffic(divided)[0] if t.group == "cp"}
+    assert asked and all(asked)
+    told = config.model_copy(update={"parallel": config.parallel.model_copy(update={"context": 2, "context_method": "ring"})})
+    assert context_method_of(told) == "ring"
+
+
+def test_every_rank_chooses_the_same_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the config alone: `auto` and `cuda` are for one device, whatever a rank sees, and nothing of the rank is asked."""
+    parallel = {"context": 4, "data": 1}
+    sizes = {"num_layers": 1, "hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "vocab_size": 32}
+
+    def chosen(device: str) -> str:
+        train = {"precision": "bf16", "seq_len": 4096, "device": device}
+        return context_method_of(resolve({"model": sizes, "train": train, "parallel": parallel}, [], "auto", 4).config)
+
+    found = [chosen(device) for device in ("auto", "cuda", "cpu")]
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    assert [chosen(device) for device in ("auto", "cuda", "cpu")] == found and found[0] == found[1] != found[2]

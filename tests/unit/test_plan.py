@@ -325,6 +325,23 @@ def test_plan_command(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_command_says_which_method_of_context_ranks_is_faster_on_other_links(tmp_path: Path) -> None:
+    """`auto` chooses for the default links: on others users would not learn what they could gain, and with what key."""
+    sizes = ["train.seq_len=131072", "train.global_batch_size=16", "train.micro_batch_size=1", "parallel.context=32", "parallel.tensor=2"]
+    common = ["--config", str(ROOT / "configs" / "gpt_7b.json"), "--world", "64", "--device", "h100", *sizes, "parallel.pipeline=1"]
+    on_default, on_wide, told = (
+        plan(*common, "--cluster", cluster, *extra, "parallel.schedule=1f1b", cwd=tmp_path)
+        for cluster, extra in (("dgx_h100", []), ("nvl72", []), ("nvl72", ["parallel.context_method=ring"]))
+    )
+    assert [done.returncode for done in (on_default, on_wide, told)] == [0, 0, 0]
+    line = on_wide.stdout.splitlines()[-1]
+    assert line.startswith("Context ranks attend by gather (auto); here ring would save ") and line.endswith("parallel.context_method=ring")
+    assert not any("Context ranks" in done.stdout for done in (on_default, told))
+    steps = [float(done.stdout.split("predicted ")[1].split()[0]) for done in (on_wide, told)]
+    saved = float(line.split("would save ")[1].split()[0])
+    assert steps[0] - steps[1] == pytest.approx(saved, abs=0.011), "what is promised is what the other method is predicted to take"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -3,15 +3,20 @@
 No test needs a table of measurements: settings and devices are small and literal.
 """
 
+import json
 from dataclasses import replace
 from math import ceil, log, sqrt
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
+from megacore.plan import context_time
 from megacore.plan.calibrate import calibrated, read_run, slowed
+from megacore.plan.choices import context_method_of
+from megacore.plan.context_time import CPU, exposed, fastest
 from megacore.plan.devices import Cluster, Device, Level, cluster_names, device_names, read_cluster, read_device
 from megacore.plan.generators import GENERATORS, build
 from megacore.plan.operations import START, TILES, Machine
@@ -20,6 +25,7 @@ from megacore.plan.setting import Setting, setting_of
 from megacore.plan.simulate import simulate
 from megacore.plan.step_time import Stage, cut, predict
 
+ROOT = Path(__file__).resolve().parents[2]
 # A device with round numbers, and 4 ranks a machine.
 DEVICE = Device("round", {"bf16": 1e12, "fp8": 2e12}, 1.0, 1e9, 10)
 SMOOTH = replace(DEVICE, multiprocessors=None)  # a product's time is its operations over the rate
@@ -270,3 +276,44 @@ def test_chunks_that_take_turns_hide_gradient_sums_longer() -> None:
         none, half = (predict(setting, SMOOTH, CLUSTER, replace(PLAIN, data_hidden=h, step_host=0.0)).terms["data"] for h in (0.0, 0.5))
         hidden.append(none - half)
     assert hidden[0] > 0 and hidden[1] == pytest.approx(hidden[0] * (4 + 1) / 2, rel=1e-4), "one chunk's round, and the last chunk's end"
+
+
+def best(setting: Setting, *, again: bool = False, exchanges: bool = True, cluster: Cluster = CLUSTER, **values: Any) -> str:
+    """The fastest method of context ranks, on links and by constants that are given."""
+    return fastest(setting.divided, Machine(SMOOTH, cluster, replace(PLAIN, **values)), again=again, exchanges=exchanges)
+
+
+def test_the_fastest_method_goes_by_links_heads_and_the_length_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule of thumb would choose alike on any links, and for a sequence of any length."""
+    many = replace(SETTING, seq=64, context=4, heads=8, head_size=8, kv_heads=8)
+    few = replace(many, kv_heads=1)  # whose keys are short, and which ulysses has to send four times
+    slow_start = Cluster("slow start", (Level("fast", None, 1e9, 2.0),))
+    assert best(many) == "ulysses", "it sends least"
+    assert best(few) != "ulysses", "its queries are more than all keys"
+    assert best(few, exchanges=False) != "ulysses" != best(many, exchanges=False), "heads cannot be dealt"
+    assert best(many, attention_rate=1e-11) == "ring", "attention hides it, but for one transfer home"
+    assert best(many, attention_rate=1e-11, ring_hidden=0.0) == "ulysses", "a device that cannot compute while it sends hides nothing"
+    assert best(few, cluster=slow_start) == "ulysses", "an exchange takes one hop, where the others take as many as there are ranks"
+    assert best(replace(many, context=8, seq=128), exchanges=False) == "gather", "between machines it uses all their ports"
+    slower = {"gather": 0.5, "ring": 0.5}
+    assert best(few, attention_rate=1e-9, pieces_rate=slower) == "ulysses" != best(few, attention_rate=1e-9)
+    monkeypatch.setattr(context_time, "exposed", lambda own, method, machine, attention: (1.0, 1.0))
+    assert best(many) == best(many, attention_rate=1e-11), "an estimate that knows no method says nothing"
+
+
+def test_on_a_cpu_auto_takes_what_was_fastest_there() -> None:
+    """The constants of a CPU explain what `benchmarks.context` measured; auto must not take what was slowest, as a rule of thumb did."""
+    report = json.loads((ROOT / "benchmarks" / "results" / "context_2026-11-22.json").read_text())
+    for kv_heads in {row["kv_heads"] for row in report["rows"]}:
+        rows = {row["method"]: row["seconds"] for row in report["rows"] if row["kv_heads"] == kv_heads}
+        model = {"num_layers": 1, "num_heads": 8, "num_kv_heads": kv_heads, "hidden_size": 512, "vocab_size": 2}
+        train = {"precision": "fp32", "seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1, "device": "cpu"}
+        config = resolve({"model": model, "train": train, "parallel": {"context": 4}}, [], "context", 4).config
+        assert context_method_of(config) == min(rows, key=rows.__getitem__)
+        own = setting_of(config).divided
+        attention = CPU.attention(own.tokens, own.seq, own.size, "fp32")
+        for method, measured in rows.items():
+            found = 3.5 * attention + sum(exposed(own, method, CPU, (attention, 2.5 * attention)))
+            assert found == pytest.approx(measured, rel=0.15), (method, kv_heads)
+        del rows["ulysses"]
+        assert fastest(own, CPU, again=False, exchanges=False) == min(rows, key=rows.__getitem__)
