@@ -57,8 +57,13 @@ def fit_all(rows: Sequence[Row], data: Path) -> None:
         if own:
             found = fit(own, case, name)
             report["profiles"][name] = {"split": case.split, "fitted_rows": len(own)} | constants_of(found, case.start, case.free)
+    freeze(report)
     measured = [row for row in of_framework(rows, "nanotron") if row.memory_gib and not CASES["nanotron"].held_out(row)]
-    report["memory"] = {"nanotron": planner_memory.fit(measured, "nanotron")}
+    freeze(report | {"memory": {"nanotron": planner_memory.fit(measured, "nanotron")}})  # with the times that were just fitted
+
+
+def freeze(report: dict[str, Any]) -> None:
+    """Writes the file of fitted constants."""
     FITTED.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     fitted.cache_clear()
 
@@ -172,22 +177,26 @@ def memory(rows: Sequence[Row]) -> dict[str, Any]:
     every = [row for row in rows if row.framework == "nanotron"]
     for part, wanted in (("fitted", (False,)), ("held out", (True,)), ("all", (False, True))):
         own = [row for row in every if case.held_out(row) in wanted]
-        sizes = np.array([planner_memory.gib(row.setting, "nanotron", constants) for row in own])
+        sizes = np.array([planner_memory.reserved_gib(row, "nanotron", constants) for row in own])
+        needed = np.array([planner_memory.needed_gib(row, "nanotron", constants) for row in own])
+        refused = np.array([planner_memory.refused(row.setting) for row in own])
         limit = np.array([LIMIT * (row.device.memory_gib or 0.0) for row in own])
         ran = np.array([row.fits for row in own])
         known = np.array([row.memory_gib is not None for row in own])
         measured = np.array([row.memory_gib or 1.0 for row in own])
         relative = np.abs(sizes / measured - 1)[known & ran]
         if len(relative):
-            over = sizes > limit
+            over = needed > limit
             report[part] = {
                 "rows": len(relative),
                 "median": float(np.median(relative)),
                 "p90": float(np.quantile(relative, 0.9)),
-                "failed": int((~ran).sum()),
-                "recall": share(over, ~ran),
+                "refused": int((~ran & refused).sum()),
+                "refused that ran": int((ran & refused).sum()),
+                "failed": int((~ran & ~refused).sum()),
+                "recall": share(over, ~ran & ~refused),
                 # Some runs crashed for other reasons: by counting they fill less than half of the device.
-                "recall where half is full": share(over, ~ran & (sizes > limit / 2)),
+                "recall where half is full": share(over, ~ran & ~refused & (needed > limit / 2)),
                 "false alarms": share(over, ran),
             }
     return report
@@ -245,10 +254,11 @@ def markdown(report: dict[str, Any]) -> str:
                 cells += [f"{r['median']:.2f}", f"{r['worst']:.2f}", f"{q['median']:.2f}"] if r else ["", "", ""]
                 lines.append(f"| {name} | {own['rows']} {part} | {' | '.join(cells)} |")
     lines += ["", "How each was split:", ""] + [f"- {name}: {entry['split']}." for name, entry in report["frameworks"].items()]
-    lines += ["", "| nanotron's memory | rows | median | 90th percentile | failed rows | recall | of those that fill half | false alarms |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    columns = "rows | median | 90th percentile | refused | failed | recall | of those that fill half | false alarms"
+    lines += ["", f"| nanotron's memory | {columns} |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for part, m in report["memory"].items():
-        cells = [str(m["rows"]), f"{m['median']:.1%}", f"{m['p90']:.1%}", str(m["failed"]), f"{m['recall']:.2f}"]
+        cells = [str(m["rows"]), f"{m['median']:.1%}", f"{m['p90']:.1%}", str(m["refused"]), str(m["failed"]), f"{m['recall']:.2f}"]
         cells += [f"{m['recall where half is full']:.2f}", f"{m['false alarms']:.1%}"]
         lines.append(f"| {part} | {' | '.join(cells)} |")
     lines += ["", "Median error on rows held out, with one term left out and nothing fitted again:", ""]

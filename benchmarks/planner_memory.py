@@ -1,6 +1,16 @@
-"""Memory of a rank in a public run, from a setting and a framework's constants: bytes a parameter and bytes an activation.
+"""Memory of nanotron's public runs, from a setting: what can be counted, and six constants for what cannot.
 
-What megacore itself holds is counted exactly, by `megacore/plan/memory.py`; of another framework only the totals are known.
+nanotron logs the memory that its first rank's allocator has reserved. That rank holds the first stage of a pipeline, so the logits
+are in it only if there is no pipeline. Counted are
+
+- weights and their gradients' sums, master weights and moments, and the buckets in which data ranks sum without ZeRO;
+- what attention and the feed-forward keep for their backward, of every microbatch that is alive.
+
+A collective of the tensor ranks keeps its tensors until it is done. Where the device is slower than the host that starts its work,
+the host has started the next blocks by then: their gathered inputs wait in memory. An allocator that runs short waits for them, so
+they do not decide whether a run fits.
+
+What megacore itself holds is counted exactly, by `megacore/plan/memory.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,54 +18,85 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.planner_rows import Row
+from megacore.plan.operations import Machine
+from megacore.plan.profile import profile
 from megacore.plan.setting import Setting
-from megacore.plan.step_time import cut
+from megacore.plan.step_time import block_work, cut
 
 # What each constant multiplies, on one rank of the pipeline.
 FEATURES = (
-    "bytes_a_parameter",  # weights and gradients
-    "bytes_a_divided_parameter",  # master weights and moments, which the data ranks may divide
-    "bytes_a_hidden_feature",  # of a token and block, in tensors as wide as the model
-    "bytes_an_attention_feature",  # queries, keys, values
-    "bytes_a_feed_forward_feature",
+    "bytes_a_gradient",  # of a microbatch, before it is added to the sum
+    "bytes_a_gradient_under_zero",
     "bytes_a_logit",
-    "bytes_a_waiting_feature",  # of a microbatch between stages
+    "bytes_a_waiting_feature",  # of a token and block, gathered from the tensor ranks while the host is ahead
     "bytes_a_whole_feature",  # of a microbatch, gathered from the tensor ranks
     "gigabytes",  # of the framework itself
 )
+START = np.array([1.0, 1.0, 10.0, 4.0, 4.0, 0.3])
+WAITING = FEATURES.index("bytes_a_waiting_feature")
 
 
-def held(s: Setting, rule: str) -> np.ndarray:
-    """[ranks of the pipeline, features]: the amounts that the constants multiply."""
-    rows, tokens = [], s.tokens
+def kept_features(s: Setting) -> float:
+    """Bytes that a block keeps of one token for its backward, on a rank: all tensor ranks divide all of them.
+
+    Inputs and outputs of both norms (2 bytes each of a hidden feature). Queries, keys and values in one tensor, keys and values again
+    behind the rotation, attention's output and its copy in the order of tokens. The gate and what it is multiplied with, the
+    activation and the product; without a gate two tensors.
+    """
+    return (8 * s.hidden + 6 * s.attention_size + 8 * s.kv_size + (8 if s.gated else 4) * s.ffn) / s.tensor
+
+
+def host_is_ahead(row: Row) -> bool:
+    """Whether the device needs longer for a block's forward than the host needs to start it."""
+    forward = dict(block_work(row.setting, Machine(row.device, row.cluster, profile(row.framework))).forward)
+    return forward.pop("host") < sum(forward.values())
+
+
+def held(row: Row, rule: str) -> tuple[np.ndarray, np.ndarray]:
+    """By rank of the pipeline the bytes that are counted, and [ranks, features] the amounts that the constants multiply."""
+    s, counted, amounts = row.setting, [], []
+    ahead = s.tensor > 1 and host_is_ahead(row)
     for rank, stage in enumerate(cut(s, rule)):
         ends = stage.embedding + stage.head - (stage.embedding and stage.head and s.tied)
         parameters = s.block_parameters * stage.blocks + s.vocabulary_parameters * ends
-        live = min(s.pipeline - rank, s.microbatches)
-        features = live * stage.blocks * tokens / s.tensor
-        logits = stage.head * tokens * s.vocab / s.tensor
-        attention = features * (s.attention_size + 2 * s.kv_size)
-        waiting, whole = live * tokens * s.hidden / s.tensor, tokens * s.hidden
-        divided = parameters / (s.data if s.zero else 1)
-        rows.append([parameters, divided, features * s.hidden, attention, features * s.ffn, logits, waiting, whole, 1e9])
-    return np.array(rows)
+        blocks = min(s.pipeline - rank, s.microbatches) * stage.blocks * s.tokens
+        state = 6 + 12 / (s.data if s.zero else 1) + 2 * (s.data > 1 and not s.zero)
+        counted.append(state * parameters + blocks * kept_features(s))
+        logits = stage.head * s.tokens * s.vocab / s.tensor
+        whole = s.tokens * s.hidden
+        amounts.append([parameters * (not s.zero), parameters * bool(s.zero), logits, ahead * blocks * s.hidden, whole, 1e9])
+    return np.array(counted), np.array(amounts)
 
 
-def gib(s: Setting, rule: str, constants: Mapping[str, float]) -> float:
-    """GiB of the fullest rank."""
-    return float((held(s, rule) @ np.array([constants[name] for name in FEATURES])).max()) / 2**30
+def reserved_gib(row: Row, rule: str, constants: Mapping[str, float]) -> float:
+    """GiB that the first rank's allocator reserves: what nanotron logs."""
+    counted, amounts = held(row, rule)
+    return float(counted[0] + amounts[0] @ np.array([constants[name] for name in FEATURES])) / 2**30
+
+
+def needed_gib(row: Row, rule: str, constants: Mapping[str, float]) -> float:
+    """GiB that the fullest rank cannot do without."""
+    counted, amounts = held(row, rule)
+    factors = np.array([constants[name] for name in FEATURES])
+    factors[WAITING] = 0.0
+    return float((counted + amounts @ factors).max()) / 2**30
+
+
+def refused(s: Setting) -> bool:
+    """Whether nanotron's 1F1B ends at its own check: it takes at least one microbatch fewer than the pipeline has ranks."""
+    return s.microbatches < s.pipeline - 1
 
 
 def fit(rows: Sequence[Row], rule: str) -> dict[str, float]:
     """Constants, none below zero, that fit the rows' memory (relative errors, Cauchy's loss)."""
-    amounts = [held(row.setting, rule) for row in rows]
+    parts = [held(row, rule) for row in rows]
     measured = np.array([row.memory_gib or 0.0 for row in rows]) * 2**30
-    constants = np.array([6.0, 12.0, 16.0, 8.0, 12.0, 10.0, 2.0, 2.0, 0.3])
-    for _ in range(20):  # the fullest rank depends on the constants: half a step at a time
-        fullest = np.array([amount[int((amount @ constants).argmax())] for amount in amounts])
-        errors = fullest @ constants / measured - 1
-        weights = np.sqrt(1 / (1 + (errors / 0.05) ** 2))
-        constants = (constants + _not_negative(fullest / measured[:, None] * weights[:, None], weights)) / 2
+    matrix = np.array([amounts[0] for _, amounts in parts]) / measured[:, None]
+    target = 1 - np.array([counted[0] for counted, _ in parts]) / measured
+    constants = START
+    for _ in range(100):
+        weights = np.sqrt(1 / (1 + ((matrix @ constants - target) / 0.05) ** 2))
+        constants = _not_negative(matrix * weights[:, None], target * weights)
     return {name: float(f"{value:.4g}") for name, value in zip(FEATURES, constants, strict=True)}
 
 

@@ -108,18 +108,39 @@ def test_links_and_devices_that_were_measured_can_be_read(tmp_path: Path) -> Non
 
 def test_memory_constants_are_found_again() -> None:
     """What is said of "does not fit" rests on these constants."""
-    truth = dict.fromkeys(planner_memory.FEATURES, 0.0) | {
-        "bytes_a_parameter": 6.0,
-        "bytes_a_divided_parameter": 12.0,
-        "bytes_a_logit": 10.0,
-    }
-    settings = [replace(s, zero=z, micro_batch=m, global_batch=64) for s in layouts() for z in (0, 1) for m in (1, 2, 4)]
-    rows = [row(s, 1.0, planner_memory.gib(s, "even", truth)) for s in settings]
-    found = planner_memory.fit(rows, "even")
-    assert [planner_memory.gib(s, "even", found) for s in settings] == pytest.approx([r.memory_gib for r in rows], rel=0.01)
-    full, half = (planner_memory.gib(replace(layouts()[0], zero=z), "even", truth) for z in (0, 1))
-    parameters = 16 * (4 * 2048**2 + 2 * 2048 * 8192) + 2 * 32000 * 2048
-    assert (full - half) * 2**30 == pytest.approx(12 * parameters * 7 / 8), "eight ranks divide twelve bytes"
+    truth = dict.fromkeys(planner_memory.FEATURES, 0.0) | {"bytes_a_gradient": 1.5, "bytes_a_logit": 10.0, "bytes_a_waiting_feature": 3.0}
+    settings = [replace(s, zero=z, micro_batch=m, sequence=True) for s in layouts() for z in (0, 1) for m in (1, 4, 16)]
+    rows = [row(s, 1.0) for s in settings]
+    rows = [replace(r, memory_gib=planner_memory.reserved_gib(r, "even", truth)) for r in rows]
+    assert {planner_memory.host_is_ahead(r) for r in rows} == {True, False}, "nothing waits behind a small microbatch"
+    found = planner_memory.fit([*rows, replace(rows[0], memory_gib=500.0)], "even")
+    assert [planner_memory.reserved_gib(r, "even", found) for r in rows] == pytest.approx([r.memory_gib for r in rows], rel=0.01)
+
+
+def test_memory_that_is_counted() -> None:
+    """A wrong count would be made up for by the fitted constants, and models of other sizes would come out wrong."""
+    nothing = dict.fromkeys(planner_memory.FEATURES, 0.0)
+
+    def bytes_of(setting: Setting, **constants: float) -> tuple[float, float]:
+        own = row(setting, 1.0)
+        gib = (f(own, "even", nothing | constants) for f in (planner_memory.reserved_gib, planner_memory.needed_gib))
+        return tuple(2**30 * value for value in gib)  # type: ignore[return-value]
+
+    alone = replace(layouts()[0], zero=1)
+    block, vocabulary = 4 * 2048**2 + 2 * 2048 * 8192, 32000 * 2048
+    parameters, kept = 16 * block + 2 * vocabulary, 16 * 2048 * (22 * 2048 + 4 * 8192)
+    assert bytes_of(alone) == pytest.approx((7.5 * parameters + kept,) * 2), "6 bytes a parameter, and 12 that eight ranks divide"
+    assert bytes_of(replace(alone, zero=0))[0] == pytest.approx(20 * parameters + kept), "2 of them in buckets"
+    stages = replace(alone, pipeline=4, data=2)
+    first = 12 * (4 * block + vocabulary) + kept
+    assert bytes_of(stages) == pytest.approx((first, first)), "four microbatches of a quarter of the blocks"
+    last = first - kept * 3 / 4 + 100.0 * 2048 * 32000
+    assert bytes_of(stages, bytes_a_logit=100.0) == pytest.approx((first, last)), "the first rank is logged, and the last is fullest"
+    split = replace(stages, tensor=2, data=1, sequence=True, micro_batch=16)
+    waiting = 16 * 16 * 2048 * 2048
+    alike = bytes_of(split), bytes_of(split, bytes_a_waiting_feature=1.0)
+    assert alike[1][0] - alike[0][0] == pytest.approx(waiting) and alike[1][1] == pytest.approx(alike[0][1]), "what waits can go"
+    assert planner_memory.refused(replace(stages, global_batch=4)) and not planner_memory.refused(replace(stages, global_batch=6))
 
 
 def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
