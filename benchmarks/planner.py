@@ -20,13 +20,14 @@ from benchmarks import planner_memory
 from benchmarks.planner_charts import draw_ablation, draw_measured
 from benchmarks.planner_fit import CASES, fit, steps
 from benchmarks.planner_rows import Row, read
+from benchmarks.planner_score import baseline, errors, regret
 from megacore.cli import Parser, exit_with
 from megacore.plan.profile import FITTED, Profile, fitted, profile
-from megacore.plan.setting import Setting
 from megacore.plan.step_time import predict
 
 EXAMPLE = "python -m benchmarks.planner measured_steps.csv --output benchmarks/results/planner"
 ROOT = Path(__file__).resolve().parents[1]
+SWEEPS = ("nanotron", "megatron-2023")  # of layouts; the other tables show one or a few tuned layouts of a model
 LIMIT = 0.95  # of the device's memory: what a run may fill
 SWITCHES = ("shape", "attention", "passes", "tensor", "context", "launch", "pipeline", "bubble", "data", "optimizer", "host", "stragglers")
 
@@ -84,77 +85,35 @@ def constants_of(found: Profile, start: dict[str, Any], free: Sequence[str]) -> 
     return {name: short(getattr(found, name)) for name in sorted(names)}
 
 
-def operations(s: Setting) -> float:
-    """Model FLOPs of a step, with attention counted causally, as vendors do for the baseline's MFU."""
-    block = (
-        2 * s.hidden * (2 * s.attention_size + 2 * s.kv_size) + 2 * s.ffn_weights * (s.experts_a_token or 1) + 2 * s.seq * s.attention_size
-    )
-    return 3 * s.global_batch * s.seq * (s.layers * block + 2 * s.hidden * s.vocab) * (4 / 3 if s.recompute == "full" else 1)
-
-
-def baseline(rows: Sequence[Row], known: Sequence[Row]) -> np.ndarray:
-    """Seconds by one MFU a device and precision: the median of the known rows."""
-
-    def busy(row: Row) -> float:
-        return operations(row.setting) / row.setting.world / row.device.peak_flops[row.setting.precision]
-
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in known:
-        found[row.device.name, row.setting.precision].append(busy(row) / (row.seconds or 1.0))
-    every = float(np.median([value for values in found.values() for value in values]))
-    return np.array([busy(row) / float(np.median(found.get((row.device.name, row.setting.precision), [every]))) for row in rows])
-
-
-def errors(predicted: np.ndarray, rows: Sequence[Row]) -> dict[str, float]:
-    """Median and 90th percentile of the relative error, and its median with sign."""
-    relative = predicted / np.array([row.seconds for row in rows]) - 1
-    return {
-        "rows": len(rows),
-        "median": float(np.median(np.abs(relative))),
-        "p90": float(np.quantile(np.abs(relative), 0.9)),
-        "bias": float(np.median(relative)),
-    }
-
-
-def regret(predicted: np.ndarray, rows: Sequence[Row]) -> dict[str, float]:
-    """Time of the layout with the least predicted time over the least measured time, of every model and number of devices."""
-    groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-    for i, row in enumerate(rows):
-        groups[row.group].append(i)
-    chosen = []
-    for members in groups.values():
-        measured: dict[Setting, list[float]] = defaultdict(list)
-        for i in members:
-            measured[rows[i].setting].append(rows[i].seconds or 0.0)
-        if len(measured) > 1:
-            mean = {setting: float(np.mean(values)) for setting, values in measured.items()}
-            least = min(predicted[i] for i in members)
-            picks = {rows[i].setting for i in members if predicted[i] <= least * (1 + 1e-9)}  # the baseline knows many equal ones
-            chosen.append(float(np.mean([mean[setting] for setting in picks])) / min(mean.values()))
-    if not chosen:
-        return {}
-    return {"choices": len(chosen), "median": float(np.median(chosen)), "p90": float(np.quantile(chosen, 0.9)), "worst": max(chosen)}
-
-
 def score(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors and regret of every framework, by rows fitted and held out."""
+    """Errors and regret of every framework and of all tuned tables together, by rows fitted and held out."""
     table: dict[str, Any] = {}
+    tuned: dict[str, list[tuple[Row, float, float]]] = defaultdict(list)
     for name, case in CASES.items():
         own = of_framework(rows, name)
         if not own:
             continue
         known = [row for row in own if not case.held_out(row)] or own
-        predicted = steps(own, profile(name))
-        out = np.array([case.held_out(row) for row in own])
-        plain = baseline(own, known)
-        entry: dict[str, Any] = {"split": case.split}
-        for part, mask in (("fitted", ~out), ("held out", out)):
-            chosen = [row for row, yes in zip(own, mask, strict=True) if yes]
-            if chosen:
-                entry[part] = errors(predicted[mask], chosen) | {"regret": regret(predicted[mask], chosen)}
-                entry[f"{part}, baseline"] = errors(plain[mask], chosen) | {"regret": regret(plain[mask], chosen)}
-        table[name] = entry
+        scored = list(zip(own, steps(own, profile(name)), baseline(own, known), strict=True))
+        table[name] = {"split": case.split}
+        for part, wanted in (("fitted", False), ("held out", True)):
+            chosen = [one for one in scored if case.held_out(one[0]) is wanted]
+            table[name] |= part_of(part, chosen)
+            if name not in SWEEPS:
+                tuned[part] += chosen
+    table["all tuned tables"] = {"split": f"all but the sweeps, {' and '.join(SWEEPS)}"}
+    for part, chosen in tuned.items():
+        table["all tuned tables"] |= part_of(part, chosen)
     return table
+
+
+def part_of(part: str, scored: Sequence[tuple[Row, float, float]]) -> dict[str, Any]:
+    """Errors and regret of some rows by prediction, and by the baseline."""
+    if not scored:
+        return {}
+    chosen, *values = zip(*scored, strict=True)
+    found = [errors(np.array(v), chosen) | {"regret": regret(np.array(v), chosen)} for v in values]
+    return {part: found[0], f"{part}, baseline": found[1]}
 
 
 def by(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ WEIGHT = 0.02  # of the prior, against one row
 FRACTIONS = (
     "memory_rate",
     "attention_rate",
+    "attention_on",
+    "compiled_passes",
     "tensor_hidden",
     "data_hidden",
     "gather_hidden",
@@ -95,7 +97,7 @@ CASES: dict[str, Case] = {
         "models: fitted on mpt-760m, mpt-3b and mpt-30b, held out mpt-125m, mpt-350m, mpt-7b and mpt-70b",
         {**COMMON, "stages": "even", "product_rate": {"bf16": 0.7, "fp8": 0.5}, "gather_hidden": 0.8, "data_hidden": 0.8},
         (
-            "product_rate/bf16", "product_rate/h100", "product_rate/fp8", "attention_rate", "passes", "logit_passes",
+            "product_rate/bf16", "product_rate/h100", "product_rate/fp8", "attention_rate", "attention_on/h100", "passes", "logit_passes",
             "link_rate/nvlink", "link_rate/roce",
             "link_rate/infiniband", "layer_host", "step_host", "microbatch_host", "data_hidden", "gather_hidden", "jitter",
         ),
@@ -104,9 +106,9 @@ CASES: dict[str, Case] = {
         lambda row: row.setting.world in (64, 128),
         "sizes: fitted on 8 and 32 devices, held out 64 and 128",
         {**COMMON, "stages": "even", "product_rate": {"bf16": 0.7, "fp8": 0.5}, "gather_hidden": 0.8, "data_hidden": 0.8,
-        "tensor_hidden": 0.3},
-        ("product_rate/bf16", "product_rate/fp8", "attention_rate", "passes", "link_rate/nvlink", "link_rate/infiniband",
-        "tensor_hidden"),
+        "ring_balanced": False},
+        ("product_rate/bf16", "product_rate/fp8", "product_rate/b200", "attention_rate", "attention_on/b200", "passes",
+        "compiled_passes"),
     ),
     "fms-fsdp": Case(
         of("llama2-13b", "llama2-70b"),
@@ -180,6 +182,8 @@ def _matters(constant: str, rows: Sequence[Row]) -> bool:
     table, _, key = constant.partition("/")
     if table in ("link_rate", "link_latency"):
         return any(key == level.link for row in rows for level in row.cluster.levels)
+    if table == "attention_on":
+        return any(key == row.device.name for row in rows)
     if table == "product_rate" and key != "any":
         return any(key in (row.setting.precision, row.device.name) for row in rows)
     return True

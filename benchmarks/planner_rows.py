@@ -15,7 +15,9 @@ DEVICES = {
 }  # fmt: skip
 # By device, the cluster of a row whose `interconnect` names no other.
 CLUSTERS = {"a100": "dgx_a100", "a100 40gb": "a100_roce", "b200": "dgx_b200", "b300": "dgx_b200", "gb200": "nvl72", "gb300": "nvl72"}
-NETWORKS = (("EFA", "p5"), ("RoCE 1600", "a100_roce"), ("800Gb/s", "h100_800g"), ("400Gb/s", "a100_400g"))
+NETWORKS = (
+    ("EFA", "p5"), ("RoCE 1600", "a100_roce"), ("8x HDR IB 800Gb/s/node", "a100_800g"), ("800Gb/s", "h100_800g"), ("400Gb/s", "a100_400g"),
+)  # fmt: skip
 PROFILES = (
     ("nanotron", "nanotron"), ("vTrain", "megatron-2023"), ("Megatron-LM", "megatron-2022"), ("NeMo", "nemo"), ("NEMO", "nemo"),
     ("Megatron-Bridge", "nemo"), ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("fms-fsdp", "fms-fsdp"), ("MaxText", "jax"),
@@ -85,10 +87,16 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     if profile is None:
         return Skipped(source, f"{r['framework']} has no profile")
     device = DEVICES[r["hardware"]]
-    network = next((name for key, name in NETWORKS if key in r["interconnect"]), None)
+    network = next((name for key, name in NETWORKS if r["interconnect"].startswith(key) or r["interconnect"].endswith(key)), None)
     precision = r["precision"]
     kind = "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "fp16" if precision.startswith("fp16") else "bf16"
     recompute = next((mode for mode in ("none", "selective", "full") if r["recompute"].startswith(mode)), "none")
+    if profile == "torchtitan":
+        if "rowwise" in precision:
+            kind = "bf16"  # scales by row: what the products gain goes to scales and casts, and messages stay in 16 bits
+        recompute = "per_op" if recompute == "selective" else recompute
+    if profile == "fms-fsdp" and recompute == "selective":
+        recompute = "half"
     tensor, zero = number("tp"), number("zero", 0)
     setting = Setting(
         layers=number("layers"),
@@ -108,15 +116,18 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         data=number("dp"),
         expert=number("ep"),
         chunks=number("vp"),
+        context_method="ring" if profile in ("nemo", "torchtitan") else "gather",
+        async_tensor="async TP" in r["note"],
         sequence=r["sp"] == "1" if r["sp"] else tensor > 1,
         micro_batch=number("mbs"),
         global_batch=number("gbs"),
         precision=kind,
         recompute=recompute,
+        compiled=any("compile" in r.get(name, "") for name in ("framework", "engine", "note")),
         schedule=r["schedule"] or "1f1b",
         flash=profile not in ("megatron-2023", "megatron-2022"),
         zero=zero,
-        gradient_bytes=2 if "pure" in precision or zero == 3 else 4,
+        gradient_bytes=2 if "pure" in precision or zero == 3 or profile == "nemo" else 4,
     )
     if r["params_b"]:  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
         blocks = setting.layers * replace(setting, tensor=1, expert=1).block_parameters

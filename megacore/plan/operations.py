@@ -27,11 +27,6 @@ class Machine:
     cluster: Cluster
     profile: Profile
 
-    @property
-    def call(self) -> float:
-        """Seconds that any collective takes besides hops and bytes."""
-        return self.profile.call if self.cluster.call_seconds is None else self.cluster.call_seconds
-
     def rate(self, precision: str) -> float:
         """Operations a second that a large product reaches."""
         own = self.profile.product_rate
@@ -58,7 +53,8 @@ class Machine:
     def attention(self, queries: float, keys: float, size: float, precision: str, *, causal: bool = True) -> float:
         """Seconds of the forward of fused attention: each of `queries` meets `keys`, over `size` features of all heads."""
         operations = 4 * queries * keys * size * (0.5 if causal else 1.0)
-        return operations / (self.device.peak_flops[WIDE[precision]] * self.profile.attention_rate)
+        rate = self.profile.attention_rate * self.profile.attention_on.get(self.device.name, 1.0)
+        return operations / (self.device.peak_flops[WIDE[precision]] * rate)
 
     def pass_over(self, moved: float) -> float:
         """Seconds to read or write so many bytes of the device's memory."""
@@ -80,7 +76,7 @@ class Machine:
                 slowest = min(slowest, level.bytes_per_second * self._link_rate(level.link) * inside)
                 hops += (within // inside - 1) * self._latency(level.link, level.latency_seconds)
                 inside = within
-        return self.call + share * (hops + moved * (size - 1) / size / slowest)
+        return self.profile.call + share * (hops + moved * (size - 1) / size / slowest)
 
     def exchange(self, moved: float, size: int, stride: int = 1) -> float:
         """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of its `moved` bytes to every other.
@@ -96,14 +92,13 @@ class Machine:
                 longest = max(longest, moved * (within - inside) / size / (level.bytes_per_second * self._link_rate(level.link)))
                 latency = max(latency, self._latency(level.link, level.latency_seconds))
                 inside = within
-        return self.call + latency + longest
+        return self.profile.call + latency + longest
 
     def transfer(self, moved: float, distance: int) -> float:
         """Seconds of a message to the rank that is `distance` away."""
         levels = self.cluster.levels
         level = next((level for level in levels if level.ranks is None or distance < level.ranks), levels[-1])
-        begin = (self.cluster.call_seconds or 0.0) + self._latency(level.link, level.latency_seconds)
-        return begin + moved / (level.bytes_per_second * self._link_rate(level.link))
+        return self._latency(level.link, level.latency_seconds) + moved / (level.bytes_per_second * self._link_rate(level.link))
 
     def _link_rate(self, link: str) -> float:
         return self.profile.link_rate.get(link, self.profile.link_rate.get("any", 1.0))

@@ -21,15 +21,20 @@ class Profile:
     stages: str = "cost"  # how layers are cut into stages: cost, even, or nanotron (see `step_time.cut`)
     product_rate: Mapping[str, float] = field(default_factory=dict)  # of the peak, by precision; by device, a factor on it
     attention_rate: float = 0.5  # of the 16-bit peak, in fused attention
+    attention_on: Mapping[str, float] = field(default_factory=dict)  # by device, a factor: a kernel made for an older one reaches less
     memory_rate: float = 0.8  # of the memory's bandwidth
     passes: float = 1.0  # times that a block's activations go through memory, of one pass an operation
+    compiled_passes: float = 0.5  # of those, in compiled blocks
     logit_passes: float = 8.0  # times that the logits go through memory, forward and backward
     accumulate_bytes: float = 8.0  # a parameter and microbatch, to add its gradient to the sum
     optimizer_bytes: float = 30.0  # a parameter and step
     link_rate: Mapping[str, float] = field(default_factory=dict)  # by link, of its bandwidth
     link_latency: Mapping[str, float] = field(default_factory=dict)  # by link, seconds a hop, in place of the cluster's
     call: float = 2e-5  # seconds that a collective takes besides hops and bytes
+    repeats_attention: bool = True  # under `selective`; megacore repeats the activation, and attention where it keeps scores
     tensor_hidden: float = 0.0  # of the tensor ranks' collectives
+    async_hidden: float = 0.5  # of them, where they run in pieces beside products
+    ring_balanced: bool = True  # whether each context rank meets as many keys; otherwise the last one meets all
     data_hidden: float = 0.8  # of the last backward, behind which gradients are summed
     gather_hidden: float = 0.0  # of one forward, behind which parameters are gathered
     ring_hidden: float = 1.0  # of attention, behind which a ring of context ranks passes keys and values on

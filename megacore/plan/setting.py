@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import Config, resolved
-from megacore.plan.choices import attention_of, context_method_of
+from megacore.plan.choices import attention_of, compiles, context_method_of
 from megacore.plan.context_time import Divided, Method
 from megacore.plan.operations import ACTIVATION_BYTES
 from megacore.plan.partition import settled
@@ -37,10 +37,12 @@ class Setting:
     expert: int = 1  # ranks that divide the experts, taken from context × data
     chunks: int = 1  # of the model, a rank of the pipeline
     sequence: bool = False  # tokens are divided between tensor-parallel regions
+    async_tensor: bool = False  # collectives of tensor ranks run in pieces, beside the products before or behind them
     micro_batch: int = 1
     global_batch: int = 1
     precision: str = "bf16"
-    recompute: str = "none"  # or selective, or full
+    recompute: str = "none"  # or selective, per_op (every second product, and what is no product), half (of the blocks), full
+    compiled: bool = False  # blocks: neighbouring passes are one kernel
     schedule: str = "1f1b"
     flash: bool = True  # attention keeps no scores, and skips the masked half
     zero: int = 0  # what the data ranks divide: 1 optimizer state, 2 gradients too, 3 parameters too
@@ -129,6 +131,7 @@ def setting_of(config: Config) -> Setting:
         global_batch=train.global_batch_size,
         precision=train.precision,
         recompute=train.recompute,
+        compiled=compiles(config),
         schedule=parallel.schedule,
         flash=attention_of(config) == "sdpa",
         zero=zero,

@@ -19,7 +19,7 @@ The step has as many of these as microbatches, and then
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megacore.config.schema import V_SHAPED
 from megacore.plan import context_time
@@ -29,6 +29,7 @@ from megacore.plan.partition import split_layers
 from megacore.plan.profile import Profile
 from megacore.plan.setting import Setting
 
+SECOND = 0.35  # every second of query, key, value, out, gate, up and down has so much of their operations
 # The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
 # gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
@@ -92,11 +93,14 @@ def block_work(s: Setting, machine: Machine) -> Work:
     forward_products = sum(n * machine.product(m, i, c, s.precision) for m, i, c, n in shapes)
     backward_products = sum(n * (machine.product(m, c, i, s.precision) + machine.product(i, m, c, s.precision)) for m, i, c, n in shapes)
     attention = machine.attention(rows, s.seq, a / t, s.precision, causal=s.flash)
+    if s.context_method == "ring" and not p.ring_balanced:
+        attention *= 2 - 1 / s.context  # of its keys the last rank meets half of its own, and all of the others'
     score_bytes = 0.0 if s.flash else e * rows * s.seq * s.heads / t
     width = f * (3 if s.gated else 2) * (s.experts_a_token or 1) / t
     # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the activation.
     wide = s.hidden / t if s.sequence else s.hidden
-    moved = p.passes * e * rows * (10 * wide + 2 * (a + k) / t + width) + 5 * score_bytes
+    passes = p.passes * (p.compiled_passes if s.compiled else 1.0)
+    moved = passes * e * rows * (10 * wide + 2 * (a + k) / t + width) + 5 * score_bytes
     forward = {"products": forward_products, "attention": attention, "passes": machine.pass_over(moved)}
     backward = {
         "products": backward_products,
@@ -110,8 +114,9 @@ def block_work(s: Setting, machine: Machine) -> Work:
         # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two inputs again.
         one = machine.collective(1.0 if s.sequence else 2.0, e * rows * s.hidden, t)
         each = 4 if s.sequence else 2
-        forward["tensor"] = (1 - p.tensor_hidden) * each * one
-        backward["tensor"] = (1 - p.tensor_hidden) * (each + (2 if s.sequence else 0)) * one
+        seen = 1 - (p.async_hidden if s.async_tensor else p.tensor_hidden)
+        forward["tensor"] = seen * each * one
+        backward["tensor"] = seen * (each + (2 if s.sequence else 0)) * one
         calls += each
     if s.experts and s.expert > 1:
         crossing = 2 * machine.collective(1.0, e * routed * s.hidden, s.expert, t)
@@ -121,11 +126,14 @@ def block_work(s: Setting, machine: Machine) -> Work:
     call_host = p.call_host + p.hop_host * (t - 1) * crosses
     forward["host"] = p.layer_host / 3 + calls * call_host
     backward["host"] = 2 * p.layer_host / 3 + calls * call_host * 1.5
-    if s.recompute == "full":
-        backward = _sum(backward, forward)
+    if s.recompute in ("full", "half"):
+        share = 1.0 if s.recompute == "full" else 0.5
+        backward = _sum(backward, {name: share * seconds for name, seconds in forward.items()})
+    elif s.recompute == "per_op":
+        backward = _sum(backward, {"products": SECOND * forward_products, "passes": forward["passes"]})
     elif s.recompute == "selective":
-        again = {"attention": attention, "passes": machine.pass_over(5 * score_bytes)} if not s.flash else {}
-        backward = _sum(backward, again)
+        repeated = machine.pass_over(5 * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width))
+        backward = _sum(backward, {"passes": repeated, "attention": attention if p.repeats_attention or not s.flash else 0.0})
     return Work(forward, backward)
 
 
@@ -187,8 +195,6 @@ def _nanotron(layers: int, count: int, block: float, head: float) -> list[Stage]
 
 def predict(s: Setting, device: Device, cluster: Cluster, profile: Profile) -> Prediction:
     """A step's terms."""
-    if not device.overlaps:
-        profile = replace(profile, tensor_hidden=0.0, data_hidden=0.0, gather_hidden=0.0, ring_hidden=0.0, pipeline_hidden=0.0)
     machine = Machine(device, cluster, profile)
     stages = cut(s, profile.stages)
     block, head = block_work(s, machine), head_work(s, machine)

@@ -11,9 +11,10 @@ import torch
 
 from benchmarks import machine, planner_memory
 from benchmarks.collectives import cluster_content
-from benchmarks.planner import baseline, errors, operations, regret, run
+from benchmarks.planner import run
 from benchmarks.planner_fit import Case, fit, steps
 from benchmarks.planner_rows import Row, read
+from benchmarks.planner_score import baseline, errors, operations, regret
 from megacore.errors import ConfigError
 from megacore.plan.devices import read_cluster, read_device
 from megacore.plan.operations import Machine
@@ -100,19 +101,10 @@ def test_links_and_devices_that_were_measured_can_be_read(tmp_path: Path) -> Non
     assert found.collective(1.0, 1e9, 32) == pytest.approx(truth.collective(1.0, 1e9, 32), rel=0.05), "latency is shared among hops"
     alone = cluster_content(lines[:2], 8)["levels"]
     assert [level["ranks"] for level in alone] == [None]
-    call, hop, byte = 4e-4, 1e-5, 1e-9  # a call that takes long to begin, as gloo's, and then goes round a ring of four
-    rings = [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)]
-    slow = [{"operation": n, "ranks": 4, "alpha_seconds": call + r * 3 * hop, "beta_seconds_per_byte": byte} for n, r in rings]
-    (tmp_path / "slow.json").write_text(json.dumps(cluster_content(slow, 4)))
-    gloo = replace(found, cluster=read_cluster(str(tmp_path / "slow.json")))
-    for share in (1.0, 2.0):
-        assert gloo.collective(share, 1e6, 4) == pytest.approx(call + share * (3 * hop + 0.75e6 * byte)), "a sum begins once, not twice"
-    assert gloo.transfer(1e6, 1) == pytest.approx(call + hop + 1e6 * byte)
     content = machine.device_content("fp32", 1e11, torch.device("cpu"))
     (tmp_path / "device.json").write_text(json.dumps(content))
     own = read_device(str(tmp_path / "device.json"))
     assert own.peak_flops == {"fp32": 1e11} and (own.memory_bytes_per_second or 0.0) > 1e8 and own.multiprocessors is None
-    assert not own.overlaps and truth.device.overlaps, "a CPU's cores send, and compute meanwhile nothing"
 
 
 def test_memory_constants_are_found_again() -> None:
@@ -176,17 +168,39 @@ def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixtur
         common | {"model": "nanotron-1.34B", "tp": 1, "dp": 8, "mbs": 64, "status": "failed"},
         common | {"model": "x", "tp": 1, "dp": 8},
     ]
+    words = {
+        "framework": "torchtitan",
+        "tp": 8,
+        "dp": 8,
+        "mbs": 1,
+        "step_time_s": 3,
+        "hardware": "A100-80GB",
+        "recompute": "selective (op)",
+    }
+    rows += [
+        common | words | {"interconnect": "Storage: 400Gb/s, Compute: 8x 400Gb/s, one", "note": "compile, async TP"},
+        common | words | {"interconnect": "400Gb/s", "precision": "fp8-rowwise", "note": "vanilla TP"},
+    ]
     path = tmp_path / "rows.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
     found, skipped = read(path)
-    assert (len(found), [s.why for s in skipped]) == (7, ["mbs is not stated"])
-    assert found[0].setting.tied and found[0].setting.head_size == 64 and found[1].setting.sequence and not found[-1].fits
+    assert (len(found), [s.why for s in skipped]) == (9, ["mbs is not stated"])
+    one, two = (row.setting for row in found[-2:])
+    assert one.compiled and one.async_tensor and not two.compiled and not two.async_tensor, "the note's words"
+    assert (one.recompute, one.precision, two.precision, found[0].setting.recompute) == ("per_op", "bf16", "bf16", "none")
+    assert [row.cluster.name for row in found[-2:]] == ["dgx_a100", "a100_400g"], "a disk's network is not the ranks'"
+    assert found[0].setting.tied and found[0].setting.head_size == 64 and found[1].setting.sequence and not found[-3].fits
     run([str(path)])
     said = capsys.readouterr().out
-    assert "| nanotron | 3 fitted |" in said and "| nanotron | 3 held out |" in said and "mbs is not stated" in said
+    assert (
+        "| nanotron | 3 fitted |" in said
+        and "| nanotron | 3 held out |" in said
+        and "| all tuned tables | 2 " in said
+        and "mbs is not stated" in said
+    )
     (tmp_path / "no.csv").write_text("a,b\n1,2\n")
     for wrong in (tmp_path / "no.csv", tmp_path / "missing.csv"):
         with pytest.raises(ConfigError):
