@@ -45,12 +45,21 @@ def has_masks(config: Config) -> bool:
 
 
 def splits_backward(config: Config) -> bool:
-    """Whether backwards can be split; else a schedule that splits them runs, and is simulated, with whole ones.
+    """Whether backwards can be split; else a schedule that splits them runs, and is simulated, with whole ones."""
+    return why_whole(config) is None
+
+
+def why_whole(config: Config) -> str | None:
+    """Who does not split backwards, if that is so, in a few words.
 
     FSDP and DeepSpeed take gradients from autograd, all of a layer's at once. A compiled block's backward is one graph.
+    Without a pipeline nobody waits for the first half, and until the second a rank would hold what both products need.
     """
-    whole = config.engine.kind == "deepspeed" or (config.engine.kind == "fsdp" and config.token_ranks > 1)
-    return not whole and not compiles(config)
+    if compiles(config):
+        return "a compiled block does not split"
+    if config.engine.kind == "deepspeed" or (config.engine.kind == "fsdp" and config.token_ranks > 1):
+        return f"the {config.engine.kind} engine does not split"
+    return "one rank has no reason to split" if config.parallel.pipeline == 1 else None
 
 
 def one_chunk(config: Config) -> bool:

@@ -16,7 +16,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import logical_name, shard_of
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.pipeline.runtime import Microbatch
-from megacore.plan.choices import compiles, splits_backward
+from megacore.plan.choices import why_whole
 from megacore.plan.generators import GENERATORS, generated
 from megacore.plan.partition import placement_of, stage_layers
 from megacore.train.evaluation import evaluate
@@ -238,9 +238,8 @@ class Trainer:
         for line in self.inputs.stream.packed():
             self.logs.say(line)
         schedule = config.parallel.schedule
-        if schedule in GENERATORS and generated(schedule, 1, 1).splits and not splits_backward(config):
-            what = "a compiled block" if compiles(config) else f"the {config.engine.kind} engine"
-            self.logs.say(f"{schedule} runs with whole backwards, which {what} does not split")
+        if schedule in GENERATORS and generated(schedule, 1, 1).splits and (why := why_whole(config)):
+            self.logs.say(f"{schedule} runs with whole backwards, which {why}")
         held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
         layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
         self.logs.say(f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}")

@@ -9,11 +9,13 @@ from torch import nn
 
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.dry_run.step import dry_run
 from megacore.model.attention import Attention
 from megacore.model.gpt import whole_model
 from megacore.plan import choices
-from megacore.plan.activations import block_activations
-from megacore.plan.choices import attention_of, compiles, context_method_of
+from megacore.plan.activations import block_activations, rank_activations
+from megacore.plan.choices import attention_of, compiles, context_method_of, why_whole
+from megacore.plan.partition import plan_of
 from megacore.plan.setting import setting_of
 from megacore.plan.traffic import rank_traffic
 
@@ -83,6 +85,23 @@ def test_blocks_are_compiled_where_somebody_asks_for_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(nn.Module, "compile", lambda block: blocks.append(block))
     whole_model(config_of({}, compile=asked))
     assert len(blocks) == compiled
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v", "v_half", "v_min", "auto"])
+def test_without_a_pipeline_backwards_stay_whole(schedule: str) -> None:
+    """Nobody waits for the first half; but until the second a rank would hold several times as much as under 1F1B."""
+    model = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "vocab_size": 512}
+    train = {"precision": "bf16", "seq_len": 64, "device": "cuda", "global_batch_size": 8}
+
+    def configured(schedule: str, pipeline: int) -> Config:
+        parallel = {"pipeline": pipeline, "schedule": schedule, "data": 1}
+        return resolve({"model": model, "train": train, "parallel": parallel}, [], "auto", pipeline).config
+
+    alone, plain = configured(schedule, 1), configured("1f1b", 1)
+    assert not plan_of(alone).splits and why_whole(alone) == "one rank has no reason to split"
+    assert rank_activations(alone)[0].total == pytest.approx(rank_activations(plain)[0].total, rel=0.01), "chunks change no more"
+    assert dry_run(alone, 0).peak == pytest.approx(dry_run(plain, 0).peak, rel=0.01), "what runs is what is planned"
+    assert plan_of(configured(schedule, 2)).splits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
