@@ -105,6 +105,11 @@ def logits_kept(config: Config) -> int:
     return (e * rows + wide) * tokens
 
 
+def stage_sizes(config: Config) -> list[float]:
+    """Bytes that each stage keeps of a microbatch until its backward, with the logits."""
+    return [*(kept := stage_kept(config))[:-1], kept[-1] + logits_kept(config)]
+
+
 def vocabulary_rows(config: Config) -> int:
     """Rows of the vocabulary on the fullest tensor rank."""
     return -(-config.model.vocab_size // config.parallel.tensor)

@@ -195,6 +195,8 @@ def search(placements: list[Placement], microbatches: int, costs: Costs, limit: 
         plan = makers[number](microbatches)
         if plan is not None and (few == microbatches or _span(plan, costs, limit) is not None):
             return _improved(plan, microbatches, costs, limit)
+    if split:  # with recomputation, what waits for a weight's gradient may alone be more than the limit
+        return search(placements, microbatches, costs, limit, split=False)
     raise ValueError(f"no plan holds at most {limit:g}")
 
 

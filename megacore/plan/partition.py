@@ -104,16 +104,14 @@ def settled(config: Config) -> Config:
 
 
 def _searched(config: Config) -> Plan:
-    """The plan that a search finds, which holds no more activations than 1F1B on its fullest rank."""
-    from megacore.plan.activations import block_activations, stage_waiting
+    """The plan that a search finds, which keeps no more activations, logits and waiting gradients than 1F1B on its fullest rank."""
+    from megacore.plan.activations import stage_sizes, stage_waiting
 
-    ranks, microbatches, recompute = config.parallel.pipeline, config.num_microbatches, config.train.recompute
-    costs, block = stage_costs(config), block_activations(config, recompute)
-    sizes = tuple(float(len(layers) * block) for layers in stage_layers(config))
+    ranks, microbatches, costs = config.parallel.pipeline, config.num_microbatches, stage_costs(config)
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": "1f1b", "chunks": 1})})
-    limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), [len(layers) * block for layers in stage_layers(whole)]))
+    limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), stage_sizes(whole)))
     forward, inputs, weights = zip(*((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True)
-    found = Costs(forward, inputs, weights, sizes=sizes, waiting=tuple(stage_waiting(config)))
+    found = Costs(forward, inputs, weights, sizes=tuple(stage_sizes(config)), waiting=tuple(stage_waiting(config)))
     placements = [looped(ranks, config.chunks)] + ([v_shaped(ranks)] if config.chunks == 2 and not ends_apart(config) else [])
     return _search(tuple(placements), microbatches, found, limit, splits_backward(config))
 

@@ -7,8 +7,9 @@ import pytest
 
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.plan.activations import rank_activations, stage_sizes
 from megacore.plan.flops import embedding_cost, head_cost, layer_cost
-from megacore.plan.partition import split_layers, stage_costs, stage_layers
+from megacore.plan.partition import placement_of, split_layers, stage_costs, stage_layers
 
 
 def worst(sizes: list[int], layer: float, first: float, last: float) -> float:
@@ -116,3 +117,23 @@ def test_a_configs_stages_are_cut_by_forward_and_backward() -> None:
                 assert max(cost.total for cost in stage_costs(config)) == pytest.approx(worst(sizes, layer_cost(config).total, *ends))
                 uneven += sizes[-1] < max(sizes)
     assert uneven > 12
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("layers", [8, 16])
+def test_a_searched_schedule_keeps_no_more_than_1f1b(layers: int, recompute: str) -> None:
+    """With logits, and with gradients of theirs that wait: of a wide vocabulary these are most, and a plan that was sought without
+    them would not fit. With recomputation one waiting weight's gradient takes more than all that 1F1B keeps: then nothing is split."""
+    ranks = 4
+    model = {"num_layers": layers, "hidden_size": 256, "num_heads": 4, "vocab_size": 65536}
+    train = {"precision": "bf16", "seq_len": 256, "device": "cuda", "global_batch_size": 16, "recompute": recompute}
+
+    def configured(**parallel: object) -> Config:
+        return resolve({"model": model, "train": train, "parallel": {"pipeline": ranks, "data": 1} | parallel}, [], "", ranks).config
+
+    def kept(config: Config) -> int:
+        return max(peak.kept + peak.logits for peak in rank_activations(config))
+
+    found = configured(schedule="auto", chunks=2)
+    one = max(sum(stage_sizes(found)[stage] for stage in stages) for stages in placement_of(found))
+    assert kept(found) <= max(kept(configured(schedule="1f1b")), one)
