@@ -2,8 +2,8 @@
 
 Of each size: the median time of the slowest rank; the algorithm bandwidth, bytes of the whole over time; and the bus bandwidth, bytes that
 a rank of a ring sends over time, which can be held against a link's. The line is α + β · bytes that a rank sends, fitted to small
-and large messages alike (least squares of the relative error). `--cluster-file` writes the lines of gathers as the links that
-`python launch/plan.py --cluster FILE.json` predicts with.
+and large messages alike (least squares of the relative error). `--cluster-file` writes the lines of gathers, scatters and sums as the links
+that `python launch/plan.py --cluster FILE.json` predicts with.
 
 NCCL's own settings are printed as they are, and none is changed.
 """
@@ -37,6 +37,7 @@ from megacore.survive.failure import fail
 
 EXAMPLE = "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest 16 parallel.tensor=2"
 SMALLEST = 1024  # bytes
+SMALL, CALLS = 2**20, 10  # up to so many bytes, so many calls in a row are timed: a barrier lets ranks go at different moments
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
 
 
@@ -99,6 +100,7 @@ def call(operation: str, group: Group, size: int, device: torch.device) -> Calla
 def seconds(operation: str, group: Group, size: int, mesh: Mesh, repeat: int) -> float:
     """Median time of a call, of the slowest rank of all; collective over the mesh, all of whose groups work at once, as in a step."""
     act, times = call(operation, group, size, mesh.device), []
+    calls = CALLS if size <= SMALL else 1
 
     def wait() -> None:
         if mesh.device.type == "cuda":
@@ -108,9 +110,10 @@ def seconds(operation: str, group: Group, size: int, mesh: Mesh, repeat: int) ->
         mesh.barrier()
         wait()
         started = perf_counter()
-        act()
+        for _ in range(calls):
+            act()
         wait()
-        times.append(perf_counter() - started)
+        times.append((perf_counter() - started) / calls)
     slowest = all_reduce(torch.tensor(times[2:], dtype=torch.float64, device=mesh.device), mesh.world, dist.ReduceOp.MAX)
     return median(slowest.tolist())
 
@@ -188,22 +191,28 @@ def measure(mesh: Mesh, largest: int, repeat: int, say: Callable[[str], None]) -
 
 
 def cluster_content(lines: list[dict[str, Any]], machine_ranks: int) -> dict[str, Any]:
-    """What a cluster file of the planner holds (see megacore/plan/devices.py), from the fitted lines of gathers.
+    """What a cluster file of the planner holds (see megacore/plan/devices.py), from the fitted lines of gathers, scatters and sums.
 
-    A level for the largest group within a machine and one for the largest beyond it, if there are such groups. A hop's latency is
-    the line's, shared among the ring's hops. A ring that leaves a machine uses the links of all its ranks there.
+    A level for the largest group within a machine and one for the largest beyond it, if there are such groups. A sum goes round the
+    ring twice: what it takes longer to begin than a gather is its hops' latency, and the rest is the call's. A ring that leaves a
+    machine uses the links of all its ranks there.
     """
-    gathers = sorted((line for line in lines if line["operation"] == "all_gather"), key=lambda line: line["ranks"])
-    inside = [line for line in gathers if line["ranks"] <= machine_ranks]
-    beyond = [line for line in gathers if line["ranks"] > machine_ranks]
+    sizes = sorted({line["ranks"] for line in lines})
+    chosen = [max(group) for group in ([n for n in sizes if n <= machine_ranks], [n for n in sizes if n > machine_ranks]) if group]
     levels: list[dict[str, Any]] = []
-    for own in (*inside[-1:], *beyond[-1:]):
-        sharing = machine_ranks if own["ranks"] > machine_ranks else 1
-        bandwidth = 1 / (max(own["beta_seconds_per_byte"], 1e-15) * sharing)
-        latency = own["alpha_seconds"] / (own["ranks"] - 1)
-        levels.append({"link": "measured", "ranks": machine_ranks, "bytes_per_second": bandwidth, "latency_seconds": latency})
+    calls = []
+    for ranks in chosen:
+        of = {line["operation"]: line for line in lines if line["ranks"] == ranks}
+        once = [of[name] for name in ("all_gather", "reduce_scatter") if name in of]
+        begin = median(line["alpha_seconds"] for line in once)
+        hops = min(max(of["all_reduce"]["alpha_seconds"] - begin, 0.0), begin) if "all_reduce" in of else begin
+        calls.append(begin - hops)
+        rings = [*once, of["all_reduce"]] if "all_reduce" in of else once
+        sharing = machine_ranks if ranks > machine_ranks else 1
+        bandwidth = 1 / (max(median(line["beta_seconds_per_byte"] for line in rings), 1e-15) * sharing)
+        levels.append({"link": "measured", "ranks": machine_ranks, "bytes_per_second": bandwidth, "latency_seconds": hops / (ranks - 1)})
     levels[-1]["ranks"] = None
-    return {"name": "measured", "source": "benchmarks.collectives", "levels": levels}
+    return {"name": "measured", "source": "benchmarks.collectives", "call_seconds": calls[0], "levels": levels}
 
 
 def nccl_settings() -> dict[str, str]:

@@ -66,6 +66,7 @@ def device_content(precision: str, peak: float, device: torch.device) -> dict[st
         "memory_bytes_per_second": measured_bandwidth(device),
         "multiprocessors": gpu.multi_processor_count if gpu else None,
         "power_watts": None,
+        "overlaps": device.type != "cpu",
     }
 
 

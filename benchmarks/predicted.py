@@ -1,8 +1,9 @@
 """The planner's prediction beside the measured step, for layouts of one config on this machine.
 
-First it measures what the planner asks for: a large product and a copy (`benchmarks.throughput --peak --device-file`), and the links
-between the ranks of the largest layout (`benchmarks.collectives --cluster-file`). Then it measures every layout. The first one
-calibrates the prediction, as `launch/plan.py --calibrate` does with a run; the others are predicted from it, and nothing is fitted to them.
+First it measures what the planner asks for: a large product and a copy on every rank at once (`benchmarks.throughput --peak
+--device-file`), and then, layout by layout, the links between its ranks (`benchmarks.collectives --cluster-file`) and its steps. The
+first layout calibrates the prediction, as `launch/plan.py --calibrate` does with a run; the others are predicted from it, and nothing
+is fitted to them.
 """
 
 import argparse
@@ -17,16 +18,21 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.throughput import ROOT, start
 from megacore.cli import Parser, exit_with
-from megacore.config import load
+from megacore.config import Config, load
 from megacore.errors import ConfigError
 from megacore.plan.calibrate import calibrated
-from megacore.plan.devices import Cluster, Device, read_cluster, read_device
+from megacore.plan.devices import Cluster, Device, Level, read_cluster, read_device
+from megacore.plan.parameters import ELEMENT_BYTES
 from megacore.plan.profile import profile
 from megacore.plan.setting import setting_of
 from megacore.plan.step_time import predict
+from megacore.verify.layouts import Layout
 from megacore.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.predicted --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output predicted.json"
+
+
+ALONE = Cluster("none", (Level("none", None, 1.0, 0.0),))
 
 
 @dataclass(frozen=True)
@@ -69,23 +75,31 @@ def ranks_of(world: int, module: str, arguments: list[str]) -> None:
         raise ConfigError(module, (done.stderr.strip().splitlines() or ["it said nothing"])[-1], "a machine that it runs on")
 
 
-def this_machine(args: argparse.Namespace, world: int) -> tuple[Device, Cluster]:
-    """The device and the links of `world` ranks here, measured."""
+def measured_device(args: argparse.Namespace, world: int) -> Device:
+    """The device, while `world` ranks work here: cores of one machine share its memory."""
     with tempfile.TemporaryDirectory() as folder:
-        device, cluster = (str(Path(folder) / f"{name}.json") for name in ("device", "cluster"))
-        alone = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false"]
-        common = ["--config", args.config]
-        ranks_of(1, "benchmarks.throughput", [*common, "--steps", "1", "--peak", "--device-file", device, *args.overrides, *alone])
-        output = ["--output", str(Path(folder) / "links.json"), "--largest", "4", "--cluster-file", cluster]
-        ranks_of(world, "benchmarks.collectives", [*common, *output, *args.overrides, *alone])
-        return read_device(device), read_cluster(cluster)
+        path = str(Path(folder) / "device.json")
+        ranks_of(
+            world, "benchmarks.throughput", ["--config", args.config, "--steps", "1", "--peak", "--device-file", path, *args.overrides]
+        )
+        return read_device(path)
+
+
+def measured_links(args: argparse.Namespace, layout: Layout, config: Config) -> Cluster:
+    """The links between a layout's ranks, by messages up to those of its layers; of one rank none are used."""
+    largest = config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[config.train.precision] if config.parallel.tensor > 1 else 2**22
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "cluster.json")
+        output = ["--output", str(Path(folder) / "links.json"), "--largest", str(largest / 2**20), "--cluster-file", path]
+        ranks_of(layout.world, "benchmarks.collectives", ["--config", args.config, *output, *args.overrides, *layout.overrides()])
+        return read_cluster(path)
 
 
 def compare(args: argparse.Namespace) -> list[Beside]:
     """Measures every layout, and predicts it. Raises `ConfigError`."""
     layouts = [parse_layout(name) for name in args.layouts.split(",")]
     configs = [load(args.config, [*args.overrides, *layout.overrides()], layout.world).config for layout in layouts]
-    device, cluster = this_machine(args, max(2, *(layout.world for layout in layouts)))
+    device = measured_device(args, max(layout.world for layout in layouts))
     found = []
     constants = guess = profile()
     for number, (layout, config) in enumerate(zip(layouts, configs, strict=True)):
@@ -93,6 +107,7 @@ def compare(args: argparse.Namespace) -> list[Beside]:
         if "failed" in result:
             raise ConfigError("--layouts", f"{layout.name}: {result['failed']}", "layouts that run here")
         setting, seconds = setting_of(config), result["step_seconds"]
+        cluster = measured_links(args, layout, config) if layout.world > 1 else ALONE
         if number == 0:
             fitted = calibrated(guess, setting, seconds["median"], device, cluster)
             if fitted is None:

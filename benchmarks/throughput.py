@@ -74,9 +74,10 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     Time and speed are of plain steps; the breakdown is of as many more, in which its measuring takes part.
     """
     measured = peak_of_all(config, mesh) if args.peak else None
-    if args.device_file is not None and measured is not None and mesh.place.rank == 0:
-        content = machine.device_content(config.train.precision, measured / mesh.place.world_size, mesh.device)
-        args.device_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if args.device_file is not None and measured is not None:
+        content = machine.device_content(config.train.precision, measured / mesh.place.world_size, mesh.device)  # all ranks at once
+        if mesh.place.rank == 0:
+            args.device_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     training = Training(config, mesh, training_stream(config) if args.data else RandomStream(config))
     for _ in range(WARM_UP):
         training.step()

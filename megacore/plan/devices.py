@@ -30,6 +30,7 @@ class Device:
     memory_bytes_per_second: float | None = None
     multiprocessors: int | None = None  # among which a product's tiles are dealt out; None: no such grain
     power_watts: float | None = None
+    overlaps: bool = True  # it computes while it sends; a CPU's cores do both
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Cluster:
 
     name: str
     levels: tuple[Level, ...]
+    call_seconds: float | None = None  # of any call besides hops and bytes, where it was measured; None: a framework's constant
 
     @property
     def node_ranks(self) -> int:
@@ -111,7 +113,10 @@ def read_cluster(name_or_path: str, option: str = "--cluster") -> Cluster:
             raise ValueError
         if any(not (0 < level.bytes_per_second < math.inf and 0 <= level.latency_seconds < math.inf) for level in levels):
             raise ValueError
-        return Cluster(str(content["name"]), levels)
+        call = content.get("call_seconds")
+        if call is not None and not 0 <= float(call) < math.inf:
+            raise ValueError
+        return Cluster(str(content["name"]), levels, None if call is None else float(call))
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             option, f"{name_or_path} is no cluster file", "as in megacore/plan/clusters; the last level's ranks: null"
@@ -125,7 +130,10 @@ def _device(content: Any, option: str = "--device", path: str = "") -> Device:
         numbers = {name: content.get(name) for name in ("memory_gib", "memory_bytes_per_second", "multiprocessors", "power_watts")}
         if not peaks or any(not 0 < value < math.inf for value in (*peaks.values(), *(n for n in numbers.values() if n is not None))):
             raise ValueError
-        return Device(str(content["name"]), peaks, **numbers)
+        overlaps = content.get("overlaps", True)
+        if not isinstance(overlaps, bool):
+            raise ValueError
+        return Device(str(content["name"]), peaks, **numbers, overlaps=overlaps)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(option, f"{path} is no device file", "as in megacore/plan/devices") from None
 

@@ -27,6 +27,11 @@ class Machine:
     cluster: Cluster
     profile: Profile
 
+    @property
+    def call(self) -> float:
+        """Seconds that any collective takes besides hops and bytes."""
+        return self.profile.call if self.cluster.call_seconds is None else self.cluster.call_seconds
+
     def rate(self, precision: str) -> float:
         """Operations a second that a large product reaches."""
         own = self.profile.product_rate
@@ -76,7 +81,7 @@ class Machine:
                 slowest = min(slowest, level.bytes_per_second * self._link_rate(level.link) * inside)
                 hops += (within // inside - 1) * self._latency(level.link, level.latency_seconds)
                 inside = within
-        return self.profile.call + share * (hops + moved * (size - 1) / size / slowest)
+        return self.call + share * (hops + moved * (size - 1) / size / slowest)
 
     def exchange(self, moved: float, size: int, stride: int = 1) -> float:
         """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of its `moved` bytes to every other.
@@ -92,13 +97,14 @@ class Machine:
                 longest = max(longest, moved * (within - inside) / size / (level.bytes_per_second * self._link_rate(level.link)))
                 latency = max(latency, self._latency(level.link, level.latency_seconds))
                 inside = within
-        return self.profile.call + latency + longest
+        return self.call + latency + longest
 
     def transfer(self, moved: float, distance: int) -> float:
         """Seconds of a message to the rank that is `distance` away."""
         levels = self.cluster.levels
         level = next((level for level in levels if level.ranks is None or distance < level.ranks), levels[-1])
-        return self._latency(level.link, level.latency_seconds) + moved / (level.bytes_per_second * self._link_rate(level.link))
+        begin = (self.cluster.call_seconds or 0.0) + self._latency(level.link, level.latency_seconds)
+        return begin + moved / (level.bytes_per_second * self._link_rate(level.link))
 
     def _link_rate(self, link: str) -> float:
         return self.profile.link_rate.get(link, self.profile.link_rate.get("any", 1.0))

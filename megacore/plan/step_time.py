@@ -19,7 +19,7 @@ The step has as many of these as microbatches, and then
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacore.config.schema import V_SHAPED
 from megacore.plan import context_time
@@ -195,6 +195,8 @@ def _nanotron(layers: int, count: int, block: float, head: float) -> list[Stage]
 
 def predict(s: Setting, device: Device, cluster: Cluster, profile: Profile) -> Prediction:
     """A step's terms."""
+    if not device.overlaps:
+        profile = replace(profile, tensor_hidden=0.0, data_hidden=0.0, gather_hidden=0.0, ring_hidden=0.0, pipeline_hidden=0.0)
     machine = Machine(device, cluster, profile)
     stages = cut(s, profile.stages)
     block, head = block_work(s, machine), head_work(s, machine)

@@ -64,3 +64,21 @@ def test_a_wrong_sum_in_a_compiled_block_is_noticed(pool: Any, config: str, tmp_
     pool.run(2, summed_twice, config, [*TENSOR, "train.steps=1"], str(tmp_path / "compiled"))
     pool.run(2, training.run_rank, config, [*TENSOR, "train.steps=1"], str(tmp_path / "plain"))
     assert training.difference(training.figures(tmp_path / "compiled"), training.figures(tmp_path / "plain")) > 1e-3
+
+
+def test_context_ranks_attend_between_graphs(pool: Any, config: str, tmp_path: Path) -> None:
+    """A block is four graphs around attention in parts, alike for all blocks, microbatches and documents.
+
+    Compiled for one microbatch's parts, it would be compiled again for each, or attend within the last one's documents.
+    """
+    prefix = training.write_corpus(tmp_path, tokens=160)  # documents of 20 tokens, in samples of 16
+    short = ["model.num_layers=2", "train.steps=2", f"data.train={prefix}", "data.valid=null"]
+    documents = ["data.document_mask=true", *short]
+    assert pool.run(1, training.run_rank, config, documents, str(tmp_path / "one")) == [0]
+    for method in ("gather", "ring", "ulysses"):
+        context = ["parallel.context=2", f"parallel.context_method={method}", *documents]
+        found = pool.run(2, compiled_rank, config, context, str(tmp_path / method))
+        assert [graphs for graphs, _ in found] == [4, 4] and all(len(reasons) == 1 and "disable" in reasons[0] for _, reasons in found)
+        assert training.difference(training.figures(tmp_path / method), training.figures(tmp_path / "one")) < TOLERANCE["fp32"]
+    assert pool.run(1, training.run_rank, config, short, str(tmp_path / "without")) == [0]
+    assert training.difference(training.figures(tmp_path / "without"), training.figures(tmp_path / "one")) > 1e-3

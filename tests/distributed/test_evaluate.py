@@ -136,6 +136,18 @@ def test_documents_stay_apart_as_in_the_run(pool: Any, text: Path, tmp_path: Pat
     assert figures["targets"] == IndexedTokens(corpus).num_tokens - 3, "the first of each of the three documents is none"
 
 
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("documents", [[], ["data.document_mask=true", "data.packing=best_fit"]], ids=str)
+def test_context_ranks_evaluate_as_one_does(pool: Any, text: Path, base: Path, tmp_path: Path, method: str, documents: list[str]) -> None:
+    """With and without documents packed whole: a target lost where pieces meet, or counted on each rank, is another mean."""
+    arguments = ["--checkpoint", str(base), "--data", str(text / "code"), "--batches", "4", *documents]
+    one = pool.run(1, figures_of, arguments, f"{tmp_path}/one.json")[0]
+    context = ["parallel.context=2", f"parallel.context_method={method}"]
+    two = pool.run(2, figures_of, [*arguments, *context], f"{tmp_path}/two.json")[0]
+    assert two["nats_per_token"] == pytest.approx(one["nats_per_token"], rel=ROUNDING)
+    assert {key: two[key] for key in ("targets", "bytes")} == {key: one[key] for key in ("targets", "bytes")}
+
+
 def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
     """Bits per byte of a sentencepiece corpus: the bytes are the text's own, which prepare counted before there were tokens."""
     prepared = prepare([str(ROOT / "tests/pool.py")], str(tmp_path / "pieces"), "sentencepiece:400").splits[str(tmp_path / "pieces")]

@@ -93,6 +93,7 @@ def write_texts(tree: Path) -> None:
     (tree / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     for name, latency in (("null", None), ("text", "x"), ("negative", -1.0), ("nan", float("nan"))):
         (tree / f"links_{name}.json").write_text(json.dumps({"name": "x", "levels": [LEVEL | {"latency_seconds": latency}]}))
+    (tree / "links_call.json").write_text(json.dumps({"name": "x", "call_seconds": -1, "levels": [LEVEL | {"latency_seconds": 0.0}]}))
     hosts = {"two": "localhost slots=1\nlocalhost slots=2\n", "none": "# none\n", "silent": "a.invalid slots=2\nb.invalid slots=2\n"}
     hosts |= {"zero": "localhost slots=0\n", "digits": f"localhost slots={'9' * 5000}\n", "one": "localhost slots=1\n"}
     hosts |= {"some_zero": "localhost slots=1\nb.invalid slots=0\n", "garbage": "localhost slots=1\nb.invalid 4\n"}
@@ -240,7 +241,7 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
     ("plan", config("--cluster", "@nowhere"), "config error: --cluster: @nowhere is not known, and cannot be read as a file: No such file"),
     ("plan", config("--cluster", "@pipe"), "@pipe is not known, and cannot be read as a file: Not a plain file"),
-    *(("plan", config("--cluster", f"@links_{name}.json"), "is no cluster file") for name in ("null", "text", "negative", "nan")),
+    *(("plan", config("--cluster", f"@links_{name}.json"), "is no cluster file") for name in ("null", "text", "negative", "nan", "call")),
     ("plan", config("--cluster", "@deep.json"), "@deep.json is not JSON"),
     ("plan", config("--calibrate", "@run"), "config error: --device: a step is predicted for a device (also --device"),
     ("plan", config("--device", "h100", "--cluster", "p5", "--compare-schedules"), "--compare-schedules: --cluster would have no effect"),

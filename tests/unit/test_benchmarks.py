@@ -98,7 +98,8 @@ def test_the_first_layout_calibrates_and_is_no_proof(monkeypatch: pytest.MonkeyP
     seconds = {"one": 3.0, "dp2": 2.0}
     monkeypatch.setattr(predicted, "start", lambda args, name: {"step_seconds": {"median": seconds[name], "spread": 0.1}})
     machine = Device("here", {"fp32": 1e10}, memory_bytes_per_second=1e10), Cluster("here", (Level("fast", None, 1e9, 1e-6),))
-    monkeypatch.setattr(predicted, "this_machine", lambda args, world: machine)
+    monkeypatch.setattr(predicted, "measured_device", lambda args, world: machine[0])
+    monkeypatch.setattr(predicted, "measured_links", lambda args, layout, config: machine[1])
     one, two = predicted.compare(predicted.parse(["--config", "configs/gpt_tiny.json", "--layouts", "one,dp2"]))
     assert one.calibrated == pytest.approx(3.0) and one.estimated != pytest.approx(3.0)
     assert 1.5 < two.calibrated < 1.7 and two.error == pytest.approx(two.calibrated / 2.0 - 1), "half the work, and what ranks exchange"

@@ -101,10 +101,19 @@ def test_links_and_devices_that_were_measured_can_be_read(tmp_path: Path) -> Non
     assert found.collective(1.0, 1e9, 32) == pytest.approx(truth.collective(1.0, 1e9, 32), rel=0.05), "latency is shared among hops"
     alone = cluster_content(lines[:2], 8)["levels"]
     assert [level["ranks"] for level in alone] == [None]
+    call, hop, byte = 4e-4, 1e-5, 1e-9  # a call that takes long to begin, as gloo's, and then goes round a ring of four
+    rings = [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)]
+    slow = [{"operation": n, "ranks": 4, "alpha_seconds": call + r * 3 * hop, "beta_seconds_per_byte": byte} for n, r in rings]
+    (tmp_path / "slow.json").write_text(json.dumps(cluster_content(slow, 4)))
+    gloo = replace(found, cluster=read_cluster(str(tmp_path / "slow.json")))
+    for share in (1.0, 2.0):
+        assert gloo.collective(share, 1e6, 4) == pytest.approx(call + share * (3 * hop + 0.75e6 * byte)), "a sum begins once, not twice"
+    assert gloo.transfer(1e6, 1) == pytest.approx(call + hop + 1e6 * byte)
     content = machine.device_content("fp32", 1e11, torch.device("cpu"))
     (tmp_path / "device.json").write_text(json.dumps(content))
     own = read_device(str(tmp_path / "device.json"))
     assert own.peak_flops == {"fp32": 1e11} and (own.memory_bytes_per_second or 0.0) > 1e8 and own.multiprocessors is None
+    assert not own.overlaps and truth.device.overlaps, "a CPU's cores send, and compute meanwhile nothing"
 
 
 def test_memory_constants_are_found_again() -> None:

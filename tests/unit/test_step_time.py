@@ -116,6 +116,8 @@ def test_tensor_collectives_are_counted_and_hidden() -> None:
     assert sequence == pytest.approx(microbatches * (4 * 10 * ring + 2 * ring))
     hidden = predict(tensor, SMOOTH, CLUSTER, replace(PLAIN, tensor_hidden=0.5)).terms["tensor"]
     assert hidden == pytest.approx(microbatches * (4 * 4 * ring + 2 * 2 * ring))
+    cpu = predict(tensor, replace(SMOOTH, overlaps=False), CLUSTER, replace(PLAIN, tensor_hidden=0.5)).terms["tensor"]
+    assert cpu == predict(tensor, SMOOTH, CLUSTER, PLAIN).terms["tensor"] > hidden, "cores that send compute nothing meanwhile"
 
 
 def test_what_a_backward_repeats_is_counted() -> None:
