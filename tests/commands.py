@@ -8,8 +8,12 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from megacore.distributed.workers import LineWorker
+from megacore.verify import worker
+from megacore.verify.workers import Workers
 from tests.pool import CONTEXT, ROOT
 
 
@@ -62,3 +66,47 @@ def play(argv: list[str], environment: dict[str, str], files: list[Path], termin
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def provers() -> Workers:
+    """The ranks of proofs by this checkout, which `prove` takes."""
+    workers = Workers(ROOT)
+    workers.start = lambda rank: Prover()
+    return workers
+
+
+class Prover(LineWorker):
+    """`python -m megacore.verify.worker`, forked."""
+
+    def __init__(self) -> None:
+        (tasks, ours), (answers, theirs) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
+        file, path = tempfile.mkstemp()
+        self.complaints = os.fdopen(file)
+        self.child = CONTEXT.Process(target=serve_proofs, args=(tasks, theirs, path), daemon=True)
+        self.child.start()
+        self.tasks, self.answers = (os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((ours, "w"), (answers, "r")))
+        for end in (tasks, theirs, ours, answers):
+            end.close()
+
+    def status(self) -> int:
+        self.child.join()
+        assert self.child.exitcode is not None
+        return self.child.exitcode
+
+    def end(self) -> None:
+        self.child.kill()
+        self.child.join()
+        with contextlib.suppress(BrokenPipeError):
+            self.tasks.close()
+        self.answers.close()
+        self.complaints.close()
+
+
+def serve_proofs(tasks: Connection, answers: Connection, complaints: str) -> None:
+    """Becomes a rank of proofs, with these for stdin, stdout and stderr; nobody needs the last one's name any longer."""
+    for descriptor, source in enumerate((tasks.fileno(), answers.fileno(), os.open(complaints, os.O_WRONLY | os.O_APPEND))):
+        os.dup2(source, descriptor)
+    os.unlink(complaints)
+    sys.stdin = open(0)  # noqa: SIM115 (open as long as the process lives)
+    os.chdir(ROOT)
+    worker.serve([])

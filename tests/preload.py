@@ -4,6 +4,6 @@ import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch and DeepSpeed are imported
 
-import torch.fx.experimental.symbolic_shapes  # noqa: F401  (the first backward wants it)
+import torch._dynamo  # noqa: F401  (recomputation and the first backward want it, or a part of it)
 
 import tests.training  # noqa: F401

@@ -12,5 +12,6 @@ export OMP_NUM_THREADS=1 # many ranks share the cores: more threads each would o
 
 ruff check .
 mypy megacore kernels launch benchmarks
-# Two files at a time, each with workers of its own: ranks wait for one another, and cores for ranks.
-python -m pytest --numprocesses 2 --dist loadfile "$@"
+# Two files at a time, each with workers of its own: ranks wait for one another, and cores for ranks. In the order of the folders:
+# tests/unit comes last, whose files are short, so that no worker is left alone with a long one.
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

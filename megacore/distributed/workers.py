@@ -41,11 +41,15 @@ class LineWorker:
         """Its answer; one that has ended has the `error` that its stderr names, in the line that most likely says why."""
         if line := self.answers.readline():
             return json.loads(line)
-        status = self.process.wait()
+        status = self.status()
         self.complaints.seek(0)
         lines = [line.strip() for line in self.complaints if line.strip()]
         last = next((line for line in reversed(lines) if LAST_WORDS.match(line)), lines[-1] if lines else "said nothing")
         return {"error": f"ended with status {status}: {last}", "traceback": "\n".join(lines)}
+
+    def status(self) -> int:
+        """Its exit status, when it has ended."""
+        return self.process.wait()
 
     def end(self) -> None:
         """Ends it, whatever it is doing."""

@@ -182,13 +182,9 @@ def figures(layout: Records, reference: Records, repeated: bool = False) -> list
 
 def missing(layout: Records, reference: Records) -> list[str]:
     """Tensors of the reference that the layout does not have, or has only in part."""
-    lacking = []
-    for key, whole in reference.ranks[0].items():
-        covered = np.zeros(whole.shape, dtype=bool)
-        for tensors, places in zip(layout.ranks, layout.places, strict=True):
-            for piece, tensor in tensors.items():
-                if logical(piece) == key:
-                    cut(covered, places[piece][0], tensor)[...] = True
-        if not covered.all():
-            lacking.append(difference(key, 0, math.inf).describe())
-    return lacking
+    covered = {key: np.zeros(whole.shape, dtype=bool) for key, whole in reference.ranks[0].items()}
+    for tensors, places in zip(layout.ranks, layout.places, strict=True):
+        for piece, tensor in tensors.items():
+            if logical(piece) in covered:
+                cut(covered[logical(piece)], places[piece][0], tensor)[...] = True
+    return [difference(key, 0, math.inf).describe() for key, found in covered.items() if not found.all()]

@@ -23,6 +23,7 @@ from megacore.distributed.place import place_from_environment
 from megacore.verify.layouts import parse
 from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.workers import Workers
+from tests.commands import provers
 from tests.training import write_config
 
 TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu
@@ -34,7 +35,7 @@ MASKED = "data.train=MASKED"  # stands for a corpus with a mask: some ranks then
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    with Workers(ROOT) as workers:
+    with provers() as workers:
         yield workers
 
 

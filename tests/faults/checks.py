@@ -16,8 +16,8 @@ from megacore.verify.layouts import parse
 from megacore.verify.report import explain
 from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.worker import planted
-from megacore.verify.workers import Workers
 from tests import plain, training
+from tests.commands import provers
 from tests.faults import FAULTS, Fault, context, data, links, pipeline, plans, precision, public, races, split, structure, tensor, trainer
 from tests.pool import Pool
 
@@ -34,7 +34,7 @@ class Checks:
     """Runs faults, or the code as it is, through the checks; processes are kept from one to the next."""
 
     def __init__(self) -> None:
-        self.workers, self.pool = Workers(ROOT), Pool()
+        self.workers, self.pool = provers(), Pool()
         self.folder = tempfile.TemporaryDirectory()
         Path(self.folder.name, f"corpus{MASK}").touch()  # a proof makes a corpus of its own; this one says that it is to have a mask
 
