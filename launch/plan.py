@@ -98,10 +98,10 @@ def report(config: Config, device: Device | None, cluster: Cluster | None, host_
     console.print()
     console.print(stage_table(config))
     console.print(peak_text(config))
-    if world > 1 and config.engine.kind == "native":
+    if world > 1 and config.engine.kind != "deepspeed":
         console.print(traffic_table(config, cluster, host_size))
     elif world > 1:
-        console.print(f"\nWhat is sent is predicted for the native engine, not for {config.engine.kind}.")
+        console.print("\nWhat is sent is predicted for the native engine and fsdp, not for deepspeed.")
     if note := one_level(config, host_size):
         console.print(note)
 
@@ -215,7 +215,11 @@ def traffic_table(config: Config, cluster: Cluster | None, host_size: int) -> "T
         seconds = [seconds_by_group(transfers, config, machine) for transfers in traffic]
         caption = f"Sent by each rank of the pipeline in a step, in MB;\nand in seconds over {cluster.name}, one transfer after the other."
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    groups = [name for name in ("tp", "cp", "dp", "dp within a host", "dp between hosts", "pp", "tied") if any(name in own for own in sent)]
+    groups = [
+        name
+        for name in ("tp", "cp", "dp", "dp within a host", "dp between hosts", "shard", "replicate", "pp", "tied")
+        if any(name in own for own in sent)
+    ]
     table.add_column("pp", justify="right")
     for name in groups:
         table.add_column(name, justify="right", no_wrap=True)

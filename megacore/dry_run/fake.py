@@ -18,6 +18,7 @@ from megacore.errors import ConfigError
 from megacore.kernels import dispatch
 from megacore.model.offload import ActivationOffload
 from megacore.plan.choices import attention_of
+from megacore.plan.units import divides_parameters
 
 META = torch.device("meta")
 FLASH = (torch.bfloat16, torch.float16)  # which PyTorch's flash attention takes
@@ -30,9 +31,11 @@ def as_on_its_device(config: Config) -> Config:
     Raises `ConfigError` for an engine whose own code does not run on such tensors.
     """
     engine, train = config.engine, config.train
-    if engine.kind != "native" and config.token_ranks > 1:
-        wrong = f"the {engine.kind} engine asks for a real device"
-        raise ConfigError("engine.kind", wrong, "native; without --dry-run its memory and traffic are predicted by formula")
+    if engine.kind == "deepspeed":
+        wrong = "DeepSpeed asks for a real device"
+        raise ConfigError("engine.kind", wrong, "native or fsdp; without --dry-run its memory is predicted by formula")
+    if engine.cpu_offload:
+        raise ConfigError("engine.cpu_offload", "a dry run has no host memory for parameters", "false; it is predicted by formula")
     kernels = config.model.kernels
     if kernels == "auto":
         fused = train.device != "cpu" and train.precision != "fp64" and dispatch.triton is not None
@@ -53,6 +56,10 @@ def playing(config: Config, rank: int, watch: Watch, host_size: int = 8) -> Iter
         stack.enter_context(mock.patch.object(ActivationOffload, "__init__", offload_nowhere))
         stack.enter_context(mock.patch.object(Mesh, "_hosts", lambda mesh: [other // host_size for other in range(world)]))
         stack.enter_context(mock.patch.object(Wire, "start_all_to_all", watch.exchanging(Wire.start_all_to_all)))
+        if divides_parameters(config):
+            from megacore.dry_run.fsdp import on_meta  # it imports DTensor, for seconds that no other run should wait
+
+            stack.enter_context(on_meta(watch))
         if dispatch.triton is not None:
             from triton.runtime.jit import JITFunction
 

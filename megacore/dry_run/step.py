@@ -15,7 +15,9 @@ from megacore.distributed.mesh import Group
 from megacore.dry_run.fake import META, as_on_its_device, playing
 from megacore.dry_run.watch import Call, Journal, Watch, alive
 from megacore.engine.native import NativeEngine
+from megacore.engine.stepper import Stepper
 from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.plan.units import divides_parameters
 from megacore.plan.validate import describe
 from megacore.train.step import TrainStep
 
@@ -30,6 +32,7 @@ class DryRank:
     place: str  # its coordinates as text
     stage: int  # its coordinate along the pipeline
     tensor_rank: int
+    shard_rank: int  # under fsdp; else 0
     parameters: int  # elements, before padding
     held: dict[str, int]  # bytes of `PARTS`
     groups: dict[str, tuple[int, ...]]  # the ranks of each group that it communicates in, by the traffic's names
@@ -73,6 +76,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
             mesh.coordinates_text,
             mesh.coordinates["pp"],
             mesh.coordinates["tp"],
+            mesh.group("shard").rank if divides_parameters(config) else 0,
             sum(parameter.numel() for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()),
             held,
             {name: group.ranks for name, group in names.items() if group is not None and group.size > 1},
@@ -105,9 +109,13 @@ def held_by(step: TrainStep, watch: Watch) -> dict[str, int]:
         return {watch.numbers[tensor.untyped_storage()._cdata] for tensor in tensors}
 
     engine = step.engine
-    assert isinstance(engine, NativeEngine)
-    parameters = numbers(parameter for stage in step.stages for parameter in stage.parameters())
-    gradients = numbers(buffer.gradients for buffer in engine.buffers) - parameters
+    assert isinstance(engine, Stepper)
+    if isinstance(engine, NativeEngine):
+        parameters = numbers(parameter for stage in step.stages for parameter in stage.parameters())
+        gradients = numbers(buffer.gradients for buffer in engine.buffers) - parameters
+    else:
+        parameters = numbers(engine.held["model"])
+        gradients = numbers(gradient for gradient, _ in engine.gradients().values()) - parameters
     optimizer = numbers(tensor for tensors in engine.held.values() for tensor in tensors) - parameters - gradients
     others = set(watch.numbers.values()) - parameters - gradients - optimizer
     sizes = [block.size for block in watch.journal.blocks]

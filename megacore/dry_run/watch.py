@@ -95,6 +95,7 @@ class Watch(TorchDispatchMode):
         self.moment = self.peak_moment = BUILDING
         self.calls: list[Call] = []
         self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
+        self.sleeps = False
         self.numbers: dict[int, int] = {}  # in the journal, by the storage's address
         self._works: dict[str, Any] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
@@ -118,8 +119,17 @@ class Watch(TorchDispatchMode):
         yield
         self.moment = before
 
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """What is made and sent within is not seen."""
+        self.sleeps = True
+        yield
+        self.sleeps = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.sleeps:
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         kind = _KINDS.get(func) or _KINDS.setdefault(func, _kind(func))
@@ -129,7 +139,7 @@ class Watch(TorchDispatchMode):
             result = self._remembered(func, args, kwargs, kind)
         for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:
-                self._count(tensor)
+                self.note(tensor)
         return result
 
     def _remembered(self, func: Any, args: Any, kwargs: Any, kind: str) -> Any:
@@ -161,7 +171,8 @@ class Watch(TorchDispatchMode):
             self._works[called] = result if called in WITHOUT_RESULT else result[-1]
         return self._works[called] if called in WITHOUT_RESULT else (args[0], self._works[called])
 
-    def _count(self, tensor: Tensor) -> None:
+    def note(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage, if it is not counted."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.numbers:
@@ -175,7 +186,15 @@ class Watch(TorchDispatchMode):
             self.peak, self.peak_at, self.peak_moment = self.live, len(self.journal.events), self.moment
         weakref.finalize(storage, self._forget, address, number, size)
 
+    def release(self, tensor: Tensor) -> None:
+        """Counts a tensor's storage as freed, though the object lives on."""
+        address = tensor.untyped_storage()._cdata
+        if (number := self.numbers.get(address)) is not None:
+            self._forget(address, number, self.journal.blocks[number].size)
+
     def _forget(self, address: int, number: int, size: int) -> None:
+        if self.numbers.get(address) != number:
+            return  # it was released before
         del self.numbers[address]
         self.journal.events.append(~number)
         self.live -= size

@@ -25,6 +25,7 @@ from megacore.engine.optimizer import accumulation_dtype
 from megacore.engine.stepper import Stepper
 from megacore.kernels.grad_norm import ROW
 from megacore.model.gpt import DTYPES, Stage
+from megacore.plan.units import reshards
 from megacore.tensor_parallel.linear import ColumnLinear
 
 
@@ -58,8 +59,7 @@ class FSDPEngine(Stepper):
         self.modules = self.stages = stages
         self.mesh = mesh
         self.shard, self.replicate = mesh.group("shard"), mesh.group("replicate")
-        reshard = config.engine.reshard
-        self.reshard = mesh.pp.size == 1 if reshard is None else reshard
+        self.reshard = reshards(config)
         self.offloads = config.engine.cpu_offload
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
         self.rows: list[Rows] = []
@@ -102,6 +102,10 @@ class FSDPEngine(Stepper):
             # The loss is weighted for the mean over the global batch, so data ranks add up.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if not self.reshard:
+                # Nothing to fetch ahead for a backward. FSDP2 would fetch, in vain, what the last backward has just given back: it goes
+                # by the order of forwards, of which a pipeline has several under way.
+                unit.set_modules_to_backward_prefetch([unit])
             self.units.append(unit)
         stage.to_empty(device=torch.device("cpu") if offload else self.mesh.device)
         for name, parameter in stage.named_parameters():

@@ -31,7 +31,8 @@ from megacore.plan.buckets import ALIGNMENT, buffers_of
 from megacore.plan.optimizers import STATES
 from megacore.plan.parameters import ELEMENT_BYTES as ELEMENT_BYTES
 from megacore.plan.parameters import GRADIENT_BYTES as GRADIENT_BYTES
-from megacore.plan.parameters import block_parameters, elements, held_by, rank_parameters
+from megacore.plan.parameters import block_parameters, rank_parameters
+from megacore.plan.units import divides_parameters, reshards, units_of
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
 CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)
@@ -96,11 +97,12 @@ def besides(memory: RankMemory, config: Config) -> Besides:
     return Besides(CONTEXT, COMMUNICATOR * groups, int(FRAGMENTATION * (memory.total - memory.held)))
 
 
-def rank_memory(config: Config, tensor_rank: int = 0) -> list[RankMemory]:
-    """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks, the first being the fullest."""
+def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> list[RankMemory]:
+    """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks and, under fsdp, of its shards, the first being
+    the fullest."""
     precision, data = config.train.precision, config.token_ranks
-    if config.engine.kind == "fsdp" and data > 1:
-        return _fsdp_memory(config)
+    if divides_parameters(config):
+        return _fsdp_memory(config, tensor_rank, shard_rank)
     if config.engine.kind == "deepspeed":
         return _deepspeed_memory(config)
     divisor = data if config.engine.shard_optimizer else 1
@@ -122,24 +124,27 @@ def padded_parameters(config: Config, tensor_rank: int = 0) -> list[int]:
     return _PADDED[key]
 
 
-def _fsdp_memory(config: Config) -> list[RankMemory]:
+def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
     """`rank_memory` of the fsdp engine.
 
     With `reshard`, gathered at once are: the outermost unit (embeddings, positions, final norm, head) all the time, the block that
     runs, the next one with its receive buffer, and the gradients of a block with the buffer in which they are summed.
     Without it everything is gathered for a step, and whole gradients wait for the last microbatch.
     """
-    precision, engine = config.train.precision, config.engine
+    precision, shards = config.train.precision, config.shard_size
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
-    reshard = config.parallel.pipeline == 1 if engine.reshard is None else engine.reshard
-    tensor, states = config.parallel.tensor, len(STATES[config.optim.kind])
     memories = []
-    for rank, activations in zip(held_by(config), rank_activations(config), strict=True):
-        n, blocks, block, outermost = rank.elements(tensor), rank.blocks, elements(rank.block, tensor), elements(rank.ends, tensor)
-        gathered = outermost + min(blocks + 1, 3) * block if reshard else n
-        waiting = outermost + 2 * block if reshard or config.num_microbatches == 1 else n
-        held = 0 if engine.cpu_offload else -(-n * accumulate // config.shard_size)
-        memories.append(RankMemory(held, held, states * held, activations, compute * gathered + accumulate * waiting))
+    for rank, activations in enumerate(rank_activations(config)):
+        units = units_of(config, rank, tensor_rank, shard_rank)
+        block = shards * max((unit.padded for unit in units if unit.block), default=0)
+        outermost = shards * sum(unit.padded for unit in units if not unit.block)
+        n, blocks = shards * sum(unit.padded for unit in units), sum(unit.block for unit in units)
+        gathered = outermost + min(blocks + 1, 3) * block if reshards(config) else n
+        waiting = outermost + 2 * block if reshards(config) or config.num_microbatches == 1 else n
+        on_device = 0 if config.engine.cpu_offload else accumulate
+        own = on_device * sum(sum(unit.own.values()) for unit in units)
+        state = len(STATES[config.optim.kind]) * own
+        memories.append(RankMemory(own, own, state, activations, compute * gathered + accumulate * waiting))
     return memories
 
 

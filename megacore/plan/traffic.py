@@ -15,6 +15,8 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and an fp32 number a head |
 | data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
 | data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
+| fsdp, m microbatches, n shards | 3·m·Ψ·(n-1)/n: blocks gathered forward and backward, gradients scattered; without `reshard` 2·Ψ·(n-1)/n |
+| fsdp, d/n copies | 2·Ψ/n·(d/n-1)/(d/n): the gradients' sum over copies, once |
 
 `rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
@@ -29,6 +31,7 @@ from megacore.plan.operations import Machine
 from megacore.plan.parameters import ELEMENT_BYTES, GRADIENT_BYTES, held_by
 from megacore.plan.partition import measured, placement_of
 from megacore.plan.schedule import SENDS
+from megacore.plan.units import Unit, divides_parameters, reshards, units_of
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Transfer:
     Elements are those of the tensor that is reduced or sent, or of the whole that is gathered or scattered.
     """
 
-    # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts), pp, tied (the pipeline's two ends), loss or
-    # norm (summed over all ranks)
+    # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts; or, under fsdp, shard and replicate), pp, tied
+    # (the pipeline's two ends), loss or norm (summed over all ranks)
     group: str
     operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
     size: int  # ranks of the group
@@ -59,8 +62,9 @@ def ring_share(operation: str, size: int) -> float:
     return rounds.get(operation, (size - 1) / size)
 
 
-def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0) -> list[list[Transfer]]:
-    """The transfers of each rank of the pipeline in a step of the native engine, on one of its tensor ranks, the first being the fullest.
+def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0) -> list[list[Transfer]]:
+    """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
+    shards, the first being the fullest.
 
     `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
@@ -72,7 +76,11 @@ def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0) -> li
     for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
         first, last = 0 in stages, final in stages
         found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), _pipeline(config, sends)]
-        found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
+        if divides_parameters(config):
+            found += _units(config, units_of(config, rank, tensor_rank, shard_rank))
+        else:
+            found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
+        found += _figures(config)
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -148,9 +156,8 @@ def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> l
 
 
 def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Transfer]:
-    """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends, the loss and the norm."""
-    parallel, precision = config.parallel, config.train.precision
-    d, t, p, gradient = config.token_ranks, parallel.tensor, parallel.pipeline, GRADIENT_BYTES[precision]
+    """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends."""
+    d, t, gradient = config.token_ranks, config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
     elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
     sharded = config.engine.shard_optimizer and d > 1
     found = _over_data(config, elements, calls, host_size)
@@ -160,10 +167,33 @@ def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Tra
         if "tied" in buffer.summed_over:  # of the rank's own parts of the buckets
             own, ranges = (buffer.size // d, len(buffer.buckets)) if sharded else (buffer.size, 1)
             found.append(Transfer("tied", "all_reduce", 2, own, gradient, ranges))
-    # Summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm.
-    masks = int(masks_targets(config))  # then the targets that are learned are counted first
-    found += [Transfer("loss", "all_reduce", t * p * d, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", t * p * d, 1, 8, 1)]
     return found
+
+
+def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
+    """What `_data` counts, of the fsdp engine."""
+    compute, gradient = ELEMENT_BYTES[config.train.precision], GRADIENT_BYTES[config.train.precision]
+    shards, copies, m = config.shard_size, config.token_ranks // config.shard_size, config.num_microbatches
+    again = m if reshards(config) else 1  # times that blocks are gathered for a forward, and all gradients are summed
+    gathers = [2 * m if unit.block and reshards(config) else 1 for unit in units]  # the ends stay whole: the loss needs them
+    whole = [shards * unit.padded for unit in units]
+    partial = [unit.own[name] for unit in units for name in unit.partial]
+    tied = [unit.own["embedding.weight"] for unit in units if "embedding.weight" in unit.own and config.model.tie_embeddings]
+    gathered = sum(times * size for times, size in zip(gathers, whole, strict=True))
+    return [
+        Transfer("shard", "all_gather", shards, gathered, compute, sum(gathers)),
+        Transfer("shard", "reduce_scatter", shards, again * sum(whole), gradient, again * len(units)),
+        Transfer("replicate", "all_reduce", copies, sum(unit.padded for unit in units), gradient, len(units)),
+        Transfer("tp", "all_reduce", config.parallel.tensor, sum(partial), gradient, 1),
+        Transfer("tied", "all_reduce", min(config.parallel.pipeline, 2), sum(tied), gradient, 1),
+    ]
+
+
+def _figures(config: Config) -> list[Transfer]:
+    """What is summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm."""
+    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
+    masks = int(masks_targets(config))  # then the targets that are learned are counted first
+    return [Transfer("loss", "all_reduce", world, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", world, 1, 8, 1)]
 
 
 def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:
@@ -182,6 +212,7 @@ def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine
     within = max((transfer.size for transfer in transfers if transfer.group == "dp within a host"), default=1)
     # Ranks between two neighbours of a group; of two ends the distance.
     strides = {"cp": stride, "dp": stride, "dp within a host": stride, "dp between hosts": stride * within, "pp": stage}
+    strides |= {"shard": stride, "replicate": stride * config.shard_size}
     strides["tied"] = stage * (parallel.pipeline - 1)
     seconds: dict[str, float] = {}
     for transfer in transfers:

@@ -7,6 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from benchmarks.breakdown import measured_step, shares
 from benchmarks.training import RandomStream, Training
@@ -15,6 +18,7 @@ from megacore.config.load import resolve
 from megacore.distributed import comm
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.place import place_from_environment
+from megacore.dry_run.watch import OPERATIONS
 from megacore.plan.parameters import rank_parameters
 from megacore.plan.traffic import Transfer, rank_traffic, sent_by_group
 from megacore.tensor_parallel import linear
@@ -108,6 +112,44 @@ def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
         assert elements(transfers) == elements(planned)
         assert [t.calls for t in transfers if t.group == "pp"] == [t.calls for t in planned if t.group == "pp"]
         assert sum(shares_of_time.values()) == pytest.approx(100, abs=1)
+
+
+class Posted(TorchDispatchMode):
+    """Counts what goes to communicators, on its way: calls and elements, by operation and bytes of an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func.overloadpacket.__name__ != "barrier":
+            largest = max((x for x in tree_iter(args) if isinstance(x, torch.Tensor)), key=torch.Tensor.numel)
+            key = OPERATIONS[func.overloadpacket.__name__], largest.dtype.itemsize
+            calls, elements = self.sent.get(key, (0, 0))
+            self.sent[key] = calls + 1, elements + largest.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def posted_on_a_rank(layout: dict[str, dict[str, Any]]) -> dict[tuple[str, int], tuple[int, int]]:
+    place, config = place_from_environment(), configured(layout)
+    mesh = Mesh(config, place, pick_device(config, place))
+    training = Training(config, mesh, RandomStream(config))
+    training.step()
+    with Posted() as posted:
+        training.step()
+    mesh.close()
+    return posted.sent
+
+
+@pytest.mark.parametrize("engine", [{"reshard": True}, {"reshard": False}, {"shard_size": 2}], ids=str)
+def test_fsdp_sends_what_the_formulas_say(pool: Any, engine: dict[str, Any]) -> None:
+    """PyTorch's own calls, on real ranks; a dry run, which is compared with the formulas too, has stand-ins around them."""
+    layout = {"parallel": {"data": 4}, "engine": {"kind": "fsdp"} | engine, "train": SIZES["train"] | {"precision": "bf16"}}
+    planned: dict[tuple[str, int], tuple[int, int]] = {}
+    for t in rank_traffic(configured(layout))[0]:
+        calls, elements = planned.get((t.operation, t.element_bytes), (0, 0))
+        planned[t.operation, t.element_bytes] = calls + t.calls, elements + t.elements
+    assert pool.run(4, posted_on_a_rank, layout) == [planned] * 4
 
 
 def test_a_sum_done_twice_is_seen(pool: Any) -> None:

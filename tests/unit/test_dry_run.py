@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from kernels.linear_cross_entropy import default_chunk
 from launch import plan as script
@@ -31,6 +32,8 @@ from megacore.pipeline.runtime import Microbatch
 from megacore.plan.activations import block_activations, logits_kept, rank_activations, stage_kept
 from megacore.plan.buckets import buffers_of
 from megacore.plan.choices import loss_chunk
+from megacore.plan.memory import rank_memory
+from megacore.plan.parameters import parameters
 from megacore.plan.partition import placement_of, stage_layers
 from megacore.plan.traffic import rank_traffic
 from megacore.tensor_parallel import linear
@@ -60,9 +63,20 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "recomputed": (4, ["parallel.pipeline=4", "train.recompute=full", "model.chunked_loss=true", "parallel.schedule=gpipe"]),
 }
 
+FSDP: dict[str, tuple[int, list[str]]] = {
+    "fsdp": (4, ["model.norm=layernorm", "model.bias=true"]),
+    "fsdp, 3 shards and 2 copies, whose rows do not divide": (6, ["engine.shard_size=3", "train.global_batch_size=24"]),
+    "fsdp, kept whole": (4, ["engine.reshard=false", "train.recompute=full"]),
+    "fsdp, tensor 2, pipeline 2, tied": (8, ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"]),
+    "fsdp, gathered anew in a pipeline": (4, ["parallel.pipeline=2", "engine.reshard=true", "train.recompute=full"]),
+    "fsdp, interleaved": (4, [*LLAMA, "model.tie_embeddings=false", "parallel.pipeline=2", "parallel.schedule=interleaved"]),
+    "fsdp, context 2": (4, [*LLAMA, "parallel.context=2", "train.precision=bf16", "model.qkv_bias=true"]),
+}
+LAYOUTS_OF_ALL = LAYOUTS | {name: (world, ["engine.kind=fsdp", *overrides]) for name, (world, overrides) in FSDP.items()}
+
 
 def configured(folder: Path, name: str) -> tuple[int, Config]:
-    world, overrides = LAYOUTS[name]
+    world, overrides = LAYOUTS_OF_ALL[name]
     overrides = ["train.global_batch_size=16", *overrides]
     return world, load(training.write_config(folder, "nothing"), overrides, world).config
 
@@ -79,7 +93,7 @@ def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
             engine.close()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS_OF_ALL)
 def test_dry_ranks_do_what_the_formulas_say(name: str, tmp_path: Path) -> None:
     """Every collective and byte of every rank, and all of them matched; a dry run that left any out would be a proof of nothing."""
     world, config = configured(tmp_path, name)
@@ -214,6 +228,27 @@ def test_a_rank_with_a_collective_more_is_named(tmp_path: Path) -> None:
     assert "does all_reduce over ranks 0, 1" in differences(wrong, rank_traffic(config, tensor_rank=1)[0])[0]
     (line,) = mismatches({0: right.calls, 1: wrong.calls})
     assert line.startswith("ranks 0, 1: ") and "rank 0" in line and "rank 1" in line
+
+
+def test_fsdp_that_sums_too_often_is_named(tmp_path: Path) -> None:
+    """The check itself: FSDP2's own default sums gradients after every microbatch."""
+    _, config = configured(tmp_path, "fsdp, kept whole")
+    with patch.object(FSDPModule, "set_requires_gradient_sync", lambda *_: None):
+        (line,) = against_formulas(config, dry_run(config, 0))
+    assert "does reduce_scatter over ranks 0, 1, 2, 3" in line
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gathered_parameters_live_as_long_as_fsdp_keeps_them(reshard: bool, tmp_path: Path) -> None:
+    """FSDP2 empties storages instead of dropping tensors: if that went unseen, a step would seem to hold the model whole."""
+    sizes = ["model.num_layers=24", "model.hidden_size=64", "train.global_batch_size=16", *ON_A_GPU]
+    config = load(
+        training.write_config(tmp_path, "nothing"), [*sizes, "engine.kind=fsdp", f"engine.reshard={str(reshard).lower()}"], 4
+    ).config
+    (formula,) = rank_memory(config)
+    assert dry_run(config, 0).peak == pytest.approx(formula.total, rel=0.1)
+    whole = 2 * parameters(config)  # bytes in bf16
+    assert formula.gathered < whole if reshard else formula.gathered > whole
 
 
 def less(calls: list[Call]) -> list[Call]:
