@@ -46,6 +46,7 @@ LLAMA = {
 }  # fmt: skip
 NANOGPT = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "vocab_size": 16, "bias": False}
 LEVEL = {"link": "x", "ranks": None, "bytes_per_second": 1.0}
+ZERO = ["engine.kind=deepspeed", f"engine.config={Path(__file__).parents[2] / 'configs/deepspeed/zero2.json'}"]
 MMIDIDX = struct.Struct("<9sQBQQ")
 
 
@@ -236,6 +237,8 @@ PATHS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("--search", "--world", "2", "--dry-run", "0"), "config error: --search: --dry-run would have no effect beside it"),
     ("plan", config("--search", "--world", "2", "--price", "2"), "config error: --price: money is that of a whole run (also --tokens"),
     ("plan", config("--tokens", "1e9"), "config error: --tokens: only a search reads it (also --search)"),
+    ("plan", config("--dry-run", "0", "--world", "2", *ZERO), "config error: engine.kind: DeepSpeed asks for a real device"),
+    ("plan", config("--dry-run", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"), "config error: engine.cpu_offload"),
     ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),
     ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
     ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
