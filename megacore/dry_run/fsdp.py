@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 
 from megacore.dry_run.watch import Watch
 from megacore.engine.fsdp import FSDPEngine
+from megacore.errors import ConfigError
 
 
 class Device:
@@ -28,9 +29,15 @@ class Device:
         return lambda *_, **__: nullcontext() if name == "stream" else self
 
 
+STOOD_IN_FOR = ((_fsdp_param, "free_storage"), (_fsdp_param, "alloc_storage"), (_fsdp_param_group, "alloc_storage"),
+                (_fsdp_param_group, "FSDPParamGroup"))  # fmt: skip
+
+
 @contextmanager
 def on_meta(watch: Watch) -> Iterator[None]:
-    """Within, the fsdp engine takes stages on `meta`."""
+    """Within, the fsdp engine takes stages on `meta`. Raises `ConfigError` if this PyTorch has not what it stands in for."""
+    if not all(hasattr(module, name) for module, name in STOOD_IN_FOR):
+        raise ConfigError("engine.kind", f"a dry run does not know the FSDP2 of PyTorch {torch.__version__}", "native, or PyTorch 2.13")
     divide = FSDPEngine._divide
 
     def divided(self: FSDPEngine, *args: Any) -> None:
