@@ -33,7 +33,6 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend, gathered
 from megacore.context_parallel.blocks import DocumentAttention
-from megacore.context_parallel.pieces import Run
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
@@ -76,7 +75,7 @@ def attention(config: Config, mesh: Mesh, *, sends: bool) -> Callable[[], None]:
     sequences = Sequences(config.train.seq_len, mesh.cp, config.parallel.context_method)
     q, k, v = tensors(config)
     keys, values = (x.requires_grad_() for x in gathered(k.detach(), v.detach(), sequences))
-    found = sequences.with_keys((Run(0, config.train.seq_len, 0),))
+    found = sequences.with_keys(sequences.everything, q)
 
     def act() -> None:
         y = attend(q, k, v, sequences, 0.125) if sends else DocumentAttention.apply(q, keys, values, found, 0.125)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megacore.context_parallel.blocks import DocumentAttention, Merged, add_gradients, forward, zeros_like
+from megacore.context_parallel.packed import Pack, packed
 from megacore.context_parallel.pieces import Documents, Part, Run, Runs, parts, runs_by_rank
 from megacore.distributed.comm import all_gather, reduce_scatter
 from megacore.distributed.mesh import Group
@@ -31,7 +32,7 @@ class Sequences:
     group: Group  # the context ranks
     method: str  # gather, ring or ulysses
     documents: Documents | None = None
-    found: dict[Runs, list[Part]] = field(default_factory=dict, compare=False, repr=False)  # by keys: of all layers the same
+    found: dict[tuple[Runs, Runs], list[Part | Pack]] = field(default_factory=dict, compare=False, repr=False)  # of all layers the same
 
     @cached_property
     def by_rank(self) -> tuple[Runs, ...]:
@@ -43,17 +44,24 @@ class Sequences:
         """The tokens that this rank holds."""
         return self.by_rank[self.group.rank]
 
-    @cached_property
-    def whole(self) -> list[Part]:
-        """The parts of attention over whole sequences."""
-        everything = (Run(0, self.seq_len, 0),)
-        return parts(everything, everything, self.documents)
+    @property
+    def everything(self) -> Runs:
+        """All tokens of the sequences."""
+        return (Run(0, self.seq_len, 0),)
 
-    def with_keys(self, keys: Runs) -> list[Part]:
-        """The parts of attention between this rank's queries and some keys."""
-        if keys not in self.found:
-            self.found[keys] = parts(self.own, keys, self.documents)
-        return self.found[keys]
+    def calls(self, queries: Runs, keys: Runs, q: Tensor) -> list[Part | Pack]:
+        """The parts of attention between some queries and some keys, as they are computed on tensors like `q`."""
+        if (queries, keys) not in self.found:
+            self.found[queries, keys] = packed(parts(queries, keys, self.documents), q)
+        return self.found[queries, keys]
+
+    def with_keys(self, keys: Runs, q: Tensor) -> list[Part | Pack]:
+        """`calls` of this rank's queries."""
+        return self.calls(self.own, keys, q)
+
+    def whole(self, q: Tensor) -> list[Part | Pack]:
+        """`calls` of whole sequences."""
+        return self.calls(self.everything, self.everything, q)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
@@ -62,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) 
     q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``. Collective over the group.
     """
     if sequences.group.size == 1:
-        return DocumentAttention.apply(q, k, v, sequences.whole, scale)
+        return DocumentAttention.apply(q, k, v, sequences.whole(q), scale)
     return METHODS[sequences.method].apply(q, k, v, sequences, scale)
 
 
@@ -84,7 +92,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
-        merged, found = Merged(q), sequences.with_keys((Run(0, sequences.seq_len, 0),))
+        merged, found = Merged(q), sequences.with_keys(sequences.everything, q)
         keys, values = gathered(k, v, sequences)
         merged.add(q, keys, values, found, scale)
         out = merged.out.to(q.dtype)
@@ -125,7 +133,7 @@ class RingAttention(torch.autograd.Function):
         both = torch.stack((k, v))
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
-            merged.add(q, both[0], both[1], parts_at(sequences, step), scale)
+            merged.add(q, both[0], both[1], calls_at(sequences, step, q), scale)
             both = both if coming is None else coming.take()
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -141,7 +149,7 @@ class RingAttention(torch.autograd.Function):
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
             own = zeros_like(both)
-            add_gradients((grad_q, own[0], own[1]), grad, q, both[0], both[1], out, lse, parts_at(sequences, step), ctx.scale)
+            add_gradients((grad_q, own[0], own[1]), grad, q, both[0], both[1], out, lse, calls_at(sequences, step, q), ctx.scale)
             sums = pass_on(own if sums is None else own.add_(sums.take()), group)
             both = both if coming is None else coming.take()
         assert sums is not None
@@ -149,10 +157,10 @@ class RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
-def parts_at(sequences: Sequences, step: int) -> list[Part]:
+def calls_at(sequences: Sequences, step: int, q: Tensor) -> list[Part | Pack]:
     """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
     group = sequences.group
-    return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size])
+    return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size], q)
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,7 @@ class UlyssesAttention(torch.autograd.Function):
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
         q, k, v = (by_heads(x, sequences) for x in (q, k, v))
         merged = Merged(q)
-        merged.add(q, k, v, sequences.whole, scale)
+        merged.add(q, k, v, sequences.whole(q), scale)
         out = by_tokens(merged.out.to(q.dtype), sequences)
         ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.sequences, ctx.scale = sequences, scale
@@ -204,7 +212,7 @@ class UlyssesAttention(torch.autograd.Function):
         grad, product = (x.contiguous() for x in both.tensor_split([grad.shape[-1]], -1))
         out = with_product(grad, product.view(lse.dtype))
         grads = zeros_like(q), zeros_like(k), zeros_like(v)
-        add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole, ctx.scale)
+        add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q), ctx.scale)
         grad_q, *shared = (by_tokens(x, ctx.sequences) for x in grads)
         return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.context_parallel.packed import Pack, add_attention, add_pack_gradients
 from megacore.context_parallel.pieces import Part
 
 aten = torch.ops.aten
@@ -28,9 +29,12 @@ class Merged:
         self.out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=wide).transpose(1, 2)
         self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Part], scale: float) -> None:
+    def add(self, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Part | Pack], scale: float) -> None:
         """Adds the attention of some parts."""
         for part in found:
+            if isinstance(part, Pack):
+                add_attention(self.out, self.lse, q, k, v, part, scale)
+                continue
             rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
             o, part_lse = forward(q[rows, :, part.queries], k[rows, :, part.keys], v[rows, :, part.keys], part.causal, scale)
             out, lse = self.out[rows, :, part.queries], self.lse[rows, :, part.queries]
@@ -47,7 +51,7 @@ def add_gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    found: Iterable[Part],
+    found: Iterable[Part | Pack],
     scale: float,
 ) -> None:
     """Adds the gradients of some parts to those of q, k and v, given the gradient of the merged `out`.
@@ -55,11 +59,14 @@ def add_gradients(
     Where few parts share a query or a key, the sums may be in the tensors' own dtype; where many do, in fp32 at least.
     """
     for part in found:
+        if isinstance(part, Pack):
+            add_pack_gradients(grads, grad, q, k, v, out, lse, part, scale)
+            continue
         rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
         at_q, at_k = (rows, slice(None), part.queries), (rows, slice(None), part.keys)
         found_grads = backward(grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q], part.causal, scale)
         for total, own, at in zip(grads, found_grads, (at_q, at_k, at_k), strict=True):
-            total[at] += own
+            total[at].add_(own)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -81,6 +88,7 @@ def backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     if has_kernel(q):
         none = q.new_empty(0, dtype=torch.int64)  # of dropout, which attention has none of
+        lse = lse.contiguous()  # the kernel reads it as one block of memory, also where it is a part's
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
         )
@@ -118,7 +126,7 @@ class DocumentAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[Part], scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[Part | Pack], scale: float) -> Tensor:
         merged = Merged(q)
         merged.add(q, k, v, found, scale)
         out = merged.out.to(q.dtype)

@@ -4,7 +4,6 @@ Pairs of features stand here; `launch/verify.py --layouts cp2,cp4,… parallel.c
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megacore.distributed.place import place_from_environment
 from megacore.verify.layouts import parse
 from megacore.verify.run import ROOT, Options, prove
 from megacore.verify.workers import Workers
+from tests.attention_checks import HEADS, SCALE, inputs, masked, standing_in
 from tests.commands import provers
 from tests.training import write_config
 
@@ -86,51 +86,33 @@ def test_ranks_have_equal_work_within_documents(ranks: int) -> None:
     assert runs_by_rank(seq, ranks, ((0, seq),)) == plain, "one document is divided as none is"
 
 
-HEADS, KV_HEADS, HEAD, BATCH = 4, 2, 8, 2
+HEAD, BATCH = 8, 2
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, documents: tuple[tuple[int, ...], ...] | None) -> Tensor:
-    """Attention by its formula, with a mask of every pair of tokens."""
-    seq = q.shape[2]
-    seen = torch.ones(len(q), 1, seq, seq, dtype=torch.bool).tril()
-    for row, bounds in enumerate(documents or ()):
-        inside = torch.zeros(seq, seq, dtype=torch.bool)
-        for start, stop in pairwise(bounds):
-            inside[start:stop, start:stop] = True
-        seen[row] &= inside
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    return (q @ k.transpose(-2, -1) * 0.3).masked_fill(~seen, float("-inf")).softmax(-1) @ v
-
-
-def inputs(seq: int) -> list[Tensor]:
-    """q, k, v of whole sequences, and the gradient of the output, alike on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(BATCH, heads, seq, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def largest_error(method: str, seq: int, documents: tuple[tuple[int, ...], ...] | None, group: Group) -> float:
+def largest_error(method: str, seq: int, documents: Documents | None, group: Group) -> float:
     """The largest difference of this rank's output and gradients from those of the formula on whole sequences."""
-    whole = [x.requires_grad_() for x in inputs(seq)[:3]]
-    grad = inputs(seq)[3]
+    whole = [x.requires_grad_() for x in inputs(BATCH, seq, HEAD)[:3]]
+    grad = inputs(BATCH, seq, HEAD)[3]
     right = masked(*whole, documents)
     right.backward(grad)
     own = torch.cat([torch.arange(run.start, run.stop) for run in runs_of(seq, group.size, group.rank, documents)])
     here = [x.detach()[:, :, own].clone().requires_grad_() for x in whole]
-    out = attention.attend(*here, Sequences(seq, group, method, documents), 0.3)
+    out = attention.attend(*here, Sequences(seq, group, method, documents), SCALE)
     out.backward(grad[:, :, own])
     pairs = [(out, right), *((a.grad, b.grad) for a, b in zip(here, whole, strict=True))]
     return max(float((a - b[:, :, own]).detach().abs().max()) for a, b in pairs)  # type: ignore[operator, index]
 
 
 def errors(config_path: str, seq: int) -> dict[str, float]:
-    """`largest_error` of every method, without documents and with them."""
+    """`largest_error` of every method, without documents and with them; also as a GPU's kernel would compute them in few calls."""
     place = place_from_environment()
     config = load(config_path, [f"parallel.context={place.world_size}"], place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
     rows = ((0, 1, 3, seq), (0, seq - 1, seq))  # of one token, of most of a piece, across pieces, over all ranks
     methods = [m for m in ("gather", "ring", "ulysses") if m != "ulysses" or HEADS % place.world_size == 0]
     found = {f"{m} {d is not None}": largest_error(m, seq, d, mesh.cp) for m in methods for d in (None, rows)}
+    with standing_in():
+        found |= {f"{m} packed": largest_error(m, seq, rows, mesh.cp) for m in methods}
     mesh.close()
     return found
 
@@ -201,7 +183,7 @@ def test_documents_on_one_rank_equal_the_formula() -> None:
 
 def test_plain_products_equal_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """What devices without a kernel that gives the log-sum-exp compute."""
-    q, k, v, grad = inputs(12)
+    q, k, v, grad = inputs(BATCH, 12, HEAD)
     for causal in (False, True):
         ours = blocks.forward(q, k, v, causal, 0.3)
         back = blocks.backward(grad, q, k, v, *ours, causal, 0.3)

@@ -121,12 +121,12 @@ def targets_across_documents() -> Any:
 
 @fault("context ranks attend across documents' ends", "cp2", ATTENTION, DOCUMENTS, RING)
 def documents_forgotten_between_ranks() -> Any:
-    right = attention.parts_at
+    right = attention.calls_at
     return patch(
         attention,
-        "parts_at",
-        lambda sequences, at: right(
-            sequences if at == 0 else attention.Sequences(sequences.seq_len, sequences.group, sequences.method), at
+        "calls_at",
+        lambda sequences, at, q: right(
+            sequences if at == 0 else attention.Sequences(sequences.seq_len, sequences.group, sequences.method), at, q
         ),
     )
 

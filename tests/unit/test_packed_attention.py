@@ -1,0 +1,123 @@
+"""All documents of a sample in one call: how parts are packed for a GPU's kernel, by an exact stand-in for it on the CPU."""
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacore.context_parallel import packed
+from megacore.context_parallel.packed import Pack, grouped
+from megacore.context_parallel.pieces import Documents, Part, Run, parts, runs_of
+from tests import attention_checks as checks
+
+ROWS: Documents = ((0, 1, 2, 9, 10, 16), (0, 16), (0, 5, 16))
+
+
+def lengths(seed: int, seq: int, rows: int = 2) -> Documents:
+    """Documents of many lengths, from one token to most of a sequence."""
+    generator = np.random.default_rng(seed)
+    ends = [np.cumsum(generator.lognormal(2.0, 1.4, seq).astype(int) + 1) for _ in range(rows)]
+    return tuple((0, *own[own < seq].tolist(), seq) for own in ends)
+
+
+def test_documents_of_a_sample_are_one_call_and_equal_the_formula() -> None:
+    """Forward and backward in fp64: a wrong end of one of them would let tokens attend to another document."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        right = getattr(checks, name)
+        return lambda *args: [calls.append(name), right(*args)][1]
+
+    with checks.standing_in(), mock.patch.multiple(packed, kernel=counted("kernel"), kernel_backward=counted("kernel_backward")):
+        for documents in (ROWS, lengths(1, 256)):
+            calls.clear()
+            assert checks.worst(checks.on_one_rank(documents, 8, "cpu", torch.float64)) < 1e-13
+            assert calls == ["kernel"] * (n := sum(len(own) > 2 for own in documents)) + ["kernel_backward"] * n
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_documents_that_ranks_divide_equal_the_formula(ranks: int, seed: int) -> None:
+    """Keys of a call then lie apart, and documents that reach over a piece's edge are in several parts, which are merged."""
+    with checks.standing_in():
+        for documents in (lengths(seed, 256), ((0, 256), (0, 30, 256))):
+            assert checks.worst(checks.on_context_ranks(documents, ranks, 8, "cpu", torch.float64)) < 1e-13
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_calls_are_few_and_hold_every_part_once(ranks: int, seed: int) -> None:
+    """One for whole sequences, and one more for documents that reach over a piece's edge, or two where these share tokens."""
+    documents, everything = lengths(seed, 4096, rows=1), (Run(0, 4096, 0),)
+    for rank in range(ranks):
+        runs = runs_of(4096, ranks, rank, documents) if ranks > 1 else everything
+        found = parts(runs, everything, documents)
+        groups = grouped(found)
+        assert sorted(map(str, found)) == sorted(str(part) for group in groups for part in group)
+        assert len(groups) <= (3 if ranks > 1 else 1) < len(found) / 10
+        for group in groups:
+            assert len({part.causal for part in group}) == 1
+            for slices in ([part.queries for part in group], [part.keys for part in group]):
+                assert all(a.stop <= b.start for a, b in pairwise(slices)), "a token twice would lose one of its sums"
+
+
+def test_a_wrong_packing_is_noticed() -> None:
+    """The planted faults: keys that are taken in a row from the first one on, and documents that end a token late."""
+    right_tokens, right_cumsum, documents = packed.tokens, np.cumsum, lengths(1, 256)
+
+    def in_a_row(x: Tensor, pack: Pack, at: packed.At) -> Tensor:
+        return right_tokens(x, pack, at if isinstance(at, slice) else slice(int(at[0]), int(at[0]) + len(at)))
+
+    def shifted(lengths: list[int]) -> np.ndarray:
+        ends = right_cumsum(lengths)
+        return np.concatenate([ends[:1], np.minimum(ends[1:-1] + 1, ends[-1]), ends[-1:]])
+
+    faults = [(packed, "tokens", in_a_row), (packed.np, "cumsum", shifted)]
+    for where, name, fault in faults:
+        with checks.standing_in(), mock.patch.object(where, name, fault):
+            try:
+                found = checks.worst(checks.on_context_ranks(documents, 2, 8, "cpu", torch.float64))
+            except (AssertionError, RuntimeError):  # the stand-in reads the ends as they are
+                continue
+            assert found > 1e-3, name
+
+
+def test_parts_of_all_sequences_stay_as_they_are() -> None:
+    """Without documents a part is already a call, of the whole batch."""
+    found = parts((Run(0, 8, 0), Run(24, 32, 8)), (Run(0, 32, 0),))
+    assert [part for group in grouped(found) for part in group] == found and all(len(group) == 1 for group in grouped(found))
+    assert packed.packed(found, torch.zeros(1, 8)) == found
+
+
+def test_pytorchs_operators_take_what_is_packed() -> None:
+    """Their arguments, shapes and dtypes on a device that is not there: a signature that changed would stop a GPU's first step."""
+    packed.has_kernel.cache_clear()
+    with mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True):
+        assert packed.has_kernel()
+        packed.has_kernel.cache_clear()
+        with mock.patch.object(packed, "kernel", lambda q, k, v, pack, scale: (q, q[..., 0])):
+            assert not packed.has_kernel(), "l of another layout, as older versions had it, would be read as other tokens'"
+    packed.has_kernel.cache_clear()
+    with FakeTensorMode():
+        q, grad = (torch.empty(64, 4, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        k, v = (torch.empty(80, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        ends = torch.empty(6, dtype=torch.int32, device="cuda")
+        for causal in (False, True):
+            pack = Pack(0, causal, slice(0, 64), slice(0, 80), ends, ends, 44, 60)
+            out, lse = packed.kernel(q, k, v, pack, 0.3)
+            assert (out.shape, out.dtype, out.device) == (q.shape, q.dtype, q.device)
+            assert (tuple(lse.shape), lse.dtype, lse.device) == ((4, 64), torch.float32, q.device)
+            found = packed.kernel_backward(grad, q, k, v, out, lse, pack, 0.3)
+            assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+def test_other_tensors_keep_their_calls() -> None:
+    """fp32, odd heads and CPUs have no such kernel: they would fail in their first step."""
+    found = [Part(0, slice(0, 4), slice(0, 4), True), Part(0, slice(4, 8), slice(4, 8), True)]
+    for q in (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16)):
+        assert packed.packed(found, q) == found
