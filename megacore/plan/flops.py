@@ -45,7 +45,7 @@ def head_flops(config: Config) -> float:
     return 2 * config.model.hidden_size * config.model.vocab_size
 
 
-def flops_per_token(config: Config, causal: bool) -> float:
+def flops_per_token(config: Config, causal: bool, pairs: float = 1.0) -> float:
     """Model FLOPs of training on one token: 3 × (L blocks + LM head).
 
     Three, because the backward of a product is two products of the same size: one for the input's gradient, one for the
@@ -53,8 +53,11 @@ def flops_per_token(config: Config, causal: bool) -> float:
     and the optimizer are not counted (this is the numerator of MFU, not of HFU). With full recomputation
     and `causal=False` the blocks run 4 times instead of 3, and a batch of B sequences costs the published
     96·B·s·L·h²·(1 + s/6h + V/16Lh) (Narayanan et al. 2021).
+
+    With `data.document_mask` attention needs only a part of the square: `pairs`, in which both tokens are of one document.
     """
-    return 3 * (config.model.num_layers * block_flops(config, causal) + head_flops(config))
+    block = block_flops(config, causal) - (1 - pairs) * attention_flops(config, causal)
+    return 3 * (config.model.num_layers * block + head_flops(config))
 
 
 def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:

@@ -23,7 +23,7 @@ RUN = {
     "tokens": "Tokens read so far.",
     "tokens_per_second": "Of all ranks together.",
     "step_seconds": "Mean since the logged step before, of the slowest rank.",
-    "mfu": "Model FLOPs utilisation, attention over all pairs.",
+    "mfu": "Model FLOPs utilisation, attention over all pairs, or those of a document.",
     "mfu_causal": "The same, with half of attention.",
     "save_seconds": "That training waited for checkpoints since the logged step before.",
     "skipped": "Steps skipped so far.",

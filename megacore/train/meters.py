@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
+from megacore.pipeline.runtime import Microbatch
 from megacore.plan.devices import peak_flops
 from megacore.plan.flops import flops_per_token
 from megacore.plan.partition import step_times
@@ -86,7 +88,7 @@ class Utilisation:
     """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
 
     None if the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
-    attention over all pairs of positions, as is usual. `causal` counts the half that a causal model needs.
+    attention over all pairs of positions, as is usual, or of positions in one document. `causal` counts the half that a causal model needs.
     """
 
     def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
@@ -94,17 +96,39 @@ class Utilisation:
         listed = peak_flops(name, config.train.precision)
         self.config, self.available = config, peak or (None if listed is None else listed * world_size)
 
-    def full(self, tokens_per_second: float) -> float | None:
-        """The usual MFU, as a fraction."""
-        return self.of(flops_per_token(self.config, causal=False) * tokens_per_second)
+    def full(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
+        """The usual MFU, as a fraction. `pairs`: the part of all pairs that attention needs (`PairsSeen`)."""
+        return self.of(flops_per_token(self.config, False, pairs) * tokens_per_second)
 
-    def causal(self, tokens_per_second: float) -> float | None:
+    def causal(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
         """MFU with causal attention counted as half."""
-        return self.of(flops_per_token(self.config, causal=True) * tokens_per_second)
+        return self.of(flops_per_token(self.config, True, pairs) * tokens_per_second)
 
     def of(self, flops_per_second: float) -> float | None:
         """Some operations a second, as a fraction of the peak."""
         return None if self.available is None else flops_per_second / self.available
+
+
+class PairsSeen:
+    """Counts which part of all pairs of a sample's tokens lie in one document, in the steps since the last reading.
+
+    It asks the documents' bounds, which the host knows. Without `data.document_mask` it is 1.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.all = 0, 0
+
+    def add(self, batch: list[Microbatch]) -> None:
+        """Counts a step's samples on this data rank."""
+        for bounds in (own for microbatch in batch for own in microbatch.documents or ()):
+            self.seen += int(np.square(np.diff(bounds)).sum())
+            self.all += bounds[-1] ** 2
+
+    def read(self) -> float:
+        """Returns the part and starts anew."""
+        part = self.seen / self.all if self.all else 1.0
+        self.seen, self.all = 0, 0
+        return part
 
 
 def peak_memory(device: torch.device) -> int:

@@ -27,7 +27,7 @@ from megacore.train.loader import Loader
 from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.mailbox import Figures, Mailbox
-from megacore.train.meters import StepParts, StepTimer, Utilisation, peak_memory
+from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory
 from megacore.train.restoring import choose
 from megacore.train.saving import Saving
 from megacore.train.skips import Skips, TooManySkips
@@ -91,6 +91,7 @@ class Trainer:
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.logs)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
+        self.pairs = PairsSeen()
         self.parts = StepParts(config, mesh)
 
     def run(self, stop: StopRequest | None = None) -> int:
@@ -148,9 +149,11 @@ class Trainer:
         self.timer = StepTimer()
         while self.step < train.steps:
             self.step += 1
-            done = self.train_step(self.step, self.next_batch(), self.votes, self.saving.saver.hold_update)
+            batch = self.next_batch()
+            done = self.train_step(self.step, batch, self.votes, self.saving.saver.hold_update)
             self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped]))
             self.timer.steps += 1
+            self.pairs.add(batch)
             garbage.step()
 
             last = self.step == train.steps
@@ -258,11 +261,11 @@ class Trainer:
         seconds = self.timer.read()
         own, worked = seconds - self.watch.waited() / steps, self.watch.worked() / steps
         parts = self.parts.of(worked or own, self.watch.waits(), steps, self.watch.device_waits())
-        mine = [[seconds, own, worked, self.saving.read_seconds(), peak_memory(self.mesh.device), *parts]]
+        mine = [[seconds, own, worked, self.saving.read_seconds(), peak_memory(self.mesh.device), self.pairs.read(), *parts]]
         of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
         seconds, _, _, save_seconds, memory, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
-        speed = tokens_a_step / seconds
+        speed, pairs = tokens_a_step / seconds, float(of_all[5].mean())  # data ranks have equally many tokens and ranks
         stragglers = self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         logged = {
             "step": self.step,
@@ -272,8 +275,8 @@ class Trainer:
             "tokens": self.step * tokens_a_step,
             "tokens_per_second": speed,
             "step_seconds": seconds,
-            "mfu": self.utilisation.full(speed),
-            "mfu_causal": self.utilisation.causal(speed),
+            "mfu": self.utilisation.full(speed, pairs),
+            "mfu_causal": self.utilisation.causal(speed, pairs),
             "save_seconds": save_seconds,
             "memory_bytes": int(memory),
             "skipped": int(figures.skipped),
@@ -285,7 +288,7 @@ class Trainer:
             "rank_memory_bytes": of_all[4].tolist(),
             "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
         }
-        by_part = dict(zip(self.parts.names, of_all[5:].tolist(), strict=True))
+        by_part = dict(zip(self.parts.names, of_all[6:].tolist(), strict=True))
         self.exporter.step(logged, by_rank, by_part, self.saved_step, self.saving.took)
 
     def validate(self) -> float | None:

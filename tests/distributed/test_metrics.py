@@ -6,12 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pytest
+
 from megacore.checkpoint import Saver
+from megacore.config import load
+from megacore.data.documents import of_inputs
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import place_from_environment
 from megacore.pipeline.runtime import Runtime
+from megacore.plan.flops import flops_per_token
 from megacore.survive.ledger import Ledger
 from megacore.survive.noting import note_mesh
+from megacore.train import meters
+from megacore.train.inputs import Inputs
 from tests import training
 
 STEP, ASIDE = 1.0, 1000.0  # seconds of a step, and of a validation's batch or a save
@@ -87,3 +95,27 @@ def test_a_finished_run_that_is_started_again_records_nothing(run_ranks: Any, tm
     first = metrics.read_text()
     assert run_ranks(1, training.run_rank, config, [], str(tmp_path / "run")) == [0]
     assert first.count("valid_loss") == 1 and metrics.read_text() == first
+
+
+def rank_with_a_peak(config_path: str, overrides: list[str], log_dir: str) -> int:
+    """A run on devices of 1 TFLOP/s."""
+    with mock.patch.object(meters, "peak_flops", lambda name, precision: 1e12):
+        return training.run_rank(config_path, overrides, log_dir)
+
+
+def test_utilisation_counts_pairs_of_documents(pool: Any, tmp_path: Path) -> None:
+    """By the samples of all data ranks, in the steps since the last line: those of rank 0, or of one step, have other documents."""
+    prefix = training.write_corpus(tmp_path, tokens=203)  # documents of 25 and 26 tokens, in samples of 16
+    path = training.write_config(tmp_path, prefix, train={"steps": 4}, log={"every": 2, "tensorboard": False})
+    overrides, folder = ["data.document_mask=true", "parallel.data=2"], tmp_path / "run"
+    assert pool.run(2, rank_with_a_peak, path, overrides, str(folder)) == [0, 0]
+    config = load(path, [*overrides, f"log.dir={folder}"], 2).config
+    stream, size = Inputs(config, 0).stream, config.train.global_batch_size
+    parts = []
+    for line in training.metrics(folder):
+        samples = stream.documents(np.arange((line["step"] - 2) * size, line["step"] * size))
+        parts.append(sum(int(np.square(np.diff(of_inputs(bounds))).sum()) for bounds in samples) / (len(samples) * 16**2))
+        speed = line["tokens_per_second"] / 2e12
+        assert line["mfu"] == pytest.approx(speed * flops_per_token(config, False, parts[-1]), rel=1e-12)
+        assert line["mfu_causal"] == pytest.approx(speed * flops_per_token(config, True, parts[-1]), rel=1e-12)
+    assert len(set(parts)) == 2 and max(parts) < 1.0

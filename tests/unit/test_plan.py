@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.throughput import hardware_flops_per_token
 from megacore.config import Config, load
 from megacore.config.load import resolve
+from megacore.context_parallel import blocks
+from megacore.data.documents import document_positions
 from megacore.distributed import cpu
 from megacore.distributed.mesh import Group
 from megacore.distributed.shard import shard_of
 from megacore.kernels import layernorm
 from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline.runtime import Microbatch
 from megacore.plan.activations import block_activations, rank_activations
 from megacore.plan.devices import peak_flops
 from megacore.plan.flops import (
@@ -30,6 +35,7 @@ from megacore.plan.flops import (
 from megacore.plan.memory import RankMemory, rank_memory
 from megacore.plan.parameters import block_list, ends_list, parameters, rank_parameters
 from megacore.plan.partition import stage_layers
+from megacore.train.meters import PairsSeen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,6 +118,27 @@ def test_flops_are_what_the_model_multiplies(variant: dict[str, Any]) -> None:
     config = make({"attention": "eager"} | variant)
     assert counted_flops(config) == flops_per_token(config, causal=False) == hardware_flops_per_token(config, causal=False)
     assert flops_per_token(config, causal=True) < flops_per_token(config, causal=False)
+
+
+def test_flops_of_documents_are_what_attention_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over all pairs of a sample would make a run over short documents look many times as busy as it is."""
+    config = make()
+    masked = config.model_copy(update={"data": config.data.model_copy(update={"document_mask": True})})
+    documents = ((0, 5, 32), (0, 1, 16, 20, 32))
+    positions = torch.from_numpy(np.stack([document_positions(bounds) for bounds in documents]))
+    monkeypatch.setattr(blocks, "has_kernel", lambda q: False)  # products that the counter sees: in backward the scores once more
+    model, tokens = whole_model(masked), torch.zeros(2, 32, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets=tokens, documents=documents, positions=positions).backward()
+    pairs = sum((stop - start) ** 2 for bounds in documents for start, stop in pairwise(bounds))
+    scores_again = 2 * config.model.num_layers * config.model.hidden_size * pairs
+    counted = (counter.get_total_flops() - scores_again) / tokens.numel()
+    meter = PairsSeen()
+    meter.add([Microbatch(tokens, tokens, documents=documents)])
+    part = meter.read()
+    assert part == pairs / (2 * 32**2) and meter.read() == 1.0
+    assert counted == pytest.approx(flops_per_token(masked, False, part), rel=1e-12)
+    assert counted < 0.99 * flops_per_token(masked, causal=False)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
