@@ -32,6 +32,7 @@ from megacore.distributed.comm import all_gather, all_reduce, reduce_scatter
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
+from megacore.files import check_output
 from megacore.plan.traffic import ring_share
 from megacore.survive.failure import fail
 
@@ -256,6 +257,10 @@ def main(argv: list[str], place: Place) -> int:
     args = parse(argv)
     if place.world_size == 1:
         raise ConfigError("world", "one rank has nobody to talk to", "start it with a launcher, as in the example of -h")
+    if place.rank == 0:
+        for option, path in (("--output", args.output), ("--cluster-file", args.cluster_file)):
+            if path is not None:
+                check_output(option, str(path))
     config = load(args.config, args.overrides, place.world_size).config
     mesh = join(config, place)
     try:

@@ -22,6 +22,8 @@ from benchmarks.planner_fit import CASES, fit, steps
 from benchmarks.planner_rows import Row, read
 from benchmarks.planner_score import baseline, errors, regret
 from megacore.cli import Parser, exit_with
+from megacore.errors import ConfigError
+from megacore.files import check_output
 from megacore.plan.profile import FITTED, Profile, fitted, profile
 from megacore.plan.step_time import predict
 
@@ -51,7 +53,8 @@ def fit_all(rows: Sequence[Row], data: Path) -> None:
     frozen = fitted()
     report: dict[str, Any] = {
         "command": f"python -m benchmarks.planner --fit {data.name}",
-        "profiles": {"megacore": frozen["profiles"]["megacore"]},
+        "profiles": dict(frozen["profiles"]),  # a framework without rows keeps its constants
+        "memory": frozen.get("memory", {}),
     }
     for name, case in CASES.items():
         own = [row for row in of_framework(rows, name) if not case.held_out(row)]
@@ -60,7 +63,8 @@ def fit_all(rows: Sequence[Row], data: Path) -> None:
             report["profiles"][name] = {"split": case.split, "fitted_rows": len(own)} | constants_of(found, case.start, case.free)
     freeze(report)
     measured = [row for row in of_framework(rows, "nanotron") if row.memory_gib and not CASES["nanotron"].held_out(row)]
-    freeze(report | {"memory": {"nanotron": planner_memory.fit(measured, "nanotron")}})  # with the times that were just fitted
+    if measured:  # with the times that were just fitted
+        freeze(report | {"memory": {"nanotron": planner_memory.fit(measured, "nanotron")}})
 
 
 def freeze(report: dict[str, Any]) -> None:
@@ -138,10 +142,10 @@ def memory(rows: Sequence[Row]) -> dict[str, Any]:
         own = [row for row in every if case.held_out(row) in wanted]
         sizes = np.array([planner_memory.reserved_gib(row, "nanotron", constants) for row in own])
         needed = np.array([planner_memory.needed_gib(row, "nanotron", constants) for row in own])
-        refused = np.array([planner_memory.refused(row.setting) for row in own])
+        refused = np.array([planner_memory.refused(row.setting) for row in own], dtype=bool)
         limit = np.array([LIMIT * (row.device.memory_gib or 0.0) for row in own])
-        ran = np.array([row.fits for row in own])
-        known = np.array([row.memory_gib is not None for row in own])
+        ran = np.array([row.fits for row in own], dtype=bool)
+        known = np.array([row.memory_gib is not None for row in own], dtype=bool)
         measured = np.array([row.memory_gib or 1.0 for row in own])
         relative = np.abs(sizes / measured - 1)[known & ran]
         if len(relative):
@@ -232,7 +236,11 @@ def markdown(report: dict[str, Any]) -> str:
 def run(argv: list[str]) -> None:
     """Everything that the command does."""
     args = parse(argv)
+    if args.output is not None:
+        check_output("--output", f"{args.output}.json")
     rows, skipped = read(args.data)
+    if not any(of_framework(rows, name) for name in CASES):
+        raise ConfigError("DATA.csv", f"{args.data} has no row whose step can be predicted", "the columns of docs/step_time.md")
     if args.fit:
         fit_all(rows, args.data)
     counts = Counter((row.source, row.why) for row in skipped)
@@ -258,7 +266,8 @@ def run(argv: list[str]) -> None:
                 (row.seconds or 0.0, float(p), case.held_out(row)) for row, p in zip(own, steps(own, profile(name)), strict=True)
             ]
         draw_measured(ROOT / "docs/figures/planner_measured.png", points)
-        draw_ablation(ROOT / "docs/figures/planner_ablation.png", report["ablation"])
+        if report["ablation"]:
+            draw_ablation(ROOT / "docs/figures/planner_ablation.png", report["ablation"])
         print(f"written to {args.output}.json and .md, and docs/figures", file=sys.stderr)
 
 

@@ -1,6 +1,7 @@
 """Reads a table of measured steps: a row becomes a setting, a device, a cluster, and the framework that ran it."""
 
 import csv
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,10 @@ PROFILES = (
     ("Megatron-Bridge", "nemo"), ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("fms-fsdp", "fms-fsdp"), ("MaxText", "jax"),
     ("PaxML", "jax"),
 )  # fmt: skip
+# The largest whole number that a cell may hold, of columns whose parts are counted one by one; of all others.
+MOST = {"layers": 2**14, "pp": 2**10, "vp": 2**10}
+MOST_ELSE = 2**24
+MAY_BE_ZERO = ("zero", "experts", "topk")
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,41 @@ class Skipped:
 
 def read(path: Path) -> tuple[list[Row], list[Skipped]]:
     """The table's rows. Raises `ConfigError` if it is no such table."""
+    found, right = [], "the columns of docs/step_time.md"
     try:
-        rows = list(csv.DictReader(read_text(path).splitlines()))
-        found = [_row(row) for row in rows]
+        table = csv.DictReader(read_text(path).splitlines(), restval="")
     except OSError as error:
         raise ConfigError("DATA.csv", f"cannot read {path}: {error.strerror}", "a table of measured steps") from None
-    except (KeyError, ValueError) as error:
-        raise ConfigError("DATA.csv", f"{path} is no table of measured steps: {error}", "the columns of docs/step_time.md") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError("DATA.csv", f"{path} is no text: {error}", right) from None
+    try:
+        for row in table:
+            found.append(_row(row))
+    except KeyError as error:
+        raise ConfigError("DATA.csv", f"{path} has no column {error}", right) from None
+    except (ValueError, csv.Error) as error:
+        raise ConfigError("DATA.csv", f"{path}, line {table.line_num}: {error}", right) from None
     return [row for row in found if isinstance(row, Row)], [row for row in found if isinstance(row, Skipped)]
 
 
 def _row(r: dict[str, str]) -> Row | Skipped:
-    """One row."""
+    """One row. Raises `ValueError` if a cell cannot be."""
     source, ok = r["source_id"], r["status"] == "ok"
+    if r["status"] not in ("ok", "failed"):
+        raise ValueError(f"status is {r['status']!r}, and not ok or failed")
 
     def number(name: str, default: int = 1) -> int:
-        return int(float(r[name])) if r[name] not in ("", None) else default
+        least, most = int(name not in MAY_BE_ZERO), MOST.get(name, MOST_ELSE)
+        value = float(r[name] or default)
+        if not least <= value <= most or value != int(value):
+            raise ValueError(f"{name} is {r[name]}, and not a whole number from {least} to {most:,}")
+        return int(value)
+
+    def amount(name: str) -> float | None:
+        value = float(r[name]) if r[name] else None
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} is {r[name]}, and not a number above 0")
+        return value
 
     if r["arch"] not in ("dense", "moe"):
         return Skipped(source, f"{r['arch']} is no architecture of this model")
@@ -129,11 +153,12 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         zero=zero,
         gradient_bytes=2 if "pure" in precision or zero == 3 or profile == "nemo" else 4,
     )
-    if r["params_b"]:  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
+    if stated := amount(
+        "params_b"
+    ):  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
         blocks = setting.layers * replace(setting, tensor=1, expert=1).block_parameters
         vocabulary = setting.vocab * setting.hidden
-        stated = 1e9 * float(r["params_b"])
-        setting = replace(setting, tied=abs(blocks + vocabulary - stated) < abs(blocks + 2 * vocabulary - stated))
+        setting = replace(setting, tied=abs(blocks + vocabulary - 1e9 * stated) < abs(blocks + 2 * vocabulary - 1e9 * stated))
     return Row(
         source=source,
         framework=profile,
@@ -142,7 +167,7 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         device=read_device(device),
         cluster=read_cluster(network or CLUSTERS.get(device, "dgx_h100")),
         fits=ok,
-        seconds=float(r["step_time_s"]) if r["step_time_s"] else None,
-        memory_gib=float(r["mem_gib"]) if r["mem_gib"] else None,
+        seconds=amount("step_time_s"),
+        memory_gib=amount("mem_gib"),
         note=r["note"],
     )

@@ -20,6 +20,7 @@ from benchmarks.throughput import ROOT, start
 from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.errors import ConfigError
+from megacore.files import check_output
 from megacore.plan.calibrate import calibrated
 from megacore.plan.devices import Cluster, Device, Level, read_cluster, read_device
 from megacore.plan.parameters import ELEMENT_BYTES
@@ -63,6 +64,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args.peak = args.data = args.profile = args.timeline = None  # options of benchmarks.throughput that are not asked for
     if args.steps < 1:
         parser.error("argument --steps: must be at least 1")
+    if args.output is not None:
+        check_output("--output", str(args.output))
     return args
 
 

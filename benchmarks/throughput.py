@@ -29,6 +29,7 @@ from megacore.distributed.comm import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
+from megacore.files import check_output
 from megacore.model.gpt import DTYPES
 from megacore.plan.flops import flops_per_token, recomputed_flops
 from megacore.plan.plot import check_plot, draw
@@ -236,6 +237,10 @@ def finish(args: argparse.Namespace, report: dict[str, Any], results: dict[str, 
 def main(argv: list[str], place: Place) -> int:
     """Measures here, or starts what does; returns the exit status."""
     args = parse(argv)
+    if place.rank == 0:
+        for option, path in (("--output", args.output), ("--device-file", args.device_file)):
+            if path is not None:
+                check_output(option, str(path))
     if args.layouts is None:
         return measure_here(args, place)
     if place.world_size > 1:

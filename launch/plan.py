@@ -4,6 +4,7 @@ import argparse
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -342,8 +343,7 @@ def search(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from megacore.plan.search_plot import draw_search
 
-        draw_search(found, limit, args.plot)
-        print(f"search drawn in {args.plot}")
+        drawn("search", args.plot, lambda path: draw_search(found, limit, path))
     return 0
 
 
@@ -362,11 +362,16 @@ def plot(config: Config, timeline: Timeline, path: str) -> None:
     """Draws the schedule."""
     from megacore.plan.plot import draw
 
+    drawn("schedule", path, lambda path: draw(timeline, config.parallel.schedule, path, unit="FLOP"))
+
+
+def drawn(what: str, path: str, draw: Callable[[str], None]) -> None:
+    """Draws a picture, and says where. Raises `ConfigError` if it cannot be written."""
     try:
-        draw(timeline, config.parallel.schedule, path, unit="FLOP")
+        draw(path)
     except OSError as error:
         raise ConfigError("--plot", f"cannot write {path}: {error.strerror}", "a writable path ending in .png, .svg or .pdf") from error
-    print(f"schedule drawn in {path}")
+    print(f"{what} drawn in {path}")
 
 
 if __name__ == "__main__":

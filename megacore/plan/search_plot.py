@@ -26,7 +26,12 @@ def draw_search(found: Found, limit: float, path: str) -> None:
             [c.needs_gib for c in candidates], [c.seconds for c in candidates], s=8, color=color, label=f"{len(candidates):,} {name}"
         )
     times.axvline(limit, color="black", linewidth=1, linestyle="--")
-    times.set(xlabel="GiB that a device must have", ylabel="seconds a step", xlim=(0, 3 * limit), title="every layout that was compared")
+    times.set(
+        xlabel="GiB that a device must have",
+        ylabel="seconds a step",
+        xlim=(0, 3 * limit),
+        title=f"the layouts that were compared, up to {3 * limit:g} GiB",
+    )
     times.legend(fontsize=8)
     timeline(pipeline, found.fit[0])
     figure.savefig(path, dpi=80)

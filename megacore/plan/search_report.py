@@ -37,10 +37,17 @@ def report(
     table(found, limit)
     best = found.fit[0]
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
-        print(f"{number}. python launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
+        print(f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
     if tokens is not None:
         costs(best, tokens, world, cluster.node_ranks, price, device.power_watts)
     return found, limit
+
+
+def launcher(world: int, host_ranks: int) -> str:
+    """What starts so many ranks: on one machine without help, on several with Slurm."""
+    if world == 1:
+        return "python"
+    return f"torchrun --nproc-per-node {world}" if world <= host_ranks else f"srun --ntasks {world} python"
 
 
 def table(found: Found, limit: float) -> None:
@@ -82,13 +89,13 @@ def figures(candidate: Candidate) -> list[str]:
 def costs(best: Candidate, tokens: float, world: int, host_ranks: int, price: float | None, power_watts: float | None) -> None:
     """Prints what a run over some tokens costs."""
     found = cost(best.config, best.seconds, tokens, world, host_ranks, price, power_watts)
-    days = f"{found.days:.3g} days without failures, {found.device_hours:,.0f} device hours with them"
-    print(f"{tokens:.3g} tokens are {found.steps:,} steps: {days}")
+    days = f"{found.days:.4g} days, or {found.device_hours / world / 24:.4g} with failures and checkpoints"
+    print(f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours")
     if found.money is not None:
         print(f"money     {found.money:,.0f}, at {price:g} a device and hour")
     if found.energy_mwh is not None:
-        print(f"energy    at most {found.energy_mwh:,.0f} MWh, at the devices' power limit")
-    print(f"failures  {found.failures:.1f} expected, at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)")
+        print(f"energy    at most {found.energy_mwh:,.3g} MWh, at the devices' power limit")
+    print(f"failures  {found.failures:,.3g} expected, at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)")
     print(
         f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), if a checkpoint takes "
         f"{found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"

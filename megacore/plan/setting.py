@@ -136,5 +136,5 @@ def setting_of(config: Config) -> Setting:
         flash=attention_of(config) == "sdpa",
         zero=zero,
         shard_size=engine.shard_size or 0,
-        gradient_bytes=8 if train.precision == "fp64" else 4,
+        gradient_bytes=8 if train.precision == "fp64" else 2 if engine.reduce_dtype == "bf16" else 4,
     )

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import machine, planner_memory
+from benchmarks import collectives, machine, planner_memory, predicted, throughput
 from benchmarks.collectives import cluster_content
 from benchmarks.planner import run
 from benchmarks.planner_fit import Case, fit, steps
 from benchmarks.planner_rows import Row, read
 from benchmarks.planner_score import baseline, errors, operations, regret
+from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.plan.devices import read_cluster, read_device
 from megacore.plan.operations import Machine
@@ -214,3 +215,49 @@ def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixtur
     for wrong in (tmp_path / "no.csv", tmp_path / "missing.csv"):
         with pytest.raises(ConfigError):
             run([str(wrong)])
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "line"),
+    [
+        ("pp", "1e9", "line 3: pp is 1e9, and not a whole number from 1 to 1,024"),
+        ("tp", "0", "line 3: tp is 0"),
+        ("gbs", "1e400", "line 3: gbs is 1e400"),
+        ("dp", "0.5", "line 3: dp is 0.5"),
+        ("seq", "long", "line 3: could not convert string to float: 'long'"),
+        ("step_time_s", "nan", "line 3: step_time_s is nan, and not a number above 0"),
+        ("mem_gib", "-3", "line 3: mem_gib is -3"),
+        ("status", "crashed", "line 3: status is 'crashed', and not ok or failed"),
+        ("framework", "nobody's", "has no row whose step can be predicted"),
+    ],
+)
+def test_a_broken_table_is_one_line(column: str, cell: str, line: str, tmp_path: Path) -> None:
+    """A cell that cannot be took 15 GB, or ended in a traceback: it is named with its line. So is a table of which nothing is known."""
+    good = {
+        "source_id": "made up", "framework": "nanotron", "hardware": "H100-80GB", "interconnect": "", "model": "small", "arch": "dense",
+        "mlp": "gelu", "params_b": "", "layers": 2, "hidden": 512, "ffn": 2048, "heads": 8, "kv_heads": "", "seq": 512, "vocab": 32000,
+        "experts": "", "topk": "", "moe_ffn": "", "tp": 1, "pp": 1, "vp": "", "cp": "", "ep": "", "dp": 8, "zero": "", "sp": "",
+        "mbs": 1, "gbs": 64, "precision": "bf16", "recompute": "none", "schedule": "", "step_time_s": 1.0, "mem_gib": 9.0,
+        "status": "ok", "note": "",
+    }  # fmt: skip
+    rows = [good, good | {column: cell}] if line.startswith("line") else [good | {column: cell}]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(good))
+        writer.writeheader()
+        writer.writerows(rows)
+    with pytest.raises(ConfigError) as caught:
+        run([str(tmp_path / "rows.csv")])
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_place_for_results_is_asked_for_first(tmp_path: Path) -> None:
+    """After minutes of measuring, a missing folder would lose what was measured."""
+    nowhere, tiny, alone = str(tmp_path / "no" / "x.json"), ["--config", "configs/gpt_tiny.json"], Place(0, 2, 0, 2, "127.0.0.1", 1)
+    for measure in (
+        lambda: run([str(tmp_path / "rows.csv"), "--output", nowhere]),
+        lambda: predicted.parse([*tiny, "--layouts", "one", "--output", nowhere]),
+        lambda: collectives.main([*tiny, "--cluster-file", nowhere], alone),
+        lambda: throughput.main([*tiny, "--peak", "--device-file", nowhere], alone),
+    ):
+        with pytest.raises(ConfigError, match="cannot write"):
+            measure()

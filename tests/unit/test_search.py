@@ -15,6 +15,7 @@ from megacore.plan.memory import rank_memory
 from megacore.plan.partition import plan_of
 from megacore.plan.profile import profile
 from megacore.plan.search import Found, layouts, lost, search
+from megacore.plan.search_report import launcher
 from megacore.plan.simulate import peak_held
 from tests import training
 
@@ -124,7 +125,24 @@ def test_the_script_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", "configs/gpt_1b.json", "--world", "8", "--search", "--tokens", "1e9", "--price", "2"]
     assert script.run([*arguments, "model.num_layers=12", "data.train=my text"]) == 0
     printed, own = capsys.readouterr().out, "model.num_layers=12 'data.train=my text'"
-    assert f"1. python launch/pretrain.py --config configs/gpt_1b.json {own} parallel.tensor=" in printed and "checkpoint.every=" in printed
+    start = "1. torchrun --nproc-per-node 8 launch/pretrain.py --config configs/gpt_1b.json"
+    assert f"{start} {own} parallel.tensor=" in printed and "checkpoint.every=" in printed
+
+
+def test_commands_start_all_ranks() -> None:
+    """One process would be refused, because the layout is for more; and a machine has no more than its own ranks."""
+    assert [launcher(*ranks) for ranks in ((1, 8), (8, 8), (16, 8))] == ["python", "torchrun --nproc-per-node 8", "srun --ntasks 16 python"]
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is found out when the search is done: its results stand, and a line says what is missing."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megacore.plan.search_plot.draw_search", full)
+    with pytest.raises(ConfigError, match="--plot: cannot write picture.png: No space left on device"):
+        script.run(["--config", "configs/gpt_tiny.json", "--world", "1", "--search", "--plot", "picture.png"])
 
 
 @pytest.mark.parametrize(

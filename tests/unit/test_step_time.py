@@ -223,6 +223,8 @@ def test_a_config_becomes_a_setting() -> None:
     divided = setting_of(resolve({}, ["parallel.context=2", "parallel.pipeline=2", "parallel.schedule=interleaved"], "x", 8).config)
     assert (divided.context, divided.pipeline, divided.data, divided.chunks, divided.world) == (2, 2, 2, 2, 8)
     assert divided.tokens == divided.seq * divided.micro_batch // 2
+    halves = setting_of(resolve({}, ["engine.reduce_dtype=bf16"], "x", 8).config)
+    assert (setting.gradient_bytes, halves.gradient_bytes) == (4, 2), "what travels, not what is added up"
 
 
 def test_context_ranks_share_the_tokens_and_gather_keys_and_values() -> None:
