@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="F",
         help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
     )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl files (default: %(default)s)")
+    parser.add_argument("--text-key", metavar="KEY", help="key of the text in .jsonl files (default: text)")
     chat = 'the inputs are .jsonl files of conversations, each a line with "messages" of a "role" and a "content"; answers are learned'
     parser.add_argument("--chat", action="store_true", help=chat)
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
@@ -44,6 +44,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 0.0 <= args.valid_fraction < 1.0:
         raise ConfigError("--valid-fraction", f"{args.valid_fraction} is no such fraction", "0 or more, and below 1")
+    if args.text_key is not None and args.chat:
+        raise ConfigError("--text-key", "conversations are read from their messages", "without it, or without --chat")
     if args.template is not None and not args.chat:
         raise ConfigError("--template", "only conversations have a template", "--chat as well")
     if not 1 <= args.workers <= MOST_WORKERS:
@@ -68,7 +70,7 @@ def run(argv: list[str]) -> None:
             args.input,
             args.output,
             args.tokenizer,
-            text_key=args.text_key,
+            text_key="text" if args.text_key is None else args.text_key,
             chat=args.chat,
             template=args.template,
             valid_fraction=args.valid_fraction,

@@ -81,6 +81,8 @@ class IndexedTokens:
         self.num_documents = boundaries - 1
         self._pointers = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
         self._boundaries = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(boundaries,))
+        if not 0 <= self._boundaries[0] <= self._boundaries[-1] <= sequences:  # the others when they are read
+            raise self._disorder()
         last_size = np.memmap(idx_path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))[-1]
         # Only the end of the last sequence is checked: checking each would read an index of many GB.
         end = int(self._pointers[-1]) + int(last_size) * self.dtype.itemsize
@@ -109,8 +111,9 @@ class IndexedTokens:
         return mask.astype(np.bool_)
 
     def check_learned(self) -> None:
-        """Raises `DataError` if the mask leaves out every token. Reads it up to the first that is learned."""
-        if self.masked and not any(self._mask[start : start + SCAN_BLOCK].any() for start in range(0, self.num_tokens, SCAN_BLOCK)):
+        """Raises `DataError` if the mask leaves out every token. Reads it, in blocks, up to the first that is learned."""
+        starts = range(0, self.num_tokens, SCAN_BLOCK)
+        if self.masked and not any(self.learned(start, min(SCAN_BLOCK, self.num_tokens - start)).any() for start in starts):
             raise DataError(self.prefix + MASK, "leaves out every token, so nothing is learned", "a corpus with answers")
 
     def document_at(self, position: int) -> int:
@@ -119,10 +122,16 @@ class IndexedTokens:
         return int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:
-        """The positions from `first` up to `stop`, which is left out, at which a document begins; ascending."""
+        """The positions from `first` up to `stop`, which is left out, at which a document begins; ascending.
+
+        Raises:
+            DataError: the documents do not follow one another.
+        """
         if first >= stop:
             return np.empty(0, dtype=np.int64)
         documents = self._boundaries[self.document_at(first) : self.document_at(stop - 1) + 1]
+        if not len(documents) or documents.min() < 0 or documents.max() >= len(self._pointers) or np.diff(documents).min(initial=0) < 0:
+            raise self._disorder()
         starts = np.unique(self._pointers[documents] // self.dtype.itemsize)
         return starts[starts >= first]
 
@@ -139,7 +148,10 @@ class IndexedTokens:
             lengths = np.diff(ends)
             if 0 <= ends[0] and ends[-1] <= self.num_tokens and lengths.min() >= 0:
                 return ends[:-1], lengths
-        raise DataError(f"{self.prefix}.idx", "its documents do not follow one another", f"an intact index; {PREPARE_AGAIN}")
+        raise self._disorder()
+
+    def _disorder(self) -> DataError:
+        return DataError(f"{self.prefix}.idx", "its documents do not follow one another", f"an intact index; {PREPARE_AGAIN}")
 
     def document_and_offset(self, position: int) -> tuple[int, int]:
         """The document of the token at `position` of the stream and the token's offset in it, both from 0."""

@@ -89,6 +89,9 @@ def write_texts(tree: Path) -> None:
     for name, messages in (("role", [{"role": "bot", "content": "a"}, answer]), ("empty", [answer | {"content": ""}]), ("none", []),
                            ("unanswered", [{"role": "user", "content": "a"}]), ("right", [answer])):  # fmt: skip
         (tree / f"chat_{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    right = (tree / "chat_right.jsonl").read_bytes()
+    (tree / "chat_broken.jsonl").write_bytes(right + b'{"messages": [\n' + right)
+    (tree / "chat_mark.jsonl").write_bytes(b"\xef\xbb\xbf" + right)
     (tree / "plain.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     (tree / "broken.jinja").write_text("{% for m in messages %}")
     (tree / "fails.jinja").write_text("{{ raise_exception('roles must alternate') }}")
@@ -104,13 +107,18 @@ def write_texts(tree: Path) -> None:
 
 def write_corpora(tree: Path) -> None:
     """Token files that are none."""
-    for name in ("pipe_bin", "pipe_idx", "side_folder", "side_pipe", "side_deep", "mask_short", "mask_pipe"):
+    for name in ("pipe_bin", "pipe_idx", "side_folder", "side_pipe", "side_deep", "mask_short", "mask_pipe", "mask_long", "mask_other",
+                 "ends_negative", "ends_beyond"):  # fmt: skip
         for suffix in (".bin", ".idx"):
             shutil.copy(tree / f"data{suffix}", tree / f"{name}{suffix}")
     for file in ("pipe_bin.bin", "pipe_idx.idx", "side_pipe.json"):
         (tree / file).unlink(missing_ok=True)
         os.mkfifo(tree / file)
     (tree / "mask_short.mask.bin").write_bytes(b"\1\0\1")
+    (tree / "mask_long.mask.bin").write_bytes(bytes((tree / "data.bin").stat().st_size + 1))
+    (tree / "mask_other.mask.bin").write_bytes(b"\1\7" * ((tree / "data.bin").stat().st_size // 2))
+    for name, last in (("ends_negative", -5), ("ends_beyond", 10**12)):  # the last document's end
+        (tree / f"{name}.idx").write_bytes((tree / "data.idx").read_bytes()[:-8] + struct.pack("<q", last))
     os.mkfifo(tree / "mask_pipe.mask.bin")
     (tree / "side_folder.json").mkdir()
     (tree / "side_deep.json").write_text("[" * 100_000)
@@ -213,6 +221,14 @@ CONFIGS: list[tuple[str, tuple[str, ...], str]] = [
     ("plan", config("parallel.schedule=zb_h9"), "(1f1b or gpipe or interleaved or zb_h1 or"),
     ("plan", config("--world", "7", "parallel.tensor=2"), "= 6 ranks, but there are 7 (a multiple of tensor × pipeline = 2 ranks)"),
     ("pretrain", config("data.packing=best"), '"best" is not valid: input should be \'none\' or \'best_fit\' (none or best_fit)'),
+    *((script, config(*words), f"config error: {line}") for script in ("plan", "pretrain") for words, line in (
+        (("parallel.context=3",), "train.seq_len: 16 is not a multiple of 2 × parallel.context 6 (12 or 18 would be)"),
+        (("parallel.context=two",), 'parallel.context: "two" is not valid: input should be a valid integer'),
+        (("parallel.context=8", "parallel.context_method=ulysses"), "parallel.context_method: ulysses cannot deal 4 heads of a tensor ra"),
+        (("parallel.context=2", "parallel.context_method=rings"), 'parallel.context_method: "rings" is not valid'),
+        (("parallel.context=2", "engine.kind=deepspeed"), "parallel.context: the deepspeed engine counts a batch by its data ranks"),
+        (("data.document_mask=maybe",), 'data.document_mask: "maybe" is not valid: input should be a valid boolean (true or false)'),
+    )),
     ("pretrain", config('data.train=[[0,"@data"]]'), "config error: data.train: weight 0 is not valid: input should be greater than"),
     ("pretrain", config('data.train=[[1,"@data"],[1,3]]'), "config error: data.train: prefix 3 is not valid: input should be a valid str"),
     ("pretrain", config('data.train=[[1e-320,"@data"],[1,"@data"]]'), "config error: data.train: weight 1e-320 is not valid"),
@@ -328,7 +344,10 @@ CONTENTS: list[tuple[str, tuple[str, ...], str]] = [
       for file in (".bin", ".idx")),
     *(("pretrain", config(f"data.train=@{name}"), f"data error: @{name}{file}: ") for name, file in (
         ("pipe_bin", ".bin"), ("pipe_idx", ".idx"), ("side_folder", ".json"), ("side_pipe", ".json"), ("side_deep", ".json"),
-        ("endless", ".idx"), ("mask_short", ".mask.bin"), ("mask_pipe", ".mask.bin"))),
+        ("endless", ".idx"), ("mask_short", ".mask.bin"), ("mask_pipe", ".mask.bin"), ("mask_long", ".mask.bin"),
+        ("mask_other", ".mask.bin"))),
+    *(("pretrain", config(f"data.train=@{name}", "data.document_mask=true"), f"data error: @{name}.idx: its documents do not follow one a")
+      for name in ("ends_negative", "ends_beyond")),
     *(("prepare", ("--input", f"@{talk}", *TEXT[2:], "bytes", "--chat", *more), line) for talk, more, line in (
         ("chat_role.jsonl", PLAIN, "data error: @chat_role.jsonl: line 1 has the unknown role 'bot' in message 1 (one of system, "),
         ("chat_empty.jsonl", PLAIN, "data error: @chat_empty.jsonl: line 1 has an empty answer, message 1"),
@@ -338,9 +357,12 @@ CONTENTS: list[tuple[str, tuple[str, ...], str]] = [
         ("chat_right.jsonl", ("--template", "@broken.jinja"), "data error: @broken.jinja: is no template: Unexpected end of template"),
         ("chat_right.jsonl", ("--template", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
         ("chat_right.jsonl", (), "config error: --template: there is no chat template beside bytes"),
+        ("chat_broken.jsonl", PLAIN, "data error: @chat_broken.jsonl: line 2 is not JSON (Expecting value)"),
+        ("chat_mark.jsonl", PLAIN, "data error: @chat_mark.jsonl: line 1 is not JSON (Unexpected UTF-8 BOM"),
         ("deep.jsonl", PLAIN, "data error: @deep.jsonl: line 1 has no list of messages"),
         ("text.txt", PLAIN, "data error: @text.txt: holds no conversations"))),
     ("prepare", (*TEXT, "bytes", "--template", "@plain.jinja"), "config error: --template: only conversations have a template"),
+    ("prepare", ("--input", "@chat_right.jsonl", *TEXT[2:], "bytes", "--chat", *PLAIN, "--text-key", "a"), "config error: --text-key: con"),
     ("prepare", ("--input", "@chat_right.jsonl", *TEXT[2:], "sentencepiece:300", "--chat"), "config error: --tokenizer: sentencepiece:300"),
     ("prepare", ("--input", "@deep.jsonl", *TEXT[2:], "bytes"), "data error: @deep.jsonl: line 2 has brackets nested too deep"),
     ("prepare", ("--input", "@digits.jsonl", *TEXT[2:], "bytes"), "@digits.jsonl: line 1 holds a number of too many digits"),
