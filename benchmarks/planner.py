@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import planner_memory
+from benchmarks import planner_memory, planner_weak_scaling
 from benchmarks.planner_charts import draw_ablation, draw_measured
 from benchmarks.planner_fit import CASES, fit, steps
 from benchmarks.planner_rows import Row, read
@@ -39,6 +39,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("data", type=Path, metavar="DATA.csv", help="the table of measured steps")
     parser.add_argument("--fit", action="store_true", help="fits the constants again (two minutes), and writes them to megacore/plan")
+    parser.add_argument("--weak-scaling", type=Path, metavar="TABLE.csv", help="also predicts table 1 of Narayanan et al. 2021")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="writes PREFIX.json and PREFIX.md, and the charts in docs/figures")
     return parser.parse_args(argv)
 
@@ -224,6 +225,8 @@ def markdown(report: dict[str, Any]) -> str:
         cells = [str(m["rows"]), f"{m['median']:.1%}", f"{m['p90']:.1%}", str(m["refused"]), str(m["failed"]), f"{m['recall']:.2f}"]
         cells += [f"{m['recall where half is full']:.2f}", f"{m['false alarms']:.1%}"]
         lines.append(f"| {part} | {' | '.join(cells)} |")
+    if "weak scaling" in report:
+        lines += planner_weak_scaling.markdown(report["weak scaling"])
     lines += ["", "Median error on rows held out, with one term left out and nothing fitted again:", ""]
     names = list(report["ablation"])
     lines += [f"| without | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
@@ -255,6 +258,9 @@ def run(argv: list[str]) -> None:
         "worst": worst(rows),
         "skipped": [*counts.items(), *mixtures.items()],
     }
+    if args.weak_scaling is not None:
+        report["weak scaling"] = planner_weak_scaling.score(args.weak_scaling)
+        report["command"] += f" --weak-scaling {args.weak_scaling.name}"
     print(markdown(report))
     if args.output is not None:
         args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -25,6 +25,7 @@ class Profile:
     memory_rate: float = 0.8  # of the memory's bandwidth
     passes: float = 1.0  # times that a block's activations go through memory, of one pass an operation
     compiled_passes: float = 0.5  # of those, in compiled blocks
+    score_passes: float = 5.0  # times that a forward moves scores, where attention keeps them; with dropout, whose mask is a byte, 6.5
     logit_passes: float = 8.0  # times that the logits go through memory, forward and backward
     accumulate_bytes: float = 8.0  # a parameter and microbatch, to add its gradient to the sum
     optimizer_bytes: float = 30.0  # a parameter and step
@@ -39,6 +40,7 @@ class Profile:
     gather_hidden: float = 0.0  # of one forward, behind which parameters are gathered
     ring_hidden: float = 1.0  # of attention, behind which a ring of context ranks passes keys and values on
     pieces_rate: Mapping[str, float] = field(default_factory=dict)  # of attention over whole sequences: its speed over a method's pieces
+    scatters: bool = False  # whether tensor ranks send a part each to the next stage, and gather there (Narayanan et al. 2021)
     pipeline_hidden: float = 0.0  # of a transfer between stages
     layer_host: float = 0.0  # seconds that the host needs to start a block, forward and backward
     call_host: float = 0.0  # and for each of its collectives

@@ -100,7 +100,7 @@ def block_work(s: Setting, machine: Machine) -> Work:
     # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the activation.
     wide = s.hidden / t if s.sequence else s.hidden
     passes = p.passes * (p.compiled_passes if s.compiled else 1.0)
-    moved = passes * e * rows * (10 * wide + 2 * (a + k) / t + width) + 5 * score_bytes
+    moved = passes * e * rows * (10 * wide + 2 * (a + k) / t + width) + p.score_passes * score_bytes
     forward = {"products": forward_products, "attention": attention, "passes": machine.pass_over(moved)}
     backward = {
         "products": backward_products,
@@ -132,7 +132,7 @@ def block_work(s: Setting, machine: Machine) -> Work:
     elif s.recompute == "per_op":
         backward = _sum(backward, {"products": SECOND * forward_products, "passes": forward["passes"]})
     elif s.recompute == "selective":
-        repeated = machine.pass_over(5 * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width))
+        repeated = machine.pass_over(p.score_passes * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width))
         backward = _sum(backward, {"passes": repeated, "attention": attention if p.repeats_attention or not s.flash else 0.0})
     return Work(forward, backward)
 
@@ -233,8 +233,10 @@ def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -
         return 0.0, 0.0
     p = machine.profile
     distance = s.tensor * s.context * s.data
-    moved = s.element * s.tokens * s.hidden / (s.tensor if s.sequence else 1)
-    one = machine.transfer(moved, distance) * (1 - p.pipeline_hidden) + p.transfer_host
+    whole = s.element * s.tokens * s.hidden
+    parts = s.tensor if s.sequence or p.scatters else 1
+    gathered = machine.collective(1.0, whole, s.tensor) if p.scatters and not s.sequence else 0.0
+    one = machine.transfer(whole / parts, distance) * (1 - p.pipeline_hidden) + gathered + p.transfer_host
     # A microbatch crosses two boundaries of a rank and chunk, there and back.
     sides = 2 if s.pipeline == 2 and s.chunks == 1 else 4
     exposed = s.microbatches * s.chunks * sides * one

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import collectives, machine, planner_memory, predicted, throughput
+from benchmarks import collectives, machine, planner_memory, planner_weak_scaling, predicted, throughput
 from benchmarks.collectives import cluster_content
 from benchmarks.planner import run
 from benchmarks.planner_fit import Case, fit, steps
@@ -152,6 +152,26 @@ def test_memory_that_is_counted() -> None:
     alike = bytes_of(split), bytes_of(split, bytes_a_waiting_feature=1.0)
     assert alike[1][0] - alike[0][0] == pytest.approx(waiting) and alike[1][1] == pytest.approx(alike[0][1]), "what waits can go"
     assert planner_memory.refused(replace(stages, global_batch=4)) and not planner_memory.refused(replace(stages, global_batch=6))
+
+
+def test_weak_scaling_is_scored_beside_one_rate(tmp_path: Path) -> None:
+    """The measured seconds come from the table's rate and its own count of operations; a slip there would shift all errors alike."""
+    path = tmp_path / "table.csv"
+    head = "params_billion,heads,hidden,layers,tensor,pipeline,gpus,global_batch,tflops_per_gpu\n"
+    path.write_text(head + "1.7,24,2304,24,1,1,32,512,137\n" + (last := "76.1,80,10240,60,8,4,1024,1792,140") + "\n")
+    small, large = planner_weak_scaling.score(path)
+    block = 2 * 12 * 2304**2 + 4 * 2048 * 2304
+    seconds = 512 * 2048 * (4 * 24 * block + 3 * 2 * 2304 * 51200) / 32 / 137e12  # four passes over a block, three over the head
+    assert small["measured"] == pytest.approx(seconds, rel=1e-6) and small["baseline"] == pytest.approx(137 / 138.5 - 1)
+    assert abs(small["error"]) < 0.1 and abs(large["error"]) < 0.15
+    chosen = planner_weak_scaling.setting(dict(zip(head.strip().split(","), last.split(","), strict=True)))
+    assert (chosen.data, chosen.microbatches, chosen.chunks, chosen.schedule) == (32, 28, 3, "interleaved")
+    for wrong in (tmp_path / "missing.csv", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read"):
+            planner_weak_scaling.score(wrong)
+    path.write_text(head.replace("heads", "head") + "1.7,24,2304,24,1,1,32,512,137\n")
+    with pytest.raises(ConfigError, match="no such table"):
+        planner_weak_scaling.score(path)
 
 
 def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,27 @@ def test_what_a_backward_repeats_is_counted() -> None:
     assert work("selective", repeats_attention=False, flash=False)["attention"] == work("full", flash=False)["attention"]
 
 
+def test_tensor_ranks_may_scatter_what_the_next_stage_gathers() -> None:
+    """Each of them sending the whole message would fill the network with copies: it made large pipelines of 2022 a tenth too slow."""
+    profile = replace(PLAIN, pipeline_hidden=0.0)
+    setting = replace(SETTING, layers=4, tensor=2, pipeline=4, global_batch=8)
+    whole, parts = (predict(setting, SMOOTH, CLUSTER, replace(profile, scatters=yes)).terms["pipeline"] for yes in (False, True))
+    moved, sides = 2 * 64 * 64, 4 * 4  # bytes, and transfers of 4 microbatches; 2 ranks away is inside of a machine
+    assert whole == pytest.approx(sides * (0.5 + moved / 100))
+    assert parts == pytest.approx(sides * (0.5 + moved / 2 / 100 + 0.5 + moved / 2 / 100)), "a half is sent, a half is gathered"
+    sequence = replace(setting, sequence=True)  # which divides messages anyway
+    one, other = (predict(sequence, SMOOTH, CLUSTER, replace(profile, scatters=yes)).terms["pipeline"] for yes in (False, True))
+    assert one == other == pytest.approx(sides * (0.5 + moved / 2 / 100))
+
+
+def test_scores_that_are_kept_are_moved() -> None:
+    """Unfused attention is mostly that: with dropout a forward moves them six and a half times."""
+    kept = replace(SETTING, flash=False)
+    scores = 2 * 8 * 32 * 32 * 4  # bytes of a block's, of 8 sequences and 4 heads
+    terms = predict(kept, SMOOTH, CLUSTER, replace(PLAIN, score_passes=6.5)).terms
+    assert terms["passes"] == pytest.approx(4 * 2.5 * 6.5 * scores / 1e9), "4 blocks; backward takes one and a half times the forward's"
+
+
 def test_what_is_compiled_or_asynchronous_or_made_for_another_device() -> None:
     """Each is stated by a row or a profile: mixed up, a constant would be fitted to another cause's time."""
 
