@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.context_parallel.packed import Pack, add_attention, add_pack_gradients
+from megacore.context_parallel.packed import Pack, add_attention, add_pack_gradients, suits_flash
 from megacore.context_parallel.pieces import Part
 
 aten = torch.ops.aten
@@ -104,7 +104,7 @@ def backward(
 def has_kernel(q: Tensor) -> bool:
     """Whether PyTorch has a FlashAttention, which gives the log-sum-exp, for tensors like `q`."""
     if q.device.type in ("cuda", "meta"):  # a dry run stands for a GPU
-        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+        return suits_flash(q)
     return q.device.type == "cpu"
 
 

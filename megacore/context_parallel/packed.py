@@ -40,12 +40,15 @@ def packed(found: Sequence[Part], q: Tensor) -> list[Part | Pack]:
     if not takes_lengths(q):
         return list(found)
     groups = grouped(found)
-    many = [group for group in groups if len(group) > 1]
+    many = [group for group in groups if is_worth_a_pack(group)]
     arrays = [array for group in many for array in metadata(group)]
     if not arrays:
         return list(found)
     moved = iter(on_device(np.concatenate(arrays), q.device).split([len(array) for array in arrays]))
-    return [group[0] if len(group) == 1 else pack(group, [next(moved) for _ in range(4)]) for group in groups]
+    calls: list[Part | Pack] = []
+    for group in groups:
+        calls += [pack(group, [next(moved) for _ in range(4)])] if is_worth_a_pack(group) else group
+    return calls
 
 
 def grouped(found: Iterable[Part]) -> list[list[Part]]:
@@ -61,6 +64,11 @@ def grouped(found: Iterable[Part]) -> list[list[Part]]:
         else:
             groups.append([part])
     return groups
+
+
+def is_worth_a_pack(group: list[Part]) -> bool:
+    """Whether a group is one call: not where each part has one query, which the kernel treats as the latest one of generated texts."""
+    return len(group) > 1 and any(part.queries.stop - part.queries.start > 1 for part in group)
 
 
 def metadata(group: list[Part]) -> list[np.ndarray]:
@@ -93,12 +101,16 @@ def on_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 def takes_lengths(q: Tensor) -> bool:
     """Whether there is a kernel for many lengths for tensors like `q` ``[…, head]``."""
-    sixteen = q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cuda" and sixteen and q.shape[-1] <= 256 and q.shape[-1] % SHARED == 0 and has_kernel()
+    return q.device.type == "cuda" and suits_flash(q) and has_lengths()
+
+
+def suits_flash(q: Tensor) -> bool:
+    """Whether FlashAttention on a GPU takes tensors like `q`, without padding."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and q.shape[-1] % SHARED == 0
 
 
 @cache
-def has_kernel() -> bool:
+def has_lengths() -> bool:
     """Whether this PyTorch has the kernel as it is called here: the operators promise nobody to stay as they are, so they are tried."""
     if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacore.context_parallel import packed
+from megacore.context_parallel import blocks, packed
 from megacore.context_parallel.packed import Pack, grouped
 from megacore.context_parallel.pieces import Documents, Part, Run, parts, runs_of
 from tests import attention_checks as checks
@@ -96,13 +96,13 @@ def test_parts_of_all_sequences_stay_as_they_are() -> None:
 
 def test_pytorchs_operators_take_what_is_packed() -> None:
     """Their arguments, shapes and dtypes on a device that is not there: a signature that changed would stop a GPU's first step."""
-    packed.has_kernel.cache_clear()
+    packed.has_lengths.cache_clear()
     with mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True):
-        assert packed.has_kernel()
-        packed.has_kernel.cache_clear()
+        assert packed.has_lengths()
+        packed.has_lengths.cache_clear()
         with mock.patch.object(packed, "kernel", lambda q, k, v, pack, scale: (q, q[..., 0])):
-            assert not packed.has_kernel(), "l of another layout, as older versions had it, would be read as other tokens'"
-    packed.has_kernel.cache_clear()
+            assert not packed.has_lengths(), "l of another layout, as older versions had it, would be read as other tokens'"
+    packed.has_lengths.cache_clear()
     with FakeTensorMode():
         q, grad = (torch.empty(64, 4, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         k, v = (torch.empty(80, 2, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -121,3 +121,14 @@ def test_other_tensors_keep_their_calls() -> None:
     found = [Part(0, slice(0, 4), slice(0, 4), True), Part(0, slice(4, 8), slice(4, 8), True)]
     for q in (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16)):
         assert packed.packed(found, q) == found
+    with FakeTensorMode(), mock.patch.object(packed, "has_lengths", lambda: True):
+        for dtype, head, taken in ((torch.bfloat16, 16, True), (torch.bfloat16, 12, False), (torch.float32, 16, False)):
+            q = torch.empty(2, head, dtype=dtype, device="cuda")
+            assert (packed.takes_lengths(q), blocks.has_kernel(q)) == (taken, taken)
+
+
+def test_single_queries_are_not_packed() -> None:
+    """With shared keys the kernel takes calls of one query a sequence for generation, and returns l in another order."""
+    found = [Part(0, slice(i, i + 1), slice(10 * i, 10 * i + 10), False) for i in range(4)]
+    with checks.standing_in():
+        assert packed.packed(found, torch.zeros(1)) == found
