@@ -330,12 +330,12 @@ def search(args: argparse.Namespace) -> int:
     if args.world is None or args.world < 1:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
     device, cluster = read_device(args.device or DEVICE), read_cluster(args.cluster or CLUSTER)
-    own = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
-    if own.engine.kind == "deepspeed":
-        raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
+    smallest_world(args.config, args.overrides)  # what is set aside must be values all the same
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
     alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
+    if config.engine.kind == "deepspeed":
+        raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
     if args.plot is not None:
         check_plot("--plot", args.plot)
     command = " ".join((args.config, *map(shlex.quote, args.overrides)))

@@ -134,6 +134,15 @@ def test_commands_start_all_ranks() -> None:
     assert [launcher(*ranks) for ranks in ((1, 8), (8, 8), (16, 8))] == ["python", "torchrun --nproc-per-node 8", "srun --ntasks 16 python"]
 
 
+def test_the_configs_own_layout_does_not_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is set aside, so it need not be one that runs; but a value that is none stays an error."""
+    base = ["--config", "configs/gpt_7b.json", "--world", "3", "--search", "train.global_batch_size=21", "model.num_layers=2"]
+    assert script.run([*base, "parallel.tensor=7", "parallel.pipeline=5"]) == 0
+    assert "data 3, microbatch 1" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="parallel.tensor: \"x\" is not valid"):
+        script.run([*base, "parallel.tensor=x"])
+
+
 def test_a_picture_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk is found out when the search is done: its results stand, and a line says what is missing."""
 

@@ -382,3 +382,43 @@ def test_on_a_cpu_auto_takes_what_was_fastest_there() -> None:
             assert found == pytest.approx(measured, rel=0.15), (method, kv_heads)
         del rows["ulysses"]
         assert fastest(own, CPU, again=False, exchanges=False) == min(rows, key=rows.__getitem__)
+
+
+def test_every_term_of_a_step_by_hand() -> None:
+    """A term that is forgotten, counted twice or goes over the wrong links: all are computed here once more, without the model's code."""
+    peak, memory = 1e15, 1e12
+    device = Device("plain", {"bf16": peak}, memory_bytes_per_second=memory)
+    levels = (Level("a", 2, 1e11, 1e-6), Level("b", 4, 5e10, 1e-5), Level("c", None, 1e10, 1e-4))
+    profile = Profile(
+        product_rate={"any": 1.0}, attention_rate=1.0, memory_rate=1.0, call=0.0, data_hidden=0.0, step_host=0.5, jitter=0.01, stages="even"
+    )
+    tokens, hidden, ffn, vocab, microbatches = 2048, 1024, 4096, 32768, 8
+    setting = Setting(
+        layers=8, hidden=hidden, ffn=ffn, heads=8, kv_heads=8, head_size=128, vocab=vocab, seq=tokens,
+        tensor=2, pipeline=4, data=2, sequence=True, zero=1, global_batch=2 * microbatches,
+    )  # fmt: skip
+    block, table = (4 * hidden**2 + 2 * hidden * ffn) / 2, vocab * hidden / 2  # parameters of a tensor rank
+    moved = 2 * tokens * (10 * hidden / 2 + 4 * hidden / 2 + 2 * ffn / 2)
+    ring = 1e-6 + 2 * tokens * hidden / 2 / 1e11  # of two neighbours
+    blocks = {  # of the last stage, which also has the head
+        "products": 2 * 6 * tokens * block / peak,
+        "attention": 2 * 3.5 * 4 * tokens**2 * hidden / 2 / 2 / peak,
+        "passes": 2 * (2.5 * moved + 8 * block) / memory,
+        "tensor": 2 * 10 * ring,  # four times forward, and six backward
+    }
+    head = {"products": 6 * tokens * table / peak, "passes": (8 * 2 * tokens * vocab / 2 + 8 * table) / memory, "tensor": 2 * ring}
+    other, last = sum(blocks.values()), sum(blocks.values()) + sum(head.values())
+    message = 1e-4 + 2 * tokens * hidden / 2 / 1e10  # four ranks away: beyond both inner levels
+    held = 2 * block + table
+    terms = {name: microbatches * (seconds + head.get(name, 0.0)) for name, seconds in blocks.items()}
+    terms |= {
+        "pipeline": microbatches * 4 * message,
+        "bubble": 3 * other + 2 * 3 * message,
+        "data": (1e-5 + 2 * held / 2 / 5e10) + (1e-5 + 4 * held / 2 / 5e10),  # two ranks apart: the middle level
+        "optimizer": 30 * held / 2 / memory,
+        "host": 0.5,
+    }
+    terms["stragglers"] = 0.01 * sqrt(2 * log(16)) * sum(terms.values())
+    found = predict(setting, device, Cluster("plain", levels), profile)
+    assert {name: value for name, value in found.terms.items() if abs(value) > 1e-12} == pytest.approx(terms, rel=1e-9)
+    assert found.step == pytest.approx(sum(terms.values()), rel=1e-9) and last > other
