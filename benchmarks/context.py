@@ -78,7 +78,7 @@ def attention(config: Config, mesh: Mesh, *, sends: bool) -> Callable[[], None]:
     found = sequences.with_keys(sequences.everything, q)
 
     def act() -> None:
-        y = attend(q, k, v, sequences, 0.125) if sends else DocumentAttention.apply(q, keys, values, found, 0.125)
+        y = attend(q, k, v, sequences, 0.125) if sends else DocumentAttention.apply(q, keys, values, found, 0.125, False)
         y.backward(torch.ones_like(y))
 
     return act

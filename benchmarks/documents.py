@@ -67,9 +67,13 @@ class AttentionOperations(TorchDispatchMode):
             backward = name.endswith("_backward")
             q, k, *rest = args[backward:]
             causal = next(value for value in rest if isinstance(value, bool))
-            queries, keys = q.shape[2], k.shape[2]
-            pairs = queries * (queries + 1) // 2 if causal else queries * keys
-            self.count += (8 if backward else 4) * q.shape[0] * q.shape[1] * q.shape[3] * pairs
+            if q.dim() == 3:  # a GPU's kernel for many documents, which is told where they end
+                lengths = [np.diff(x.tolist()).tolist() for x in rest if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
+                each, size = list(zip(*lengths, strict=True)), q.shape[1] * q.shape[2]
+            else:
+                each, size = [(q.shape[2], k.shape[2])], q.shape[0] * q.shape[1] * q.shape[3]
+            pairs = sum(queries * (queries + 1) // 2 if causal else queries * keys for queries, keys in each)
+            self.count += (8 if backward else 4) * size * pairs
         return func(*args, **(kwargs or {}))
 
 

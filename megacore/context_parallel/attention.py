@@ -70,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) 
     q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``. Collective over the group.
     """
     if sequences.group.size == 1:
-        return DocumentAttention.apply(q, k, v, sequences.whole(q), scale)
+        return DocumentAttention.apply(q, k, v, sequences.whole(q), scale, True)
     return METHODS[sequences.method].apply(q, k, v, sequences, scale)
 
 
@@ -197,9 +197,9 @@ class UlyssesAttention(torch.autograd.Function):
         ctx.short = max(1, sequences.group.size // k.shape[1])
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
         q, k, v = (by_heads(x, sequences) for x in (q, k, v))
-        merged = Merged(q)
+        merged = Merged(q, alone=True)
         merged.add(q, k, v, sequences.whole(q), scale)
-        out = by_tokens(merged.out.to(q.dtype), sequences)
+        out = by_tokens(merged.out, sequences)
         ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.sequences, ctx.scale = sequences, scale
         return out

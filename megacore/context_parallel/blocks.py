@@ -22,22 +22,28 @@ class Merged:
     """The output and log-sum-exp of the parts so far, in fp32 at least.
 
     In memory the output's tokens come before its heads: the layer behind attention then keeps the same memory, and no copy.
+    If each query is in one part, which is then `alone`, parts are copied, and not merged; the output is in the dtype of `q`.
     """
 
-    def __init__(self, q: Tensor) -> None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], q.shape[3], dtype=wide).transpose(1, 2)
+    def __init__(self, q: Tensor, *, alone: bool = False) -> None:
+        wide, shape = torch.promote_types(q.dtype, torch.float32), (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        self.out = (q.new_empty(shape) if alone else q.new_zeros(shape, dtype=wide)).transpose(1, 2)
         self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        self.alone = alone
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Part | Pack], scale: float) -> None:
         """Adds the attention of some parts."""
         for part in found:
             if isinstance(part, Pack):
-                add_attention(self.out, self.lse, q, k, v, part, scale)
+                add_attention(self.out, self.lse, q, k, v, part, scale, alone=self.alone)
                 continue
             rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
             o, part_lse = forward(q[rows, :, part.queries], k[rows, :, part.keys], v[rows, :, part.keys], part.causal, scale)
             out, lse = self.out[rows, :, part.queries], self.lse[rows, :, part.queries]
+            if self.alone:
+                out.copy_(o)
+                lse.copy_(part_lse)
+                continue
             both = torch.logaddexp(lse, part_lse)  # finite: every query of a part has a key
             out.mul_((lse - both).exp_()[..., None]).addcmul_(o.to(out.dtype), (part_lse - both).exp_()[..., None])
             lse.copy_(both)
@@ -120,14 +126,14 @@ def plain_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 class DocumentAttention(torch.autograd.Function):
-    """Attention in parts on one rank.
+    """Attention in parts on one rank; `alone`: each query is in one of them.
 
     Saved: q, k, v, o in their dtype, and l.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[Part | Pack], scale: float) -> Tensor:
-        merged = Merged(q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, found: list[Part | Pack], scale: float, alone: bool) -> Tensor:
+        merged = Merged(q, alone=alone)
         merged.add(q, k, v, found, scale)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -137,9 +143,9 @@ class DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = zeros_like(q), zeros_like(k), zeros_like(v)  # each query and key is in one part
+        grads = zeros_like(q), zeros_like(k), zeros_like(v)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.found, ctx.scale)
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def zeros_like(x: Tensor, *, wide: bool = False) -> Tensor:

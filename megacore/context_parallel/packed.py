@@ -147,14 +147,18 @@ def tokens(x: Tensor, pack: Pack, at: At) -> Tensor:
     return own.narrow(0, at.start, at.stop - at.start) if isinstance(at, slice) else own.index_select(0, at)
 
 
-def add_attention(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> None:
-    """Merges the attention of a call into `out` and `lse`."""
+def add_attention(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, *, alone: bool) -> None:
+    """Merges the attention of a call into `out` and `lse`; if its queries are in no other part, it is all that there is."""
     o, found = kernel(tokens(q, pack, pack.queries), tokens(k, pack, pack.keys), tokens(v, pack, pack.keys), pack, scale)
     at, part_lse = pack.queries, found.T
     so_far, merged = tokens(lse, pack, at), tokens(out, pack, at)
-    both = torch.logaddexp(so_far, part_lse)
-    merged.mul_((so_far - both).exp_().unsqueeze(-1)).addcmul_(o.to(out.dtype), (part_lse - both).exp_().unsqueeze(-1))
-    so_far.copy_(both)
+    if alone:
+        merged.copy_(o)
+        so_far.copy_(part_lse)
+    else:
+        both = torch.logaddexp(so_far, part_lse)
+        merged.mul_((so_far - both).exp_().unsqueeze(-1)).addcmul_(o.to(out.dtype), (part_lse - both).exp_().unsqueeze(-1))
+        so_far.copy_(both)
     if not isinstance(at, slice):
         for whole, own in ((out, merged), (lse, so_far)):
             whole.select(0, pack.row).transpose(0, 1).index_put_((at,), own)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.documents import AttentionOperations
 from megacore.context_parallel import blocks, packed
 from megacore.context_parallel.packed import Pack, grouped
 from megacore.context_parallel.pieces import Documents, Part, Run, parts, runs_of
@@ -114,6 +115,18 @@ def test_pytorchs_operators_take_what_is_packed() -> None:
             assert (tuple(lse.shape), lse.dtype, lse.device) == ((4, 64), torch.float32, q.device)
             found = packed.kernel_backward(grad, q, k, v, out, lse, pack, 0.3)
             assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+def test_operations_of_a_call_are_counted_by_document() -> None:
+    """`benchmarks.documents` would count all pairs of a sample on a GPU, or stop at tensors of another shape."""
+    q, k = (torch.empty(24, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    ends = torch.tensor([0, 4, 24], dtype=torch.int32)
+    for causal, pairs in ((True, 4 * 5 // 2 + 20 * 21 // 2), (False, 16 + 400)):
+        pack = Pack(0, causal, slice(0, 24), slice(0, 24), ends, ends, 20, 20)
+        with AttentionOperations() as counted:
+            out, lse = packed.kernel(q, k, k, pack, 0.3)
+            packed.kernel_backward(q, q, k, k, out, lse, pack, 0.3)
+        assert counted.count == 12 * 4 * 16 * pairs
 
 
 def test_other_tensors_keep_their_calls() -> None:
