@@ -213,7 +213,7 @@ def cluster_content(lines: list[dict[str, Any]], machine_ranks: int) -> dict[str
         bandwidth = 1 / (max(median(line["beta_seconds_per_byte"] for line in rings), 1e-15) * sharing)
         levels.append({"link": "measured", "ranks": machine_ranks, "bytes_per_second": bandwidth, "latency_seconds": hops / (ranks - 1)})
     levels[-1]["ranks"] = None
-    return {"name": "measured", "source": "benchmarks.collectives", "call_seconds": calls[0], "levels": levels}
+    return {"name": "measured links", "source": "benchmarks.collectives", "call_seconds": calls[0], "levels": levels}
 
 
 def nccl_settings() -> dict[str, str]:

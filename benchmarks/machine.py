@@ -58,8 +58,8 @@ def device_content(precision: str, peak: float, device: torch.device) -> dict[st
     """What a device file of the planner holds, measured here: see megacore/plan/devices.py."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
-        "name": "measured",
-        "source": f"benchmarks.throughput --peak on {gpu.name if gpu else processor()}",
+        "name": gpu.name if gpu else processor(),
+        "source": "benchmarks.throughput --peak",
         "torch_names": [],
         "peak_flops": {precision: peak},
         "memory_gib": gpu.total_memory / 2**30 if gpu else None,

@@ -116,7 +116,7 @@ def step_report(config: Config, device: Device, cluster: Cluster, run_folder: st
     setting = setting_of(config)
     found = predict(setting, device, cluster, constants)
     speed = setting.global_batch * setting.seq / found.step
-    lines = [f"\npredicted     {found.step:.4g} s a step, {speed:,.0f} tokens/s on {device.name} in {cluster.name}; {source}"]
+    lines = [f"\npredicted     {found.step:.4g} s a step, {speed:,.0f} tokens/s on {device.name} over {cluster.name}; {source}"]
     for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
