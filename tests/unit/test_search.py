@@ -11,12 +11,13 @@ from megacore.plan.activations import fullest
 from megacore.plan.cost import best_interval, cost, loss
 from megacore.plan.devices import read_cluster, read_device
 from megacore.plan.generators import GENERATORS
-from megacore.plan.memory import rank_memory
+from megacore.plan.memory import besides, rank_memory
 from megacore.plan.partition import plan_of
 from megacore.plan.profile import profile
-from megacore.plan.search import Found, layouts, lost, search
+from megacore.plan.search import Found, layouts, lost, offloaded, replace_config, search
 from megacore.plan.search_report import launcher
 from megacore.plan.simulate import peak_held
+from megacore.plan.step_time import Prediction
 from tests import training
 
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "train.micro_batch_size=1"]
@@ -52,6 +53,31 @@ def test_layouts_run_and_fit() -> None:
         assert max(memory.total for memory in rank_memory(config)) / 2**30 < candidate.needs_gib <= 80
     seconds = [round(candidate.seconds / found.fit[0].seconds, 4) for candidate in found.fit]
     assert seconds == sorted(seconds) and all(candidate.needs_gib > 80 for candidate in found.too_large)
+
+
+def test_a_row_by_hand() -> None:
+    """Gigabytes for gibibytes, one device's peak for all, or causal attention in the MFU: a 7B model's row is computed here once more."""
+    hidden, ffn, vocab, layers, tokens = 4096, 11008, 32000, 32, 2048
+    matrices = layers * (4 * hidden**2 + 3 * hidden * ffn)
+    parameters = matrices + 2 * vocab * hidden + (2 * layers + 1) * hidden
+    found = searched("gpt_7b", 8, 90.0)
+    for row in found.fit:
+        train, parallel, engine = row.config.train, row.config.parallel, row.config.engine
+        if (parallel.data, train.micro_batch_size, train.recompute, engine.shard_optimizer) == (8, 4, "none", True):
+            break
+    else:
+        pytest.fail("no such row")
+    held = (2 + 4 + 12 / 8) * parameters  # weights, gradients, and an eighth of masters and moments
+    kept = 4 * tokens * (layers * (16 * hidden + 8 + 4 * 32 + 6 * ffn) + 2 * vocab)  # of blocks, and the logits
+    needs = held + parameters / 64 * 8 + 1.05 * kept  # a row's number in the norm, and what is lost between blocks
+    assert row.needs_gib == pytest.approx(needs / 2**30 + 0.9 + 2 * 0.15, rel=0.01)
+    assert row.holds_gib == pytest.approx(held / 2**30, rel=0.01)
+    a_token = 6 * (matrices + vocab * hidden) + 12 * layers * hidden * tokens
+    assert row.tokens_per_second == pytest.approx(1024 * tokens / row.seconds)
+    assert row.mfu == pytest.approx(row.tokens_per_second * a_token / (8 * 989.5e12), rel=1e-6)
+    stages = load("configs/gpt_7b.json", ["parallel.tensor=2", "train.micro_batch_size=2"], 8).config
+    communicators = besides(rank_memory(stages)[0], stages).communicators / 2**30
+    assert communicators == pytest.approx(0.15 * 5), "tensor, data, the world, and one each way of the pipeline"
 
 
 def test_layouts_keep_the_engines_rules() -> None:
@@ -120,6 +146,27 @@ def test_checkpoints_are_saved_at_the_best_interval() -> None:
     assert found.days == pytest.approx(477 * 2.0 / 86400) and found.energy_mwh == pytest.approx(found.device_hours * 700e-6)
 
 
+def test_a_run_of_64_devices_costs_what_arithmetic_says() -> None:
+    """Failures of one device, a checkpoint of weights alone, or one host that writes for all: each would move the interval or the bill."""
+    config = load("configs/gpt_7b.json", [], 64).config
+    found, step, failure = cost(config, 2.5, 1e11, 64, 8, None, 700), 2.5, 16384 * 54 * 24 / 419 * 3600 / 64
+    assert found.checkpoint_seconds == pytest.approx(12 * 6_738_415_616 / 8e9), "fp32 masters and two moments, from eight hosts"
+    young = (2 * found.checkpoint_seconds * failure) ** 0.5
+    assert found.checkpoint_steps * step == pytest.approx(young, rel=0.002), "Daly's further terms are small here"
+    interval = found.checkpoint_steps * step
+    lost = found.checkpoint_seconds / interval + ((interval + found.checkpoint_seconds) / 2 + 600) / failure
+    assert found.lost == pytest.approx(lost) and found.device_hours == pytest.approx(found.days * 24 * 64 * (1 + lost))
+    assert found.failures == pytest.approx(found.device_hours * 3600 / 64 / failure) and found.money is None
+
+
+def test_offloaded_activations_go_there_and_back() -> None:
+    """Counted one way, offload would look twice as fast as the bus."""
+    config = load("configs/gpt_1b.json", ["train.offload_activations=true"], 1).config
+    idle = Prediction(dict.fromkeys(("products", "attention", "passes"), 0.0))
+    kept = rank_memory(replace_config(config, "train", offload_activations=False))[0].activations
+    assert offloaded(config, idle).terms["offload"] == pytest.approx(2 * config.num_microbatches * kept / 2.5e10)
+
+
 def test_the_script_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """Without the user's own overrides they would train another model than was searched for."""
     arguments = ["--config", "configs/gpt_1b.json", "--world", "8", "--search", "--tokens", "1e9", "--price", "2"]
@@ -139,7 +186,7 @@ def test_the_configs_own_layout_does_not_matter(capsys: pytest.CaptureFixture[st
     base = ["--config", "configs/gpt_7b.json", "--world", "3", "--search", "train.global_batch_size=21", "model.num_layers=2"]
     assert script.run([*base, "parallel.tensor=7", "parallel.pipeline=5"]) == 0
     assert "data 3, microbatch 1" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="parallel.tensor: \"x\" is not valid"):
+    with pytest.raises(ConfigError, match='parallel.tensor: "x" is not valid'):
         script.run([*base, "parallel.tensor=x"])
 
 

@@ -246,6 +246,8 @@ def test_a_config_becomes_a_setting() -> None:
     assert divided.tokens == divided.seq * divided.micro_batch // 2
     halves = setting_of(resolve({}, ["engine.reduce_dtype=bf16"], "x", 8).config)
     assert (setting.gradient_bytes, halves.gradient_bytes) == (4, 2), "what travels, not what is added up"
+    engines = ([], ["engine.shard_optimizer=true"], ["engine.kind=fsdp"])
+    assert [setting_of(resolve({}, own, "x", 8).config).zero for own in engines] == [0, 1, 3]
 
 
 def test_context_ranks_share_the_tokens_and_gather_keys_and_values() -> None:
@@ -422,3 +424,6 @@ def test_every_term_of_a_step_by_hand() -> None:
     found = predict(setting, device, Cluster("plain", levels), profile)
     assert {name: value for name, value in found.terms.items() if abs(value) > 1e-12} == pytest.approx(terms, rel=1e-9)
     assert found.step == pytest.approx(sum(terms.values()), rel=1e-9) and last > other
+    folded = predict(replace(setting, schedule="zb_v", chunks=2), device, Cluster("plain", levels), profile)
+    one = 6 * tokens * (2 * block + table) / peak
+    assert folded.terms["products"] == pytest.approx(microbatches * one, rel=1e-9), "of a V the first rank has the head"
