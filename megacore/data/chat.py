@@ -8,7 +8,7 @@ the text with it, its end-of-turn token included.
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from datetime import date
 from itertools import pairwise
@@ -19,6 +19,7 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megacore.data.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ ANSWERS = "assistant"
 ROLES = ("system", "developer", "user", ANSWERS, "tool")
 BEGIN, END = "\ufdd0", "\ufdd1"  # around an answer in what a template writes: code points that no text has (Unicode, noncharacters)
 MARKING = re.compile(r"\{%[-+]?\s*generation\b")
+LARGEST = 1_000_000
 LINE = 'one conversation a line, such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 MARKED = "a template with {% generation %} … {% endgeneration %} around its answers"
 TEMPLATE = "a file with a Jinja template that goes through `messages`"
@@ -62,6 +64,24 @@ class Generation(Extension):
 
     def _marked(self, caller: Callable[[], str]) -> str:
         return BEGIN + caller() + END
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no product or power is too large to hold: jinja2 itself limits ranges only."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """The product or power. Raises `TemplateError` if it has more than `LARGEST` elements or bits."""
+        length, bits = ([measure(x) for x in (left, right)] for measure in (_length, _bits))
+        if operator == "**":
+            size = bits[0] * abs(right) if isinstance(right, int) else 0
+        else:  # one of two that are multiplied may be a sequence, which is repeated
+            times = [abs(x) if isinstance(x, int) else 0 for x in (right, left)]
+            size = max(sum(bits), *(n * m for n, m in zip(length, times, strict=True)))
+        if size > LARGEST:
+            raise TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
 
 
 def chat_of(tokenizer: str, template: str | None) -> Chat:
@@ -185,7 +205,7 @@ def _compiled(chat: Chat) -> Any:
     def dumped(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own writes "<" for HTML
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = dumped
     environment.globals |= {"raise_exception": fail, "strftime_now": chat.today.strftime}
     return environment.from_string(chat.template)
@@ -217,6 +237,14 @@ def _read(path: Path) -> str:
         raise DataError(str(path), f"cannot be read: {error.strerror}", TEMPLATE) from None
     except UnicodeDecodeError:
         raise DataError(str(path), "is not UTF-8", TEMPLATE) from None
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _bits(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else 0
 
 
 def _one_line(error: Exception) -> str:
