@@ -11,6 +11,7 @@ from megacore.plan.choices import attention_of, compiles, context_method_of
 from megacore.plan.context_time import Divided, Method
 from megacore.plan.operations import ACTIVATION_BYTES
 from megacore.plan.partition import settled
+from megacore.plan.units import reshards
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Setting:
     compiled: bool = False  # blocks: neighbouring passes are one kernel
     schedule: str = "1f1b"
     flash: bool = True  # attention keeps no scores, and skips the masked half
-    zero: int = 0  # what the data ranks divide: 1 optimizer state, 2 gradients too, 3 parameters too
+    # What the data ranks divide: 1 optimizer state, 2 gradients too, or parameters that are whole during a step, 3 parameters too.
+    zero: int = 0
     shard_size: int = 0  # ranks that divide it; 0: all data ranks
     gradient_bytes: int = 4  # of a number that is summed over data ranks
 
@@ -107,7 +109,7 @@ class Setting:
 def setting_of(config: Config) -> Setting:
     """The setting of a resolved config."""
     model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
-    kind_zero = {"native": int(engine.shard_optimizer), "fsdp": 3 if config.token_ranks > 1 else 0}
+    kind_zero = {"native": int(engine.shard_optimizer), "fsdp": (3 if reshards(config) else 2) if config.token_ranks > 1 else 0}
     zero = int(ds_settings(config)["zero_optimization"]["stage"]) if engine.kind == "deepspeed" else kind_zero[engine.kind]
     return Setting(
         layers=model.num_layers,

@@ -248,6 +248,8 @@ def test_a_config_becomes_a_setting() -> None:
     assert (setting.gradient_bytes, halves.gradient_bytes) == (4, 2), "what travels, not what is added up"
     engines = ([], ["engine.shard_optimizer=true"], ["engine.kind=fsdp"])
     assert [setting_of(resolve({}, own, "x", 8).config).zero for own in engines] == [0, 1, 3]
+    piped = [["engine.kind=fsdp", "parallel.pipeline=2", *more] for more in ([], ["engine.reshard=true"])]
+    assert [setting_of(resolve({}, own, "x", 8).config).zero for own in piped] == [2, 3], "whole during a step, unless it says otherwise"
 
 
 def test_context_ranks_share_the_tokens_and_gather_keys_and_values() -> None:
