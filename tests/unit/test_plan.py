@@ -32,7 +32,7 @@ from megacore.plan.flops import (
     head_flops,
     layer_cost,
 )
-from megacore.plan.memory import RankMemory, rank_memory
+from megacore.plan.memory import RankMemory, besides, rank_memory
 from megacore.plan.parameters import block_list, ends_list, parameters, rank_parameters
 from megacore.plan.partition import stage_layers
 from megacore.train.meters import PairsSeen
@@ -350,6 +350,9 @@ def test_plan_command(tmp_path: Path) -> None:
     for text in ("6,738,415,616", "64 = micro_batch_size 4 × microbatches 4 × data 4", "bubble", "at least", "16–31"):
         assert text in done.stdout
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    setting = load(config, ["train.global_batch_size=64"], 8).config
+    fullest = max(rank_memory(setting), key=lambda memory: memory.total)
+    assert f"A GPU needs {(fullest.total + besides(fullest, setting).total) / 2**30:.2f} GiB" in done.stdout
 
 
 def test_plan_command_says_which_method_of_context_ranks_is_faster_on_other_links(tmp_path: Path) -> None:
