@@ -56,7 +56,7 @@ def edit(path: Path, before: str, after: str) -> None:
 
 
 def test_the_documented_block_is_proved_and_a_mistake_in_it_is_found_by_name(fork: Path) -> None:
-    done = run(fork, "--layouts", "tp2sp,pp2")
+    done = run(fork, "--layouts", "tp2sp,tp2pp2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "EQUAL to one process in fp64" in done.stdout and "blocks.1.feed_forward.up.weight" in done.stdout
 
