@@ -19,6 +19,7 @@ CLUSTERS = {"a100": "dgx_a100", "a100 40gb": "a100_roce", "b200": "dgx_b200", "b
 NETWORKS = (
     ("EFA", "p5"), ("RoCE 1600", "a100_roce"), ("8x HDR IB 800Gb/s/node", "a100_800g"), ("800Gb/s", "h100_800g"), ("400Gb/s", "a100_400g"),
 )  # fmt: skip
+SCHEDULES = {"interleaved-1f1b": "interleaved", "zb1p": "zb_h1", "zbv": "zb_v", "v-half": "v_half", "v-min": "v_min"}  # as published
 PROFILES = (
     ("nanotron", "nanotron"), ("vTrain", "megatron-2023"), ("Megatron-LM", "megatron-2022"), ("NeMo", "nemo"), ("NEMO", "nemo"),
     ("Megatron-Bridge", "nemo"), ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("fms-fsdp", "fms-fsdp"), ("MaxText", "jax"),
@@ -148,7 +149,7 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         precision=kind,
         recompute=recompute,
         compiled=any("compile" in r.get(name, "") for name in ("framework", "engine", "note")),
-        schedule=r["schedule"] or "1f1b",
+        schedule=SCHEDULES.get(r["schedule"], r["schedule"] or "1f1b"),
         flash=profile not in ("megatron-2023", "megatron-2022"),
         zero=zero,
         gradient_bytes=2 if "pure" in precision or zero == 3 or profile == "nemo" else 4,

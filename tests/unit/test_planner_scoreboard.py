@@ -13,7 +13,7 @@ from benchmarks import collectives, machine, planner_memory, planner_weak_scalin
 from benchmarks.collectives import cluster_content
 from benchmarks.planner import run
 from benchmarks.planner_fit import Case, fit, steps
-from benchmarks.planner_rows import Row, read
+from benchmarks.planner_rows import SCHEDULES, Row, read
 from benchmarks.planner_score import baseline, errors, operations, regret
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
@@ -21,7 +21,7 @@ from megacore.plan.devices import read_cluster, read_device
 from megacore.plan.operations import Machine
 from megacore.plan.profile import Profile
 from megacore.plan.setting import Setting
-from megacore.plan.step_time import predict
+from megacore.plan.step_time import BUBBLES, predict
 
 SETTING = Setting(
     layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=16, head_size=128, vocab=32000, seq=2048, global_batch=64, precision="bf16"
@@ -281,3 +281,8 @@ def test_a_place_for_results_is_asked_for_first(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="cannot write"):
             measure()
+
+
+def test_published_names_of_schedules_are_known() -> None:
+    """A row of a split schedule would count as 1F1B, whose bubble is up to three times as long."""
+    assert {"zb_h1", "zb_v", "v_half", "v_min"} == set(BUBBLES) == set(SCHEDULES.values()) - {"interleaved"}
