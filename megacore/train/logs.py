@@ -58,7 +58,7 @@ class Logs:
             disable=not self.live,
         )
         self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
-        self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step
+        self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step  # since when time is counted
         self.last_line = 0.0
         self.named: set[int] = set()  # stragglers that were reported
         self.progress.start()
@@ -108,6 +108,7 @@ class Logs:
                 self.metrics.close()
                 self.metrics = open_metrics(self.file, first_step)
             self.progress.update(self.task, completed=first_step - 1)
+            self.started, self.first_step = time.monotonic(), first_step
 
     def _open(self, first_step: int) -> None:
         """Makes the run's folder and opens the files in it."""

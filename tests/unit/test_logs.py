@@ -33,6 +33,22 @@ def test_the_time_left_is_that_of_the_steps_since_the_start(
     assert capsys.readouterr().out.strip().endswith(" 180 s left")
 
 
+def test_the_time_left_behind_a_rollback_to_before_the_start(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that resumed step 100 and went back to 90, because 100 is damaged: counted from 101 it has done -10, and then 0 steps."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    logs = Logs(config, True, 101)
+    now[0] = 2000.0  # behind steps that do not count any more
+    logs.reopen(91)
+    for step in (91, 100, 101):
+        now[0] = 2000.0 + 10.0 * (step - 90)
+        logs.step(figures(step), {})
+    logs.close()
+    assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["1090", "1000", "990"]
+
+
 def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
     logs = Logs(config, True, 1)
