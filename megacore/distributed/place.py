@@ -28,13 +28,14 @@ class Place:
     guest: bool = False  # whether the process belongs to another program, which ends it itself
 
 
-# Each launcher's variables for (rank, world size, local rank, ranks on this machine). The first launcher found counts.
+# Each launcher's variables for (rank, world size, local rank, ranks on this machine); Slurm says the last for all machines, by their
+# number. The first launcher found counts.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's, and Intel's
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
 }
 
 SETTING = {"mpirun": "-x MASTER_ADDR=<the first host>", "mpiexec": "-genv MASTER_ADDR <the first host>"}  # a variable of all ranks
@@ -51,7 +52,8 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
             continue
         try:
             rank, world_size, local_rank = (int(env.get(name, "0")) for name in names[:3])
-            local_world_size = int(env.get(names[3], "1").split("(")[0].split(",")[0])  # Slurm writes 4(x2),3
+            beside = env.get(names[3], "1")
+            local_world_size = slurm_tasks(beside, env.get("SLURM_NODEID", "")) if launcher == "srun" else int(beside)
             port = int(env.get("MASTER_PORT", 29500 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
         except ValueError:
             wrong = ", ".join(f"{name}={env.get(name)}" for name in (*names, "MASTER_PORT")) + " are not all numbers"
@@ -67,6 +69,23 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
         return Place(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
     refuse_half_a_place(env)
     return Place()
+
+
+def slurm_tasks(tasks_per_node: str, node: str) -> int:
+    """How many tasks of a step are on node number `node`: on node 2 of ``4(x2),3`` there are 3. The number is needed only where nodes
+    differ. Raises `ValueError` if either cannot be read."""
+    runs = [re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", run) for run in tasks_per_node.split(",")]
+    counts = [(int(run[1]), int(run[2] or 1)) for run in runs if run is not None]
+    if len(counts) < len(runs):
+        raise ValueError(tasks_per_node)
+    if len({tasks for tasks, _ in counts}) == 1:
+        return counts[0][0]
+    before, number = 0, int(node)
+    for tasks, nodes in counts:
+        if before <= number < before + nodes:
+            return tasks
+        before += nodes
+    raise ValueError(node)
 
 
 def host_name(env: Mapping[str, str] = os.environ) -> str:

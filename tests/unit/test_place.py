@@ -81,6 +81,22 @@ def test_one_slurm_node_needs_no_name_service() -> None:
     assert place_from_environment(one) == Place(5, 8, 1, 8, "127.0.0.1", 29501)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "per_node"),
+    [("4,3", [4, 3]), ("4(x2),3", [4, 4, 3]), ("1,2(x3),4", [1, 2, 2, 2, 4]), ("2,4(x2),3,4", [2, 4, 4, 3, 4])],
+)
+def test_slurm_nodes_with_unequal_tasks(tasks: str, per_node: list[int]) -> None:
+    """The first node's number for all: a machine would serve figures of ranks that do not exist, and be taken for a broken one."""
+    ranks = [(node, local) for node, count in enumerate(per_node) for local in range(count)]
+    for rank, (node, local) in enumerate(ranks):
+        place = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": len(ranks), "SLURM_LOCALID": local, "SLURM_NODEID": node}
+        env = SRUN | {name: str(value) for name, value in place.items()} | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+        assert place_from_environment(env) == Place(rank, len(ranks), local, per_node[node], "node003", 29501)
+    for change in ({"SLURM_NODEID": str(len(per_node))}, {"SLURM_NODEID": ""}, {"SLURM_STEP_TASKS_PER_NODE": f"{tasks},x"}):
+        name, value = next(iter(change.items()))
+        assert f"{name}={value}" in refusal(env | change)
+
+
 def refusal(env: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as error:
         place_from_environment(env)
