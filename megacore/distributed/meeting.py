@@ -26,9 +26,8 @@ def meet(place: Place, timeout: timedelta, patience: timedelta | None = None) ->
     if place.world_size == 1:
         return None
     patience = timeout if patience is None else min(timeout, patience)
-    os.environ.setdefault("MASTER_ADDR", place.master_address)
-    os.environ.setdefault("MASTER_PORT", str(place.master_port))
-    address, port, opens = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), place.rank == 0
+    address, port, opens = place.master_address, place.master_port, place.rank == 0
+    os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": str(port)})  # PyTorch and DeepSpeed read them there
     # The store's own client would try a wrong name for minutes. In Kubernetes a name comes with its pod, which may be scheduled later.
     check_name(address, patience.total_seconds() if "KUBERNETES_SERVICE_HOST" in os.environ else NAME_SECONDS)
     try:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacore.distributed.environment import MOST_RANKS, first_host, host, number, tasks_here
 from megacore.distributed.processes import stat_fields
 from megacore.errors import ConfigError
 
@@ -35,7 +36,7 @@ LAUNCHERS = {
     "deepspeed": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH's, and Intel's
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 SETTING = {"mpirun": "-x MASTER_ADDR=<the first host>", "mpiexec": "-genv MASTER_ADDR <the first host>"}  # a variable of all ranks
@@ -50,42 +51,28 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> Place:
     for launcher, names in LAUNCHERS.items():
         if names[0] not in env or names[1] not in env or (launcher in LOCAL_TOO and names[3] not in env):
             continue
-        try:
-            rank, world_size, local_rank = (int(env.get(name, "0")) for name in names[:3])
-            beside = env.get(names[3], "1")
-            local_world_size = slurm_tasks(beside, env.get("SLURM_NODEID", "")) if launcher == "srun" else int(beside)
-            port = int(env.get("MASTER_PORT", 29500 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
-        except ValueError:
-            wrong = ", ".join(f"{name}={env.get(name)}" for name in (*names, "MASTER_PORT")) + " are not all numbers"
-            raise ConfigError("environment", wrong, f"start the ranks with {launcher}") from None
+        right = f"start the ranks with {launcher}"
+        rank, world_size, local_rank = (number(env, name, right, least=-MOST_RANKS) for name in names[:3])
+        count = tasks_here if launcher == "srun" else number
+        local_world_size = count(env, names[3], right) if names[3] in env else 1
+        port = number(env, "MASTER_PORT", right, 29500 + number(env, "SLURM_JOB_ID", right, most=1 << 32) % 10000)
         if not 0 <= rank < world_size:
             raise ConfigError("environment", f"rank {rank} of {world_size} ({launcher})", "ranks from 0 to the world size - 1")
+        if not 1 <= local_world_size <= world_size:
+            wrong = f"{names[3]}={env.get(names[3])} of {names[1]}={world_size}"
+            raise ConfigError("environment", wrong, "the ranks on this machine, one or more and at most all")
+        if not 0 <= local_rank < local_world_size or local_rank > rank:
+            wrong = f"{names[2]}={local_rank} of {names[3]}={local_world_size} on the machine of {names[0]}={rank}"
+            raise ConfigError("environment", wrong, "the rank among those of its machine, from 0")
         if not 0 < port < 65536:
             raise ConfigError("environment", f"MASTER_PORT={port} is no port", "from 1 to 65535")
-        address = env.get("MASTER_ADDR") or (first_host(env) if launcher == "srun" else None)
+        address = host(env, "MASTER_ADDR") or (first_host(env, right) if launcher == "srun" else None)
         if address is None and launcher in SETTING and local_world_size < world_size:
             wrong = f"{launcher} started ranks on several machines, and MASTER_ADDR is not set"
             raise ConfigError("environment", wrong, f"{launcher} {SETTING[launcher]} …")
         return Place(rank, world_size, local_rank, local_world_size, address or "127.0.0.1", port)
     refuse_half_a_place(env)
     return Place()
-
-
-def slurm_tasks(tasks_per_node: str, node: str) -> int:
-    """How many tasks of a step are on node number `node`: on node 2 of ``4(x2),3`` there are 3. The number is needed only where nodes
-    differ. Raises `ValueError` if either cannot be read."""
-    runs = [re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", run) for run in tasks_per_node.split(",")]
-    counts = [(int(run[1]), int(run[2] or 1)) for run in runs if run is not None]
-    if len(counts) < len(runs):
-        raise ValueError(tasks_per_node)
-    if len({tasks for tasks, _ in counts}) == 1:
-        return counts[0][0]
-    before, number = 0, int(node)
-    for tasks, nodes in counts:
-        if before <= number < before + nodes:
-            return tasks
-        before += nodes
-    raise ValueError(node)
 
 
 def host_name(env: Mapping[str, str] = os.environ) -> str:
@@ -105,16 +92,6 @@ def refuse_half_a_place(env: Mapping[str, str]) -> None:
             there, absent = (rank, world_size) if rank in env else (world_size, rank)
             wrong = f"{there}={env[there]} is set, and {absent} is not"
             raise ConfigError("environment", wrong, "both, as a launcher sets them, or neither")
-
-
-def first_host(env: Mapping[str, str]) -> str | None:
-    """The first host of Slurm's step: ``node003`` of ``node[003-007,9]``, ``rack2-node1`` of ``rack[2,5]-node[1-4]``."""
-    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
-    if env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1" or not hosts:
-        return None
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)  # up to the first comma outside brackets
-    assert first is not None
-    return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first.group())
 
 
 def missing_hostfile() -> str | None:

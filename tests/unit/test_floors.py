@@ -36,7 +36,8 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.caches", "megacore.cli", "megacore.config.", "megacore.plan.",
-    "megacore.distributed.place", "megacore.distributed.axes", "megacore.distributed.processes", "megacore.distributed.reasons",
+    "megacore.distributed.place", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
+    "megacore.distributed.reasons",
 )  # fmt: skip
 # Third-party packages that they may import: those in the second set not at import time, only where something is drawn.
 TORCH_FREE_PACKAGES = ({"pydantic"}, {"matplotlib", "rich"})

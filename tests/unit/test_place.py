@@ -1,5 +1,6 @@
 """The rank that a process reads from its launcher's environment: a wrong one would train on wrong data, or wait for nobody."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,48 @@ def test_unreadable_numbers_are_named(name: str, value: str) -> None:
     """An `int()` of it would end in a traceback on every rank."""
     message = refusal(TORCHRUN | {name: value})
     assert f"{name}={value}" in message and "torchrun" in message
+
+
+GARBAGE = ["", "two", "1.5", "-1", "9" * 400, "4" * 12, " 4", "4\n", "²", "nan", "1e3", "\udcff", "[", "4(x", "4(x0)", "," * 4, "a..b", "a" * 64, "-o"]
+
+
+OWN = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "mpirun": MPIRUN | MASTER, "mpiexec": MPICH | MASTER, "srun": SRUN,
+       "uneven srun": SRUN | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "3,5"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", OWN)
+def test_garbage_is_refused_by_name_or_is_a_place(launcher: str) -> None:
+    """A traceback on every rank, thousands of times; or a place that cannot be, which fails in the middle of training."""
+    for name, value in product(OWN[launcher], GARBAGE):
+        hosts = name in ("MASTER_ADDR", "SLURM_STEP_NODELIST") and (not value or value in ("two", "1.5", "nan", "1e3", "4" * 12))
+        if hosts:
+            continue
+        message = refusal(OWN[launcher] | {name: value})
+        assert len(message) < 400, (name, value)
+        assert name in message or f"rank {value} of" in message or f" of {value}" in message, (name, value, message)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 of WORLD_SIZE=8 (the ranks on this machine, one or more and at most all)"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 of WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "7"}, "LOCAL_RANK=7 of LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "3", "RANK": "2"}, "LOCAL_RANK=3 of LOCAL_WORLD_SIZE=4 on the machine of RANK=2"),
+        ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR=a..b is no host"),
+        ({"MASTER_ADDR": "a" * 64 + ".b"}, "is no host (a name of labels of 1 to 63 letters"),
+        ({"MASTER_ADDR": "-oProxyCommand=x"}, "is no host"),
+        ({"WORLD_SIZE": "9" * 9}, f"is not from -{1 << 24} to {1 << 24}"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(env: dict[str, str], said: str) -> None:
+    """The GPU of a local rank that there is not; no rank that reports for its machine; a name that Python cannot even look up."""
+    assert said in refusal(TORCHRUN | env)
+
+
+@pytest.mark.parametrize("address", ["n1", "n1.", "a_b.c-d", "10.0.0.1", "::1", "fe80::1%eth0", "x" * 63])
+def test_a_host_by_name_or_address(address: str) -> None:
+    assert place_from_environment(TORCHRUN | {"MASTER_ADDR": address}).master_address == address
 
 
 @pytest.mark.parametrize("rank", ["8", "-1"])
