@@ -114,7 +114,8 @@ def test_unreadable_numbers_are_named(name: str, value: str) -> None:
     assert f"{name}={value}" in message and "torchrun" in message
 
 
-GARBAGE = ["", "two", "1.5", "-1", "9" * 400, "4" * 12, " 4", "4\n", "²", "nan", "1e3", "\udcff", "[", "4(x", "4(x0)", "," * 4, "a..b", "a" * 64, "-o"]
+GARBAGE = ["", "two", "1.5", "-1", "9" * 400, "4" * 12, " 4", "4\n", "²", "nan", "1e3", "\udcff", "[", "4(x", "4(x0)", "," * 4, "a..b"]
+GARBAGE += ["a" * 64, "-o"]
 
 
 OWN = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "mpirun": MPIRUN | MASTER, "mpiexec": MPICH | MASTER, "srun": SRUN,
