@@ -117,7 +117,8 @@ def on_context_ranks(documents: Documents, ranks: int, head: int, device: str, d
     for rank in range(ranks):
         runs = runs_of(seq, ranks, rank, documents)
         own = torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(device)
-        queries, calls = q[:, :, own], packed.packed(parts(runs, everything, documents), q)
+        queries = q[:, :, own]
+        calls = packed.packed(parts(runs, everything, documents), queries, seq)
         merged = Merged(queries)
         merged.add(queries, k, v, calls, SCALE)
         out, grad_q = merged.out.to(dtype), zeros_like(queries, wide=True)

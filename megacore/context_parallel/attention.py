@@ -52,7 +52,7 @@ class Sequences:
     def calls(self, queries: Runs, keys: Runs, q: Tensor) -> list[Part | Pack]:
         """The parts of attention between some queries and some keys, as they are computed on tensors like `q`."""
         if (queries, keys) not in self.found:
-            self.found[queries, keys] = packed(parts(queries, keys, self.documents), q)
+            self.found[queries, keys] = packed(parts(queries, keys, self.documents), q, sum(run.stop - run.start for run in keys))
         return self.found[queries, keys]
 
     def with_keys(self, keys: Runs, q: Tensor) -> list[Part | Pack]:
@@ -75,16 +75,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) 
 
 
 def in_order(gathered: Tensor, sequences: Sequences) -> Tensor:
-    """Tokens of all ranks ``[ranks, …, tokens of a rank, head]`` → in the order of the sequence ``[…, tokens, head]``."""
-    pieces = [(run.start, own[..., run.here, :]) for own, runs in zip(gathered, sequences.by_rank, strict=True) for run in runs]
-    return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], -2)
+    """Tokens of all ranks ``[ranks, batch, tokens of a rank, …]`` → in the order of the sequence ``[batch, tokens, …]``."""
+    pieces = [(run.start, own[:, run.here]) for own, runs in zip(gathered, sequences.by_rank, strict=True) for run in runs]
+    return torch.cat([piece for _, piece in sorted(pieces, key=itemgetter(0))], 1)
 
 
-def by_rank(x: Tensor, sequences: Sequences, dim: int = -2) -> Tensor:
-    """The inverse of `in_order`; tokens are at `dim`."""
-    dim %= x.dim()
-    pieces = [x.narrow(dim, run.start, run.stop - run.start) for runs in sequences.by_rank for run in runs]
-    return torch.cat(pieces, dim).unflatten(dim, (sequences.group.size, -1)).movedim(dim, 0)
+def by_rank(x: Tensor, sequences: Sequences) -> Tensor:
+    """The inverse of `in_order`."""
+    pieces = [x[:, run.start : run.stop] for runs in sequences.by_rank for run in runs]
+    return torch.cat(pieces, 1).unflatten(1, (sequences.group.size, -1)).movedim(1, 0)
 
 
 class GatherAttention(torch.autograd.Function):
@@ -110,15 +109,21 @@ class GatherAttention(torch.autograd.Function):
         grads = zeros_like(q, wide=wide), zeros_like(keys, wide=wide), zeros_like(values, wide=wide)
         add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
         del keys, values  # the memory of whole sequences
-        both = torch.stack([by_rank(total.to(k.dtype), ctx.sequences) for total in grads[1:]], 1)  # [ranks, 2, batch, heads, tokens, head]
-        grad_k, grad_v = reduce_scatter(both, group)[0]
+        sums = [by_rank(total.transpose(1, 2).to(k.dtype), ctx.sequences) for total in grads[1:]]
+        grad_k, grad_v = reduce_scatter(torch.stack(sums, 1), group)[0].transpose(2, 3)
         return grads[0].to(q.dtype), grad_k, grad_v, None, None
 
 
 def gathered(k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Keys and values of all ranks, in the order of the sequence."""
-    both = all_gather(torch.stack((k, v))[None], sequences.group)  # [ranks, 2, batch, heads, tokens, head]
-    return in_order(both[:, 0], sequences), in_order(both[:, 1], sequences)
+    both = all_gather(token_by_token(k, v)[None], sequences.group)  # [ranks, 2, batch, tokens, heads, head]
+    return in_order(both[:, 0], sequences).transpose(1, 2), in_order(both[:, 1], sequences).transpose(1, 2)
+
+
+def token_by_token(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values ``[batch, heads, tokens, head]`` as one tensor ``[2, batch, tokens, heads, head]``: kernels take its tokens as they
+    lie, also those of several sequences in one call."""
+    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
 
 
 class RingAttention(torch.autograd.Function):
@@ -130,10 +135,11 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
         merged, group = Merged(q), sequences.group
-        both = torch.stack((k, v))
+        both = token_by_token(k, v)
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
-            merged.add(q, both[0], both[1], calls_at(sequences, step, q), scale)
+            keys, values = both.transpose(2, 3)
+            merged.add(q, keys, values, calls_at(sequences, step, q), scale)
             both = both if coming is None else coming.take()
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -144,16 +150,17 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         sequences, group = ctx.sequences, ctx.sequences.group
-        both, grad_q = torch.stack((k, v)), zeros_like(q, wide=True)
+        both, grad_q = token_by_token(k, v), zeros_like(q, wide=True)
         sums: Coming | None = None  # of the gradients of the keys and values at hand, on their way from the rank before
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
-            own = zeros_like(both)
-            add_gradients((grad_q, own[0], own[1]), grad, q, both[0], both[1], out, lse, calls_at(sequences, step, q), ctx.scale)
+            own, (keys, values) = torch.zeros_like(both), both.transpose(2, 3)
+            grads = grad_q, own[0].transpose(1, 2), own[1].transpose(1, 2)
+            add_gradients(grads, grad, q, keys, values, out, lse, calls_at(sequences, step, q), ctx.scale)
             sums = pass_on(own if sums is None else own.add_(sums.take()), group)
             both = both if coming is None else coming.take()
         assert sums is not None
-        grad_k, grad_v = sums.take()
+        grad_k, grad_v = sums.take().transpose(2, 3)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
@@ -209,7 +216,7 @@ class UlyssesAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         product = (grad.to(lse.dtype) * out).sum(-1, keepdim=True)
         both = by_heads(torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences)  # the number's bits, as one element or two
-        grad, product = (x.contiguous() for x in both.tensor_split([grad.shape[-1]], -1))
+        grad, product = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1))
         out = with_product(grad, product.view(lse.dtype))
         grads = zeros_like(q), zeros_like(k), zeros_like(v)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q), ctx.scale)
@@ -234,14 +241,14 @@ def with_product(grad: Tensor, product: Tensor) -> Tensor:
 
 
 def by_heads(x: Tensor, sequences: Sequences) -> Tensor:
-    """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``."""
+    """``[batch, heads, tokens of this rank, …]`` → ``[batch, heads of this rank, tokens, …]``, in memory token by token, as in `Merged`."""
     group = sequences.group
-    return in_order(exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0), group), sequences)
+    return in_order(exchange(x.transpose(1, 2).unflatten(2, (group.size, -1)).movedim(2, 0), group), sequences).transpose(1, 2)
 
 
 def by_tokens(x: Tensor, sequences: Sequences) -> Tensor:
-    """The inverse of `by_heads`. In memory its tokens come before its heads, as in `Merged`."""
-    parts = exchange(by_rank(x.transpose(1, 2), sequences, dim=1), sequences.group)  # [ranks, batch, tokens, heads of a rank, head]
+    """The inverse of `by_heads`; in memory token by token too."""
+    parts = exchange(by_rank(x.transpose(1, 2), sequences), sequences.group)  # [ranks, batch, tokens, heads of a rank, head]
     return parts.permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 

@@ -26,9 +26,10 @@ class Merged:
     """
 
     def __init__(self, q: Tensor, *, alone: bool = False) -> None:
-        wide, shape = torch.promote_types(q.dtype, torch.float32), (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        (batch, heads, queries, head), wide = q.shape, torch.promote_types(q.dtype, torch.float32)
+        shape = batch, queries, heads, head
         self.out = (q.new_empty(shape) if alone else q.new_zeros(shape, dtype=wide)).transpose(1, 2)
-        self.lse = q.new_full(q.shape[:3], float("-inf"), dtype=wide)
+        self.lse = q.new_full((heads, batch, queries), float("-inf"), dtype=wide).transpose(0, 1)  # as a kernel for many lengths has it
         self.alone = alone
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, found: Iterable[Part | Pack], scale: float) -> None:
@@ -149,6 +150,6 @@ class DocumentAttention(torch.autograd.Function):
 
 
 def zeros_like(x: Tensor, *, wide: bool = False) -> Tensor:
-    """Zeros to sum gradients of `x` in; `wide`: in fp32 at least."""
+    """Zeros to sum gradients of `x` ``[batch, heads, tokens, head]`` in, token by token in memory; `wide`: in fp32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
-    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.zeros_like(x.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)

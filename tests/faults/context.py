@@ -60,7 +60,7 @@ def gathered_gradients_summed_twice() -> Any:
 
 @fault("sequences are put together in the order of the ranks, not of their pieces", "cp2", ATTENTION, ULYSSES)
 def pieces_out_of_order() -> Any:
-    return patch(attention, "in_order", lambda gathered, sequences: torch.cat(tuple(gathered), -2))
+    return patch(attention, "in_order", lambda gathered, sequences: torch.cat(tuple(gathered), 1))
 
 
 @fault("a context rank counts its positions from 0", "cp2", ATTENTION, RING)
