@@ -46,7 +46,7 @@ from megacore.kernels.grad_norm import SumOfSquares
 from megacore.kernels.layernorm import layer_norm, rms_norm
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy
 from megacore.kernels.rope import rope, rope_qkv
-from megacore.kernels.softmax import causal_softmax, masked_softmax
+from megacore.kernels.softmax import causal_softmax
 from megacore.kernels.swiglu import swiglu
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -185,13 +185,6 @@ OPERATIONS: dict[str, Operation] = {
         attention_scores,
         by=("scores",),
         moved=causal_passes,
-    ),
-    "masked_softmax": Operation(
-        scores,
-        lambda i, how: masked_softmax(i["scores"], i["mask"], SCALE, implementation=how),
-        attention_scores,
-        by=("scores",),
-        moved=passes(2, 3),
     ),
     "cross_entropy": Operation(
         logits,

@@ -124,7 +124,7 @@ class AdamW:
             )
 
     def _launch(self, table: TensorTable, lr: float, scale: Tensor | None, skip: Tensor | None) -> None:
-        logs = (math.log(self.beta1), math.log(self.beta2))
+        logs = (log_decay(self.beta1), log_decay(self.beta2))
         _prepare_kernel[(1,)](self.factors, self.updates, scale, skip, lr, *logs, num_warps=1)
         if table.programs:  # a launch of no programs is an error
             names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -134,6 +134,11 @@ class AdamW:
                 GRADIENT=names[self.gradients[0].dtype], COPY=None if self.copies is None else names[self.copies[0].dtype],
                 ALIGNED=table.aligned, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
+
+
+def log_decay(beta: float) -> float:
+    """The logarithm of a moment's decay rate; -inf for a moment that is just the latest gradient."""
+    return math.log(beta) if beta else -math.inf
 
 
 def adamw_eager(
@@ -154,8 +159,8 @@ def adamw_eager(
     wide = master.dtype
     done = torch.ones((), dtype=wide, device=master.device) if skip is None else (skip == 0).to(wide)
     update = update.to(wide).clamp(min=1.0)
-    step = done * lr / -torch.expm1(update * math.log(beta1))
-    unbias = (-torch.expm1(update * math.log(beta2))).rsqrt()
+    step = done * lr / -torch.expm1(update * log_decay(beta1))
+    unbias = (-torch.expm1(update * log_decay(beta2))).rsqrt()
     g = gradient.to(wide) if scale is None else gradient.to(wide) / scale.to(wide)
     if skip is not None:
         g = torch.where(skip == 0, g, 0.0)  # a skipped gradient is not finite, and would stay so times 0

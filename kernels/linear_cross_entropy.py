@@ -10,6 +10,7 @@ backward, to which every chunk adds: chunks must be long enough for their produc
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -140,8 +141,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds ``a · b`` to an fp32 total without rounding it to a narrower dtype of theirs."""
+    """Adds ``a · b`` to an fp32 total, where the device can without rounding it to a narrower dtype of theirs."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
+    elif adds_in_fp32(a.device.type, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
+@cache
+def adds_in_fp32(device: str, dtype: torch.dtype) -> bool:
+    """Whether a device can add a product of 16-bit matrices to an fp32 one. PyTorch can on CUDA, and cannot on a CPU.
+
+    There a product in fp32 would take twice as long, which is more than rounding it to bf16 and adding that: see docs/performance.md.
+    """
+    a, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):  # the device has no such product, or refuses the two dtypes together
+        return False
+    return True

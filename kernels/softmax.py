@@ -1,8 +1,7 @@
-"""Scaled softmax of attention scores under a causal or any other mask: one read and one write instead of a scale, a mask,
-a softmax and casts.
+"""Scaled softmax of attention scores under a causal mask: one read and one write instead of a scale, a mask, a softmax and casts.
 
 Row i of a causal [query, key] score matrix sees keys j <= i + key - query: the whole lower triangle when query = key, and
-all that came before when the queries are the last ones of a longer sequence. Under a mask it sees the keys that are True.
+all that came before when the queries are the last ones of a longer sequence.
 
     forward    y[j]  = exp(s x[j] - m) / sum_j exp(s x[j] - m)   over the visible j, 0 beyond;  m = max_j s x[j]
     backward   dx[j] = s y[j] (dy[j] - sum_k dy[k] y[k])
@@ -39,29 +38,11 @@ def causal_softmax(scores: Tensor, scale: float, implementation: Implementation 
     """
     fits = scores.dim() == 4 and scores.shape[2] <= scores.shape[3]
     check_shape("causal_softmax", "scores", scores, "[batch, heads, query, key] with query <= key", fits)
-    _check_floating("causal_softmax", scores)
+    if not scores.is_floating_point():
+        raise ValueError(f"causal_softmax: scores are {scores.dtype} (right: a floating dtype)")
     if use_triton("causal_softmax", implementation, scores=scores):
-        return _Softmax.apply(scores, None, scale)
+        return _Softmax.apply(scores, scale)
     return causal_softmax_eager(scores, scale)
-
-
-def masked_softmax(scores: Tensor, mask: Tensor, scale: float, *, implementation: Implementation = "auto") -> Tensor:
-    """Softmax of `scale * scores` over the keys where `mask` is True; exact zeros elsewhere, and in rows that see nothing.
-
-    scores: as in `causal_softmax`, with any number of queries.
-    mask: bool [batch or 1, heads or 1, query or 1, key], which is read where it lies, never expanded.
-    Raises ValueError for a shape, dtype or device that the implementation cannot take.
-    """
-    check_shape("masked_softmax", "scores", scores, "[batch, heads, query, key]", scores.dim() == 4)
-    _check_floating("masked_softmax", scores)
-    fits = mask.dim() == 4 and mask.shape[3] == scores.shape[3]
-    fits = fits and all(size in (1, full) for size, full in zip(mask.shape[:3], scores.shape[:3], strict=True))
-    check_shape("masked_softmax", "mask", mask, f"{list(scores.shape)}, or 1 for any but the last", fits)
-    if mask.dtype != torch.bool:
-        raise ValueError(f"masked_softmax: mask is {mask.dtype} (right: bool, True where a query sees a key)")
-    if use_triton("masked_softmax", implementation, scores=scores, mask=mask):
-        return _Softmax.apply(scores, mask, scale)
-    return masked_softmax_eager(scores, mask, scale)
 
 
 def causal_softmax_eager(scores: Tensor, scale: float) -> Tensor:
@@ -70,18 +51,6 @@ def causal_softmax_eager(scores: Tensor, scale: float) -> Tensor:
     visible = torch.ones(query_size, key_size, dtype=torch.bool, device=scores.device).tril(key_size - query_size)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     return wide.masked_fill(~visible, float("-inf")).softmax(-1).to(scores.dtype)
-
-
-def masked_softmax_eager(scores: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """The reference of `masked_softmax`, likewise."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    probabilities = wide.masked_fill(~mask, float("-inf")).softmax(-1)
-    return probabilities.masked_fill(~mask, 0.0).to(scores.dtype)  # a row that sees nothing is NaN before this
-
-
-def _check_floating(operation: str, scores: Tensor) -> None:
-    if not scores.is_floating_point():
-        raise ValueError(f"{operation}: scores are {scores.dtype} (right: a floating dtype)")
 
 
 if triton is not None:
@@ -97,19 +66,15 @@ if triton is not None:
         return tl.minimum((visible + 15) // 16 * 16, key_size)
 
     @triton.jit
-    def _load_scaled(scores, mask, key, visible, limit, in_rows, scale):
+    def _load_scaled(scores, key, visible, limit, in_rows, scale):
         """s x of these keys, -inf where it is not seen; and where it is."""
-        inside = in_rows & (key < limit)
-        x = tl.load(scores + key, mask=inside, other=0.0).to(tl.float32) * scale
-        if mask is None:
-            seen = in_rows & (key < visible)
-        else:
-            seen = tl.load(mask + key, mask=inside, other=0) != 0
+        x = tl.load(scores + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32) * scale
+        seen = in_rows & (key < visible)
         return tl.where(seen, x, float("-inf")), seen
 
     @triton.jit
     def _forward_kernel(
-        scores, mask, probabilities, scale, rows, heads, query_size, key_size, batch_stride, head_stride, query_stride,
+        scores, probabilities, scale, rows, query_size, key_size,
         ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -118,17 +83,11 @@ if triton is not None:
         offset = row.to(tl.int64) * key_size  # passes 2^31 at ordinary sizes
         scores += offset
         probabilities += offset
-        if mask is None:
-            visible = _visible_keys(row, query_size, key_size)
-            limit = _load_limit(visible, key_size)
-            end = tl.max(visible)
-        else:
-            head = row // query_size
-            mask += (head // heads).to(tl.int64) * batch_stride + (head % heads).to(tl.int64) * head_stride
-            mask += (row % query_size).to(tl.int64) * query_stride
-            visible, limit, end = key_size, key_size, key_size
+        visible = _visible_keys(row, query_size, key_size)
+        limit = _load_limit(visible, key_size)
+        end = tl.max(visible)
         if ONE_BLOCK:
-            x, seen = _load_scaled(scores, mask, lane, visible, limit, in_rows, scale)
+            x, seen = _load_scaled(scores, lane, visible, limit, in_rows, scale)
             numerator = tl.exp(x - tl.max(x, 1)[:, None])
             y = tl.where(seen, numerator * (1.0 / tl.sum(numerator, 1)[:, None]), 0.0)
             tl.store(probabilities + lane, y, mask=in_rows & (lane < key_size))
@@ -137,20 +96,20 @@ if triton is not None:
             maximum = tl.full((ROWS,), -3.4028234663852886e38, tl.float32)
             total = tl.zeros((ROWS,), tl.float32)
             for start in range(0, end, BLOCK):
-                x, seen = _load_scaled(scores, mask, start + lane, visible, limit, in_rows, scale)
+                x, seen = _load_scaled(scores, start + lane, visible, limit, in_rows, scale)
                 previous = maximum
                 maximum = tl.maximum(previous, tl.max(x, 1))
                 total = total * tl.exp(previous - maximum) + tl.sum(tl.exp(x - maximum[:, None]), 1)
             inverse = (1.0 / total)[:, None]
             for start in range(0, key_size, BLOCK):
-                x, seen = _load_scaled(scores, mask, start + lane, visible, limit, in_rows, scale)
+                x, seen = _load_scaled(scores, start + lane, visible, limit, in_rows, scale)
                 y = tl.where(seen, tl.exp(x - maximum[:, None]) * inverse, 0.0)
                 tl.store(probabilities + start + lane, y, mask=in_rows & (start + lane < key_size))
 
     @triton.jit
     def _backward_kernel(
         probabilities, grad_output, grad_scores, scale, rows, query_size, key_size,
-        CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+        ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         in_rows = row < rows
@@ -159,12 +118,9 @@ if triton is not None:
         probabilities += offset
         grad_output += offset
         grad_scores += offset
-        if CAUSAL:
-            visible = _visible_keys(row, query_size, key_size)
-            limit = _load_limit(visible, key_size)
-            end = tl.max(visible)
-        else:
-            visible, limit, end = key_size, key_size, key_size
+        visible = _visible_keys(row, query_size, key_size)
+        limit = _load_limit(visible, key_size)
+        end = tl.max(visible)
         if ONE_BLOCK:
             inside = in_rows & (lane < limit)
             y = tl.load(probabilities + lane, mask=inside, other=0.0).to(tl.float32)
@@ -196,38 +152,31 @@ def launch_options(key_size: int, elements: int = 32) -> dict[str, Any]:
 
 
 class _Softmax(torch.autograd.Function):
-    """(scores [batch, heads, query, key], mask or None for causal, scale) -> probabilities, likewise; saves only these."""
+    """(scores [batch, heads, query, key], scale) -> probabilities, likewise; saves only these."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, scale: float) -> Tensor:
         scores = scores.contiguous()
         probabilities = torch.empty_like(scores)
-        _, heads, query_size, key_size = scores.shape
-        strides = [0, 0, 0]
-        if mask is not None:
-            mask = mask if mask.stride(3) == 1 else mask.contiguous()
-            strides = [mask.stride(i) if mask.shape[i] > 1 else 0 for i in range(3)]
-            mask = mask.view(torch.uint8)
+        query_size, key_size = scores.shape[-2:]
         if scores.numel():  # a launch of no programs is an error
             rows, options = scores.numel() // key_size, launch_options(key_size)
             with torch.cuda.device_of(scores):
-                _forward_kernel[(triton.cdiv(rows, options["ROWS"]),)](
-                    scores, mask, probabilities, float(scale), rows, heads, query_size, key_size, *strides, **options
-                )
+                grid = (triton.cdiv(rows, options["ROWS"]),)
+                _forward_kernel[grid](scores, probabilities, float(scale), rows, query_size, key_size, **options)
         ctx.save_for_backward(probabilities)
-        ctx.scale, ctx.causal = float(scale), mask is None
+        ctx.scale = float(scale)
         return probabilities
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (probabilities,) = ctx.saved_tensors
         grad_output = grads[0].contiguous()
         grad_scores = torch.empty_like(probabilities)
         query_size, key_size = probabilities.shape[-2:]
         if probabilities.numel():
             rows, options = probabilities.numel() // key_size, launch_options(key_size, elements=16)
-            _backward_kernel[(triton.cdiv(rows, options["ROWS"]),)](
-                probabilities, grad_output, grad_scores, ctx.scale, rows, query_size, key_size, CAUSAL=ctx.causal, **options
-            )
-        return grad_scores, None, None
+            grid = (triton.cdiv(rows, options["ROWS"]),)
+            _backward_kernel[grid](probabilities, grad_output, grad_scores, ctx.scale, rows, query_size, key_size, **options)
+        return grad_scores, None

@@ -10,7 +10,6 @@ in a `Deferral`, and nothing else of the backward pass is kept.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from megacore.distributed.comm import all_gather_start
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.wire import Work
+from megacore.kernels.linear_cross_entropy import adds_in_fp32
 
 
 @dataclass(eq=False)
@@ -99,7 +99,11 @@ class MainGradient:
 
     def add_rows(self, grad: Tensor, rows: Tensor) -> None:
         """Adds the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows` ``[tokens]`` that were looked up."""
-        self._add(torch.ops.aten.embedding_dense_backward(grad, rows, len(self.total), -1, False))
+        if self.empty:
+            self.total.zero_()
+            self.empty = False
+        # Only these rows are touched, and nothing is rounded. With `accumulate` the sum has one order, on GPUs too.
+        self.total.index_put_((rows,), grad.to(self.total.dtype), accumulate=True)
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
         """Adds ``gradᵀ · x``, the gradient of a linear layer's weight; `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``."""
@@ -108,7 +112,7 @@ class MainGradient:
             grad, x = grad.to(wide), x.to(wide)
         if x.dtype == wide:
             torch.addmm(total, grad.t(), x, beta=beta, out=total)
-        elif adds_in_fp32(x.device.type):
+        elif adds_in_fp32(x.device.type, x.dtype):
             torch.addmm(total, grad.t(), x, beta=beta, out_dtype=wide, out=total)
         else:
             self._add((grad.t() @ x).view_as(self.total))
@@ -116,7 +120,7 @@ class MainGradient:
 
     def is_exact(self, x: Tensor) -> bool:
         """Whether a product with `x` is added without being rounded to x's dtype."""
-        return x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type)
+        return x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)
 
     def add(self, part: Tensor) -> None:
         """Adds a gradient that a layer has computed, in the shape of its parameter."""
@@ -145,17 +149,3 @@ def main_gradient_of(parameter: Tensor) -> MainGradient | None:
     It is in a compiled graph, which must not change what is outside it: there the engine takes what autograd gives.
     """
     return None if torch.compiler.is_compiling() else getattr(parameter, "main_gradient", None)
-
-
-@cache
-def adds_in_fp32(device: str) -> bool:
-    """Whether a device can add a product of bf16 matrices to an fp32 one. PyTorch can on CUDA, and cannot on a CPU.
-
-    There a product in fp32 would take twice as long, which is more than rounding it to bf16 and adding that: see docs/performance.md.
-    """
-    a, total = torch.zeros(16, 16, dtype=torch.bfloat16, device=device), torch.zeros(16, 16, device=device)
-    try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (NotImplementedError, RuntimeError):  # the device has no such product, or refuses the two dtypes together
-        return False
-    return True

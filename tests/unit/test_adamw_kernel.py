@@ -1,5 +1,8 @@
 """AdamW against its formulas in fp64, through Triton's interpreter; tests/gpu runs the same checks on a GPU."""
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,13 +61,15 @@ def error_against_fp64(
 
 
 def check_first_update(device: str) -> None:
-    """From moments of zero, the first update is lr times the gradient's sign: 1 - b2 in fp32 alone would be off by 1e-5."""
-    for implementation in ("triton", "eager"):
+    """From moments of zero, the first update is lr times the gradient's sign: 1 - b2 in fp32 alone would be off by 1e-5.
+
+    A decay rate of 0 is a legal one: its logarithm is not.
+    """
+    for implementation, betas in product(("triton", "eager"), ((0.9, 0.9999), (0.0, 0.9999), (0.9, 0.0))):
         master, gradient = (torch.zeros(3, device=device), torch.tensor([2.0, -0.5, 1e-3], device=device))
         zeros = [torch.zeros(3, device=device) for _ in range(2)]
-        optim = adamw.AdamW(
-            [master], [gradient], *([z] for z in zeros), weight_decay=0.0, beta1=0.9, beta2=0.9999, eps=0.0, implementation=implementation
-        )  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": 0.0, "implementation": implementation}
+        optim = adamw.AdamW([master], [gradient], *([z] for z in zeros), weight_decay=0.0, **settings)
         optim.step(0.25)
         assert relative_error(master, torch.tensor([-0.25, 0.25, -0.25])) < 1e-6 and optim.updates == 1
 

@@ -185,3 +185,11 @@ REFUSALS = {
 def test_refusals(message):
     with pytest.raises(ValueError, match=message):
         REFUSALS[message](linear_cross_entropy.linear_cross_entropy, *inputs("cpu", torch.float32))
+
+
+def test_a_device_that_cannot_add_narrow_products_in_fp32_rounds_each_once() -> None:
+    """As a CPU cannot, and some GPUs: the first step would end with PyTorch's error."""
+    a, b = seeded((8, 64), "cpu", torch.bfloat16), seeded((64, 8), "cpu", torch.bfloat16, seed=1)
+    total = torch.ones(8, 8)
+    linear_cross_entropy._add_product(total, a, b)
+    assert relative_error(total, 1.0 + a.double() @ b.double()) < 2.0**-8

@@ -11,11 +11,12 @@ from megacore.distributed import cpu
 from megacore.distributed.mesh import SOLO, Mesh
 from megacore.distributed.place import Place
 from megacore.engine.native import NativeEngine
+from megacore.kernels.linear_cross_entropy import adds_in_fp32
 from megacore.model.gpt import whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan import generators
 from megacore.plan.schedule import Plan
-from megacore.tensor_parallel.gradient import MainGradient, adds_in_fp32
+from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tensor_parallel.linear import ColumnLinear
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
@@ -46,6 +47,17 @@ def test_products_add_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     assert error_of_two_products(dtype) < TOLERANCE[dtype]
     monkeypatch.setattr(cpu, "WIDENED", {torch.bfloat16})
     assert error_of_two_products(dtype) < min(TOLERANCE[dtype], TOLERANCE[torch.float32])
+
+
+def test_rows_that_were_looked_up_add_up() -> None:
+    """A row that occurs often, or in two microbatches, counts each time; no part is rounded to the tokens' bf16."""
+    main, exact = MainGradient(torch.full((5, 3), torch.nan)), torch.zeros(5, 3, dtype=torch.float64)
+    for seed, rows in enumerate(([1, 4, 1, 1], [4, 0])):
+        grad = torch.randn(len(rows), 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        main.add_rows(grad, torch.tensor(rows))
+        for row, own in zip(rows, grad.double(), strict=True):
+            exact[row] += own
+    assert float((main.total - exact).abs().max()) < 1e-6
 
 
 def test_a_gradient_that_never_comes_is_zero() -> None:
@@ -127,4 +139,4 @@ def test_a_compiled_graph_leaves_the_gradient_to_autograd() -> None:
 
 def test_a_cpu_is_not_asked_for_what_it_lacks() -> None:
     """Where PyTorch learns to add products of bf16 in fp32 on a CPU, this says so, and docs/performance.md is to be measured again."""
-    assert not adds_in_fp32("cpu")
+    assert not adds_in_fp32("cpu", torch.bfloat16)

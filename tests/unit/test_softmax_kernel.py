@@ -1,4 +1,4 @@
-"""The fused causal and masked softmax against fp64 autograd, run by Triton's interpreter, without a GPU.
+"""The fused causal softmax against fp64 autograd, run by Triton's interpreter, without a GPU.
 
 The checks are plain functions of a device: tests/gpu runs the same ones on a real GPU.
 """
@@ -25,22 +25,11 @@ CAUSAL: list[tuple[tuple[int, ...], dict[str, int]]] = [
     ((1, 2, 3, 53), LONG),
     ((1, 1, 9, 9), {"MAX_BLOCK": 4}),  # rows whose visible keys end in each of three blocks
 ]
-MASKED: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]] = [
-    ((2, 3, 5, 7), (2, 3, 5, 7), {}),
-    ((2, 3, 5, 7), (2, 1, 1, 7), {}),  # a padding mask
-    ((1, 3, 3, 31), (1, 1, 3, 31), {"THREADS": 4}),
-    ((1, 2, 3, 53), (1, 2, 1, 53), LONG),
-    ((3, 1, 2, 32), (3, 1, 2, 32), LONG),
-]
 
 
-def visible(shape: tuple[int, ...], mask_shape: tuple[int, ...] | None) -> torch.Tensor:
-    """The causal mask, or one that hides a third of all keys at random and every key from the first row."""
-    if mask_shape is None:
-        return torch.ones(shape[-2:], dtype=torch.bool).tril(shape[-1] - shape[-2])
-    mask = seeded(mask_shape, "cpu", seed=7) > -0.4
-    mask.view(-1, shape[-1])[0] = False
-    return mask
+def visible(shape: tuple[int, ...]) -> torch.Tensor:
+    """The causal mask."""
+    return torch.ones(shape[-2:], dtype=torch.bool).tril(shape[-1] - shape[-2])
 
 
 def expected(scores: torch.Tensor, seen: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,21 +45,17 @@ def error_against_fp64(
     device: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    mask_shape: tuple[int, ...] | None = None,
     sizes: dict[str, int] | None = None,
     shift: float = 0.0,
 ) -> float:
     """Largest error of probabilities and gradient, relative to the largest value of each; `sizes` replace the module's own."""
     scores = (seeded(shape, device, spread=3.0) + shift).to(dtype).requires_grad_()
     grad_output = seeded(shape, device, dtype, seed=1)
-    seen = visible(shape, mask_shape).to(device)
+    seen = visible(shape).to(device)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (sizes or {}).items():
             patch.setattr(softmax, name, value)
-        if mask_shape is None:
-            probabilities = softmax.causal_softmax(scores, SCALE, implementation)
-        else:
-            probabilities = softmax.masked_softmax(scores, seen, SCALE, implementation=implementation)
+        probabilities = softmax.causal_softmax(scores, SCALE, implementation)
         (grad_scores,) = torch.autograd.grad(probabilities, scores, grad_output)
     assert probabilities.dtype == dtype
     beyond = ~seen.expand(shape)
@@ -79,12 +64,10 @@ def error_against_fp64(
     return max(relative_error(got, exact) if exact.any() else float(got.any()) for got, exact in pairs)
 
 
-def paths_run(
-    device: str, shape: tuple[int, ...], sizes: dict[str, int], mask_shape: tuple[int, ...] | None
-) -> set[tuple[str, bool, bool]]:
+def paths_run(device: str, shape: tuple[int, ...], sizes: dict[str, int]) -> set[tuple[str, bool, bool]]:
     """Each kernel launched: its name, whether a row is one block, whether a program takes several rows."""
     with launches() as log:
-        error_against_fp64("triton", device, shape, torch.float32, mask_shape, sizes)
+        error_against_fp64("triton", device, shape, torch.float32, sizes)
     return {(name, options["ONE_BLOCK"], options["ROWS"] > 1) for name, options in log}
 
 
@@ -102,12 +85,10 @@ def check_extremes(device: str) -> None:
             blocked = torch.zeros_like(huge)
             blocked[..., :50] = float("-inf")
             torch.testing.assert_close(softmax.causal_softmax(blocked, 1.0, "triton"), softmax.causal_softmax_eager(blocked, 1.0))
-            blind = softmax.masked_softmax(blocked, torch.zeros(1, 1, 1, 53, dtype=torch.bool, device=device), 1.0, implementation="triton")
-            assert not blind.any()
 
 
 def check_nan(device: str) -> None:
-    """A NaN spoils the rows that see it, so that a diverged run shows, and no other; one that is masked spoils none."""
+    """A NaN spoils the rows that see it, so that a diverged run shows, and no other."""
     for max_block in (softmax.MAX_BLOCK, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(softmax, "MAX_BLOCK", max_block)
@@ -115,22 +96,15 @@ def check_nan(device: str) -> None:
             scores[..., 9] = float("nan")
             probabilities = softmax.causal_softmax(scores, 1.0, "triton")[0, 0]
             assert not probabilities[:9].isnan().any() and all(probabilities[i, : i + 1].isnan().all() for i in range(9, 19))
-            mask = torch.ones(1, 1, 1, 19, dtype=torch.bool, device=device)
-            mask[..., 9] = False
-            assert not softmax.masked_softmax(scores, mask, 1.0, implementation="triton").isnan().any()
 
 
 def check_strided_and_empty(device: str) -> None:
-    """A transposed view, mask and gradient give what their contiguous copies give; no rows are no error."""
+    """A transposed view and gradient give what their contiguous copies give; no rows are no error."""
     scores = torch.randn(2, 7, 3, 5, device=device).transpose(1, 3).requires_grad_()  # [2, 5, 3, 7]
     grad_output = torch.randn(2, 7, 3, 5, device=device).transpose(1, 3)
-    mask = (torch.randn(2, 7, 3, 5, device=device) > 0).transpose(1, 3)
-    for fused, eager in (
-        (softmax.causal_softmax(scores, SCALE, "triton"), softmax.causal_softmax_eager(scores, SCALE)),
-        (softmax.masked_softmax(scores, mask, SCALE, implementation="triton"), softmax.masked_softmax_eager(scores, mask, SCALE)),
-    ):
-        torch.testing.assert_close(fused, eager)
-        torch.testing.assert_close(*(torch.autograd.grad(y, scores, grad_output)[0] for y in (fused, eager)))
+    fused, eager = softmax.causal_softmax(scores, SCALE, "triton"), softmax.causal_softmax_eager(scores, SCALE)
+    torch.testing.assert_close(fused, eager)
+    torch.testing.assert_close(*(torch.autograd.grad(y, scores, grad_output)[0] for y in (fused, eager)))
     empty = torch.empty(0, 2, 3, 3, device=device, requires_grad=True)
     softmax.causal_softmax(empty, SCALE, "triton").sum().backward()
     assert empty.grad is not None and empty.grad.shape == (0, 2, 3, 3)
@@ -140,23 +114,15 @@ def check_strided_and_empty(device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape, sizes", CAUSAL, ids=str)
 def test_causal_triton_equals_fp64(interpreted, shape, sizes, dtype):
-    assert interpreted(error_against_fp64, "triton", "cpu", shape, dtype, None, sizes) < INTERPRETED_TOLERANCE[dtype]
+    assert interpreted(error_against_fp64, "triton", "cpu", shape, dtype, sizes) < INTERPRETED_TOLERANCE[dtype]
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape, mask_shape, sizes", MASKED, ids=str)
-def test_masked_triton_equals_fp64(interpreted, shape, mask_shape, sizes, dtype):
-    assert interpreted(error_against_fp64, "triton", "cpu", shape, dtype, mask_shape, sizes) < INTERPRETED_TOLERANCE[dtype]
-
-
-@needs_triton
-@pytest.mark.parametrize("mask_shape", [None, (1, 1, 2, 17)], ids=str)
-def test_both_paths_run(interpreted, mask_shape):
+def test_both_paths_run(interpreted):
     """Rows of one block and longer ones are different code: the cases above must reach both, and several rows a program."""
     names = ("_forward_kernel", "_backward_kernel")
-    assert interpreted(paths_run, "cpu", (1, 1, 2, 17), {}, mask_shape) == {(name, True, True) for name in names}
-    assert interpreted(paths_run, "cpu", (1, 1, 2, 17), LONG, mask_shape) == {(name, False, False) for name in names}
+    assert interpreted(paths_run, "cpu", (1, 1, 2, 17), {}) == {(name, True, True) for name in names}
+    assert interpreted(paths_run, "cpu", (1, 1, 2, 17), LONG) == {(name, False, False) for name in names}
 
 
 @needs_triton
@@ -169,22 +135,20 @@ def test_triton_corner_cases(interpreted, check):
 def test_eager_equals_fp64(dtype):
     for shape, _ in CAUSAL:
         assert error_against_fp64("eager", "cpu", shape, dtype) < TOLERANCE[dtype], shape
-    for shape, mask_shape, _ in MASKED:
-        assert error_against_fp64("eager", "cpu", shape, dtype, mask_shape) < TOLERANCE[dtype], shape
 
 
 def test_eager_keeps_fp64():
     """precision=fp64 is for proofs: statistics in fp32 would show as an error of about 1e-7."""
     assert error_against_fp64("auto", "cpu", (2, 2, 5, 7), torch.float64) < 1e-14
-    assert error_against_fp64("auto", "cpu", (2, 2, 5, 7), torch.float64, (2, 2, 5, 7)) < 1e-14
 
 
 def worst_error(device: str) -> float:
-    """Over both masks, short and long rows, and scores far below 0; of a fault, the first error that shows it."""
+    """Over short and long rows, and scores far below 0; of a fault, the first error that shows it."""
     shape, worst = (1, 2, 3, 37), 0.0
-    for mask_shape, sizes, shift in ((None, {}, 0.0), (None, LONG, 0.0), (None, LONG, -300.0), (shape, {}, 0.0), (shape, LONG, 0.0)):
+    cases: list[tuple[dict[str, int], float]] = [({}, 0.0), (LONG, 0.0), (LONG, -300.0)]
+    for sizes, shift in cases:
         try:
-            worst = max(worst, error_against_fp64("triton", device, shape, torch.float32, mask_shape, sizes, shift))
+            worst = max(worst, error_against_fp64("triton", device, shape, torch.float32, sizes, shift))
         except AssertionError:
             return float("inf")
         if worst > FAULT:
@@ -208,8 +172,6 @@ def sound_error(device: str) -> float:
         (".to(tl.float32) * scale", ".to(tl.float32) * 1.001 * scale"),
         ("numerator * (1.0", "numerator * (1.001"),
         ("inverse = (1.0", "inverse = (1.001"),
-        ("inside, other=0) != 0", "inside, other=0) == 0"),
-        ("(head % heads)", "(head * 0)"),  # every head under the first one's mask
         ("dx = scale * y * (dy - ", "dx = scale * y * (dy - 1.001 * "),
         ("0.0) - inner", "0.0) - 1.001 * inner"),
     ],
@@ -229,9 +191,3 @@ def test_refusals():
         softmax.causal_softmax(scores.mT.double(), 1.0, "triton")
     with pytest.raises(ValueError, match="scores are torch.int64"):
         softmax.causal_softmax(scores.mT.long(), 1.0)
-    with pytest.raises(ValueError, match=r"mask is \[1, 1, 2, 2\] \(right: \[1, 1, 3, 2\], or 1 for any but the last\)"):
-        softmax.masked_softmax(scores, torch.ones(1, 1, 2, 2, dtype=torch.bool), 1.0)
-    with pytest.raises(ValueError, match=r"mask is torch.float32"):
-        softmax.masked_softmax(scores, torch.ones(1, 1, 3, 2), 1.0)
-    with pytest.raises(ValueError, match=r"mask is on meta"):
-        softmax.masked_softmax(scores, torch.ones(1, 1, 3, 2, dtype=torch.bool, device="meta"), 1.0)
