@@ -3,13 +3,20 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.training import Training, join
 from megacore.config import Config, load
+from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.place import Place
+from megacore.distributed.wire import Wire
+from megacore.engine.fsdp import FSDPEngine
 from tests import training
 from tests.commands import run_script
 from tests.compiling import graphs_counted
@@ -23,7 +30,6 @@ GPT2 = ["model.norm=layernorm", "model.activation=gelu", "model.position=learned
 FAR = {"fp32": 2e-5, "bf16": 5e-2, "fp64": 1e-11}
 ENGINES: dict[str, list[str]] = {
     "native": [],
-    "fsdp": ["engine.kind=fsdp"],
     "deepspeed": ["engine.kind=deepspeed", f"engine.config={ROOT}/configs/deepspeed/zero2.json"],
 }
 STEPS = 4
@@ -109,6 +115,45 @@ def check_engine(device: str, config: str, folder: Path, engine: str) -> None:
     got, right = (pretrain(device, config, folder / name, "train.precision=bf16", *ENGINES[name]) for name in (engine, "native"))
     assert len(got) == STEPS
     assert training.difference(got, right) < 2e-3
+
+
+@contextmanager
+def one_rank_group(backend: str) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone, which makes real communicators and runs real collectives."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def steps_of(config: Config, mesh: Mesh) -> tuple[type, training.Figures, dict[str, Tensor]]:
+    """The engine's class; loss and gradient norm of some steps; the weights after them."""
+    job = Training(config, mesh)
+    found = []
+    for _ in range(STEPS):
+        job.step()
+        assert job.figures is not None
+        found.append((float(job.figures.loss), float(job.figures.grad_norm)))
+    weights = {name: piece.double().cpu() for name, (piece, _) in job.engine.tensors().items() if name.startswith("model/")}
+    return type(job.engine), found, weights
+
+
+def check_fsdp(device: str, precision: str = "bf16") -> None:
+    """FSDP2 itself, over a group of one rank, against the native engine. A run of one rank has nothing to divide, and takes the native
+    engine whatever `engine.kind` says: so the group and the engine are put into its place here."""
+    configs = [tiny(device, f"train.precision={precision}", f"engine.kind={kind}") for kind in ("fsdp", "native")]
+    mesh = join(configs[0], Place())
+    with one_rank_group("nccl" if device == "cuda" else "gloo") as alone, mock.patch("megacore.train.step.build_engine", FSDPEngine):
+        mesh.groups[("shard",)] = Group("shard", (0,), 0, Wire(alone, 1))
+        divided, got, weights = steps_of(configs[0], mesh)
+    native, right, right_weights = steps_of(configs[1], join(configs[1], Place()))
+    assert divided is FSDPEngine and native is not FSDPEngine
+    assert training.difference(got, right) < (2e-3 if precision == "bf16" else 1e-5), (got, right)
+    assert weights.keys() == right_weights.keys() and weights
+    for name, weight in weights.items():
+        assert relative_error(weight, right_weights[name]) < FAR[precision], name
 
 
 def check_resume(device: str, config: str, folder: Path, *overrides: str) -> None:

@@ -21,11 +21,15 @@ def test_compiled_blocks_are_one_graph(recompute: str) -> None:
     checks.check_one_graph("cuda", "inductor", f"train.recompute={recompute}")
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
-def test_engines_equal_native(tmp_path: Path, engine: str) -> None:
-    if reason := checks.lacking(engine):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_equals_native(precision: str) -> None:
+    checks.check_fsdp("cuda", precision)
+
+
+def test_deepspeed_equals_native(tmp_path: Path) -> None:
+    if reason := checks.lacking("deepspeed"):
         pytest.skip(reason)
-    checks.check_engine("cuda", checks.write_config(tmp_path), tmp_path, engine)
+    checks.check_engine("cuda", checks.write_config(tmp_path), tmp_path, "deepspeed")
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])

@@ -30,11 +30,15 @@ def test_compiled_blocks_are_one_graph() -> None:
     checks.check_one_graph("cpu", QUICK)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
-def test_engines_equal_native(tmp_path: Path, engine: str) -> None:
-    if reason := checks.lacking(engine):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_equals_native(precision: str) -> None:
+    checks.check_fsdp("cpu", precision)
+
+
+def test_deepspeed_equals_native(tmp_path: Path) -> None:
+    if reason := checks.lacking("deepspeed"):
         pytest.skip(reason)
-    checks.check_engine("cpu", checks.write_config(tmp_path), tmp_path, engine)
+    checks.check_engine("cpu", checks.write_config(tmp_path), tmp_path, "deepspeed")
 
 
 def test_resume_is_bitwise(tmp_path: Path) -> None:
