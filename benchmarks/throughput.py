@@ -35,7 +35,7 @@ from megacore.plan.flops import flops_per_token, recomputed_flops
 from megacore.plan.plot import check_plot, draw
 from megacore.plan.traffic import sent_by_group
 from megacore.survive.failure import fail
-from megacore.train.meters import Utilisation, peak_memory
+from megacore.train.meters import Utilisation, peak_memory, reserved_memory
 from megacore.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output throughput.json"
@@ -83,10 +83,10 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
     for _ in range(WARM_UP):
         training.step()
     own = [training.step() for _ in range(args.steps)]
-    memory = peak_memory(mesh.device)
+    memory = peak_memory(mesh.device), reserved_memory(mesh.device)
     parts = [measured_step(training) for _ in range(args.steps)]
-    figures = torch.tensor([*own, memory], dtype=torch.float64, device=mesh.device)
-    *seconds, memory = all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist()
+    figures = torch.tensor([*own, *memory], dtype=torch.float64, device=mesh.device)
+    *seconds, used, reserved = all_reduce(figures, mesh.world, dist.ReduceOp.MAX).tolist()
     speed = config.train.global_batch_size * config.train.seq_len / median(seconds)
     utilisation = Utilisation(config, mesh.device, mesh.place.world_size, measured)
     result = {
@@ -98,7 +98,8 @@ def measure(config: Config, mesh: Mesh, args: argparse.Namespace) -> dict[str, A
         "mfu_causal": utilisation.causal(speed),
         "hfu": utilisation.of(hardware_flops_per_token(config, causal=False) * speed),
         "hfu_causal": utilisation.of(hardware_flops_per_token(config, causal=True) * speed),
-        "memory_bytes": int(memory),
+        "memory_bytes": int(used),
+        "memory_reserved_bytes": int(reserved),
         "breakdown_percent": shares(parts, mesh),
         "sent_bytes_a_rank_and_step": sent(parts[-1], mesh),
     }
@@ -183,6 +184,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
     for title, key in (("MFU", "mfu"), ("  attention counted causally", "mfu_causal"), ("HFU", "hfu"), ("  likewise", "hfu_causal")):
         row(title, lambda r, key=key: "unknown" if r[key] is None else f"{r[key]:.1%}")  # type: ignore[misc]
     row("peak memory of a rank, MB", lambda r: f"{r['memory_bytes'] / 1e6:,.0f}")
+    row("  reserved", lambda r: f"{r['memory_reserved_bytes'] / 1e6:,.0f}")
     for part in PARTS:
         row(f"{part}, % of a step", lambda r, part=part: f"{r['breakdown_percent'][part]:.1f}")  # type: ignore[misc]
     for group in COMMUNICATION:

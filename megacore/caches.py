@@ -56,8 +56,9 @@ def new_folder(kind: str) -> Path:
 
 
 def keep_inductor_private() -> None:
-    """Gives torch.compile a cache that only this user can write, unless the user has named one. Call it before compiling anything."""
-    os.environ.setdefault(INDUCTOR, str(cache_folder("inductor")))
+    """Gives torch.compile a cache on this machine's own disk that only this user can write, unless the user has named one. Call it before
+    compiling anything."""
+    os.environ.setdefault(INDUCTOR, str(node_folder("inductor")))
 
 
 def keep_triton_local() -> None:

@@ -94,7 +94,7 @@ def _heading(report: dict[str, Any]) -> list[str]:
             "Freed memory is kept, and oneDNN multiplies fp32 where it is exact.",
             "The two are races of their own, and megacore, which has its settings in both, runs in each; a ratio is taken within a round.",
         ]
-    return [*lines, "On a GPU megacore sets nothing for its process: own settings are equal ones." if report["machine"]["gpus"] else ""]
+    return [*lines, "On a GPU every process has megacore's variables: own settings are equal ones." if report["machine"]["gpus"] else ""]
 
 
 def _against_best(report: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megacore.config import Config
 from megacore.distributed.axes import AXES, Axis, coordinates, describe, place_text, ranks_along
 from megacore.distributed.cpu import set_up_cpu
+from megacore.distributed.gpu import set_up_environment
 from megacore.distributed.levels import Levels, by_host
 from megacore.distributed.meeting import meet, use_device
 from megacore.distributed.place import Place, host_name
@@ -302,6 +303,8 @@ class Mesh:
 def pick_device(config: Config, place: Place) -> torch.device:
     """The device that this rank computes on. Raises `ConfigError` if `train.device` is not available."""
     wanted = config.train.device
+    if wanted != "cpu" and torch.backends.cuda.is_built():
+        set_up_environment(config)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         if config.model.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("model.kernels", "triton needs a GPU, and this rank computes on the CPU", "auto, or TRITON_INTERPRET=1")

@@ -33,6 +33,7 @@ RANKS = {
     "rank_busy_seconds": "Of its own in a step: without waiting for other ranks.",
     "rank_waiting_seconds": "Waiting for other ranks in a step: communication that is not hidden, bubbles, slower ranks.",
     "rank_memory_bytes": "Peak.",
+    "rank_memory_reserved_bytes": "Peak of what PyTorch took from the device, with blocks that nothing fitted into.",
     "rank_straggler": "1 where it holds up the others.",
 }
 # The same, by label `part`: bubble, data, or the group over which it waits.

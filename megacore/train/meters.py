@@ -136,3 +136,9 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def reserved_memory(device: torch.device) -> int:
+    """The peak of what PyTorch's allocator took from a GPU, in bytes: `peak_memory`, and blocks between that nothing fitted into. A GPU is
+    full by this number. On a CPU there is no such difference."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)

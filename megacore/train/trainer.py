@@ -27,7 +27,7 @@ from megacore.train.loader import Loader
 from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.mailbox import Figures, Mailbox
-from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory
+from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory, reserved_memory
 from megacore.train.restoring import choose
 from megacore.train.saving import Saving
 from megacore.train.skips import Skips, TooManySkips
@@ -261,11 +261,12 @@ class Trainer:
         seconds = self.timer.read()
         own, worked = seconds - self.watch.waited() / steps, self.watch.worked() / steps
         parts = self.parts.of(worked or own, self.watch.waits(), steps, self.watch.device_waits())
-        mine = [[seconds, own, worked, self.saving.read_seconds(), peak_memory(self.mesh.device), self.pairs.read(), *parts]]
+        memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
+        mine = [[seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts]]
         of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
-        seconds, _, _, save_seconds, memory, *_ = of_all.amax(1).tolist()
+        seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
-        speed, pairs = tokens_a_step / seconds, float(of_all[5].mean())  # data ranks have equally many tokens and ranks
+        speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
         stragglers = self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         logged = {
             "step": self.step,
@@ -278,7 +279,8 @@ class Trainer:
             "mfu": self.utilisation.full(speed, pairs),
             "mfu_causal": self.utilisation.causal(speed, pairs),
             "save_seconds": save_seconds,
-            "memory_bytes": int(memory),
+            "memory_bytes": int(used),
+            "memory_reserved_bytes": int(reserved),
             "skipped": int(figures.skipped),
         }
         self.logs.step(logged, stragglers)
@@ -286,9 +288,10 @@ class Trainer:
             "rank_busy_seconds": of_all[1].tolist(),
             "rank_waiting_seconds": (of_all[0] - of_all[1]).tolist(),
             "rank_memory_bytes": of_all[4].tolist(),
+            "rank_memory_reserved_bytes": of_all[5].tolist(),
             "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
         }
-        by_part = dict(zip(self.parts.names, of_all[6:].tolist(), strict=True))
+        by_part = dict(zip(self.parts.names, of_all[7:].tolist(), strict=True))
         self.exporter.step(logged, by_rank, by_part, self.saved_step, self.saving.took)
 
     def validate(self) -> float | None:

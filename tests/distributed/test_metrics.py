@@ -82,6 +82,7 @@ def test_speed_is_of_steps_alone_and_figures_are_of_all_ranks(run_ranks: Any, tm
     assert {line["tokens_per_second"] for line in lines} == {8 * 16 / STEP}
     assert [line["save_seconds"] for line in lines] == [0.0, 4 * ASIDE, 4 * ASIDE, 0.0], "of the rank that waited longest"
     assert {line["memory_bytes"] for line in lines} == {4 * 1024}, "of the fullest rank"
+    assert {line["memory_reserved_bytes"] for line in lines} == {4 * 1024}, "a CPU's process reserves what it has"
     assert not any("stragglers" in line for line in lines), "rank 3 works for 0.95 s, the others for 0.8 s"
 
 

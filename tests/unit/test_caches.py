@@ -68,15 +68,23 @@ def test_a_folder_like_tmp_will_do(home: Path, monkeypatch: pytest.MonkeyPatch) 
     assert cache_folder("x") == home / "scratch" / "megacore" / "x"
 
 
-def test_torch_compile_keeps_its_code_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own default is a folder of /tmp that has the user's name; whoever makes it first decides what runs."""
+def test_torch_compile_keeps_its_code_on_this_machine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own default is a folder of /tmp that has the user's name; whoever makes it first decides what runs. The home may be every
+    machine's, and thousands of ranks that compile the same would write to it at once."""
+    scratch = home / "scratch"
+    open_to_all(scratch, 0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 16}
     config = resolve({"model": sizes, "train": {"compile": True}}, [], "x", 1).config
     monkeypatch.setenv(INDUCTOR, "")  # for its value to be put back
     monkeypatch.delenv(INDUCTOR)
     whole_model(config)
+    folder = Path(cache_dir())
+    assert folder == scratch / f"megacore_inductor_{os.geteuid()}" and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)  # somebody else's, or open to all
+    monkeypatch.delenv(INDUCTOR)
+    whole_model(config)
     assert Path(cache_dir()) == home / ".cache" / "megacore" / "inductor"
-    assert Path(tempfile.gettempdir()) != Path(cache_dir()).parent
     monkeypatch.setenv(INDUCTOR, str(home / "mine"))  # what the user says stays
     whole_model(config)
     assert Path(cache_dir()) == home / "mine"

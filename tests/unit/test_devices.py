@@ -1,6 +1,7 @@
 """Which GPU a rank's threads compute on, and how its groups use it: told here by what PyTorch is asked for, without a GPU."""
 
 import gc
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,41 @@ def test_a_rank_takes_its_gpu(
     gpus(visible)
     device = pick_device(config, Place(local_rank, 8, local_rank, 8))
     assert device == torch.device("cuda", index) and threads["MainThread"] == device
+
+
+@pytest.mark.parametrize(
+    "overrides, world, named, found",
+    [
+        ([], 1, {}, ("32", "expandable_segments:True", None)),
+        (["parallel.pipeline=2"], 2, {}, ("32", "expandable_segments:True", "4")),
+        (["parallel.pipeline=2", "parallel.context=2"], 4, {}, ("32", "expandable_segments:True", None)),
+        (
+            ["parallel.pipeline=2"],
+            2,
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "NCCL_MAX_P2P_NCHANNELS": "16"},
+            ("1", None, "16"),
+        ),
+        (["train.device=cpu"], 1, {}, (None, None, None)),
+    ],
+)
+def test_libraries_are_told_before_they_start(
+    gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], world: int, named: dict[str, str], found: tuple[Any]
+) -> None:
+    """CUDA reads its variables when it is asked for its devices, and once: set later they would do nothing. What the user says stays."""
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "NCCL_MAX_P2P_NCHANNELS")
+    for name in (*names, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # for its value to be put back
+        monkeypatch.delenv(name)
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    asked: list[tuple[Any, ...]] = []
+    gpus(1)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(tuple(map(os.environ.get, names))) or True)
+    config = load(training.write_config(tmp_path, "nothing"), ["train.device=auto", *overrides], world).config
+    pick_device(config, Place(0, world, 0, world))
+    assert tuple(map(os.environ.get, names)) == found
+    assert all(told == found for told in asked)
 
 
 def test_a_rank_without_a_gpu_is_refused(gpus: Any, config: Config) -> None:
