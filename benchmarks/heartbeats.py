@@ -14,6 +14,7 @@ import time
 from megacore.cli import Parser, exit_with
 from megacore.distributed.processes import stat_fields
 from megacore.survive import heartbeat
+from megacore.survive.beats import Beat
 
 TOKEN = "benchmark"
 EXAMPLE = "python -m benchmarks.heartbeats --hosts 4096"
@@ -37,16 +38,13 @@ def run(argv: list[str]) -> int:
     hub.stdin.close()
     rank = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     rank.connect("\0" + hub.stdout.readline().strip())
-    rank.send(json.dumps({"token": TOKEN, "rank": 0, "pid": 0}).encode() + b"\n")
+    rank.send(f"{TOKEN}{json.dumps({'rank': 0, 'pid': 0})}\n".encode())
     port = json.loads(rank.recv(4096))["port"]
     sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(args.hosts)]
-    beat = {"token": TOKEN, "verdict": "", "parting": False, "gone": []}
     for each in sockets:
         each.setblocking(False)
-    messages = [
-        json.dumps(beat | {"name": f"node{i}", "ranks": list(range(8 * i, 8 * i + 8)), "open": list(range(8 * i, 8 * i + 8))}).encode()
-        for i in range(1, args.hosts + 1)
-    ]
+    ranks = [list(range(8 * i, 8 * i + 8)) for i in range(args.hosts + 1)]
+    messages = [Beat(f"node{i}", "", False, ranks[i], ranks[i], []).packed(TOKEN.encode()) for i in range(1, args.hosts + 1)]
     answers, sent, silent, rounds = 0, 0, args.hosts // 3, 2 * heartbeat.BEATS
     began, computed = time.monotonic(), cpu_seconds(hub.pid)
     for number in range(rounds):

@@ -6,6 +6,7 @@ to it through a socket that the kernel closes when the rank ends in any way (`pu
 All hosts send to one, rank 0's, which answers each: a thousand hosts are a thousand small datagrams a beat. A ring would be cheaper for
 that host, but the news of a loss would have to travel around it, past the loss; and a run that has lost rank 0's host has lost the store.
 No host's clock is compared with another's, and beats are counted instead of seconds: who was suspended has not missed any.
+Nothing that anybody sends ends the watch, or keeps it from beating (`beats` says what is read at all).
 Standard library only: the process takes a few MB.
 """
 
@@ -22,12 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacore.survive.beats import MOST_BYTES, Beat, behind_token, open_datagrams, resolve, same_user, unpacked
+
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats
 GRACE_BEATS = 4  # for ranks that have lost their peer to say so and end: they know more
 END_BEATS = 3  # for a rank to end by itself before it is killed
 NEVER_SECONDS = 60.0  # without a first answer, after which somebody is told
 PARTING = 3  # datagrams that tell the end: some may be lost
+AT_ONCE = 256  # datagrams that are read before it looks at the time again: strangers may send faster than it reads
+UNNAMED = 64  # connections that have not said who they are; of more, the oldest is closed
+LINE_BYTES = 4096  # more than any line of a rank has
+FAULT_SECONDS = 0.01  # after something that failed: if it fails again and again, it must not take the whole core
 LOST = "lost.json"  # a file in the run's folder: which hosts were lost last
 
 
@@ -59,14 +66,14 @@ class Heartbeat:
     def __init__(self, name: str, token: str, seconds: float, folder: str | None) -> None:
         """`name`: the host's. `token`: the run's, which others do not know. A host that is silent for `seconds` is lost.
         `folder`: for the file `LOST`, which rank 0's host writes."""
-        self.name, self.token, self.beat, self.folder = name, token, seconds / BEATS, folder
+        self.name, self.token, self.beat, self.folder = name, token.encode(), seconds / BEATS, folder
         self.seats: list[Seat] = []
         self.ranks: list[int] = []  # all that have ever been here
         self.gone: dict[int, int] = {}
         self.hosts: dict[str, Host] = {}  # by address; those that beat to this one, if it is rank 0's
         self.hub: Host | None = None  # rank 0's host, if that is another
         self.heard = self.warned = False  # from the hub; whether it was said that it has never been heard
-        self.visited = False  # whether a rank has come, which may have left before it said who it is
+        self.faults = 0  # messages that were dropped, though their sender knew the token
         self.beats = self.ending = 0  # since the start; since the verdict
         self.verdict = ""
         self.messages: dict[bool, bytes] = {}  # what is sent to all, until something has changed
@@ -90,14 +97,23 @@ class Heartbeat:
         due = time.monotonic() + self.beat
         while not self._over():
             for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
-                method: Callable[[], None] = key.data
-                method()
+                self._guarded(key.data)
             if time.monotonic() >= due:
-                self._tick()
+                self._guarded(self._tick)
                 late = time.monotonic() - due
                 due += self.beat if late < self.beat else late + self.beat  # after a pause it does not catch up
         if self.is_hub or not self.verdict:
             self.part()
+
+    def _guarded(self, method: Callable[[], None]) -> None:
+        """Calls a method, whose failure must not end the watch."""
+        try:
+            method()
+        except Exception as error:
+            self.faults += 1
+            if self.faults == 1:
+                say(f"host {self.name} drops what it cannot read, and watches on: {type(error).__name__}: {str(error)[:200]}")
+            time.sleep(FAULT_SECONDS)
 
     def part(self) -> None:
         """Tells the others the verdict once more, or that they need not wait for this host."""
@@ -109,7 +125,7 @@ class Heartbeat:
     def _over(self) -> bool:
         """Whether nobody here needs this process, nor anybody elsewhere."""
         if self.seats or not self.ranks:
-            return not self.seats and (self.visited or self.beats * self.beat > NEVER_SECONDS)  # who came left at once; nobody came
+            return not self.seats and self.beats * self.beat > NEVER_SECONDS  # nobody came
         if self.verdict:
             return True
         if self.is_hub:
@@ -194,89 +210,94 @@ class Heartbeat:
     def _send(self, address: Any, parting: bool = False) -> None:
         """A beat, or the answer to one."""
         if parting not in self.messages:
-            message = {"token": self.token, "name": self.name, "verdict": self.verdict, "parting": parting}
-            message |= {"ranks": self.ranks, "open": self.ranks_here, "gone": list(self.gone)}
-            self.messages[parting] = json.dumps(message).encode()
+            beat = Beat(self.name, self.verdict, parting, self.ranks, self.ranks_here, list(self.gone))
+            self.messages[parting] = beat.packed(self.token)
         with contextlib.suppress(OSError):  # this host's own network is down: the others' silence will tell
             self.datagrams.sendto(self.messages[parting], address)
 
     def _receive(self) -> None:
-        """Takes all datagrams that have come."""
+        """Takes datagrams that have come."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            while True:
-                data, address = self.datagrams.recvfrom(65536)
-                if (message := self._ours(data)) is not None:
-                    self._hear(message, address)
+            for _ in range(AT_ONCE):
+                data, address = self.datagrams.recvfrom(MOST_BYTES)
+                if (ours := behind_token(data, self.token)) is not None:
+                    self._hear(unpacked(ours), address)
 
-    def _ours(self, data: bytes) -> dict[str, Any] | None:
-        """A message; None if it is not of this run."""
-        try:
-            message = json.loads(data)
-        except ValueError:
-            return None
-        return message if isinstance(message, dict) and message.get("token") == self.token else None
-
-    def _hear(self, message: dict[str, Any], address: Any) -> None:
+    def _hear(self, beat: Beat, address: Any) -> None:
         """Another host's beat, or the hub's answer."""
         if self.hub is not None and not self.is_hub:
             self.heard, self.hub.missed = True, 0
-            self.hub.name, self.hub.ranks = message["name"], message["ranks"]
-            if message["verdict"] and not self.verdict:
-                self.decide(message["verdict"])
-            if message["parting"]:
+            self.hub.name, self.hub.ranks = beat.name, beat.ranks
+            if beat.verdict and not self.verdict:
+                self.decide(beat.verdict)
+            if beat.parting:
                 self.hub = None
             return
         key = str(address)
-        if message["parting"]:
+        if beat.parting:
             self.hosts.pop(key, None)
             return
-        host = self.hosts.setdefault(key, Host(message["name"], message["ranks"], address))
-        host.missed, host.ranks, host.open = 0, message["ranks"], message["open"]
-        host.gone = {rank: host.gone.get(rank, 0) for rank in message["gone"]}
+        host = self.hosts.setdefault(key, Host(beat.name, beat.ranks, address))
+        host.missed, host.ranks, host.open = 0, beat.ranks, beat.open
+        host.gone = {rank: host.gone.get(rank, 0) for rank in beat.gone}
         self._send(address)
 
     def _accept(self) -> None:
+        """Takes a connection, unless it is of another user: anybody on this machine can find the door."""
         connection, _ = self.door.accept()
+        if not same_user(connection):
+            connection.close()
+            return
         connection.setblocking(False)
+        unnamed = [seat for seat in self.seats if seat.rank < 0]
+        if len(unnamed) >= UNNAMED:
+            self._drop(unnamed[0])
         seat = Seat(connection)
         self.seats.append(seat)
         self.selector.register(connection, selectors.EVENT_READ, lambda: self._read(seat))
 
     def _read(self, seat: Seat) -> None:
         """What a rank says: who it is, where the hub is, that it leaves; or, with nothing, that it has ended."""
+        if seat not in self.seats:
+            return  # closed since the look that found something to read
         try:
-            data = seat.connection.recv(65536)
+            data = seat.connection.recv(LINE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        seat.received += data
-        *lines, seat.received = seat.received.split(b"\n")
-        for message in filter(None, map(self._ours, lines)):
-            if "rank" in message:
-                seat.rank, seat.pid = message["rank"], message["pid"]
-                self.ranks = sorted({*self.ranks, seat.rank})
-                self.messages.clear()
-                tell(seat, port=self.port)
-            elif "hub" in message and self.hub is None and not self.is_hub:
-                name, port = message["hub"]
-                self.hub = Host(name, [], resolve(name, port, self.datagrams.family))
-                self._send(self.hub.address)
-            elif "farewell" in message:
+        *lines, seat.received = (seat.received + data).split(b"\n")
+        ours = [behind_token(line, self.token) for line in lines]
+        if None in ours or len(seat.received) > LINE_BYTES:
+            self._drop(seat)  # another program of this user
+            return
+        for message in map(json.loads, filter(None, ours)):
+            if "farewell" in message:
                 self._drop(seat)
                 return
+            self._obey(seat, message)
         if not data:
             if seat.rank >= 0:
                 self.gone[seat.rank] = 0
             self._drop(seat)
 
+    def _obey(self, seat: Seat, message: dict[str, Any]) -> None:
+        if "rank" in message:
+            seat.rank, seat.pid = int(message["rank"]), max(0, int(message["pid"]))
+            self.ranks = sorted({*self.ranks, seat.rank})
+            self.messages.clear()
+            tell(seat, port=self.port)
+        elif "hub" in message and self.hub is None and not self.is_hub:
+            name, port = message["hub"]
+            self.hub = Host(name, [], resolve(name, port, self.datagrams.family))
+            self._send(self.hub.address)
+
     def _drop(self, seat: Seat) -> None:
-        self.visited = True
         self.selector.unregister(seat.connection)
         seat.connection.close()
         self.seats.remove(seat)
         self.messages.clear()
-        if self.hub is not None and not self.is_hub:
+        if seat.rank >= 0 and self.hub is not None and not self.is_hub:
             self._send(self.hub.address)  # so that the hub need not wait for the next beat to know
 
 
@@ -284,28 +305,6 @@ def tell(seat: Seat, **message: Any) -> None:
     """Sends a line to a rank, which may have ended."""
     with contextlib.suppress(OSError):
         seat.connection.send(json.dumps(message).encode() + b"\n")
-
-
-def open_datagrams() -> socket.socket:
-    """A socket for datagrams of IPv6 and IPv4, or of IPv4 alone where the kernel has no other."""
-    try:
-        found = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
-        found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        found.bind(("::", 0))
-    except OSError:
-        found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        found.bind(("", 0))
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)  # thousands of hosts may beat at a time
-    return found
-
-
-def resolve(name: str, port: int, family: socket.AddressFamily) -> Any:
-    """The address of a host, for a socket of `open_datagrams`."""
-    found = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)
-    for kind, *_, address in found:
-        if kind == socket.AF_INET:
-            return address if family == kind else (f"::ffff:{address[0]}", port, 0, 0)
-    return found[0][4]
 
 
 def named(ranks: Sequence[int]) -> str:

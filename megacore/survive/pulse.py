@@ -18,6 +18,7 @@ from megacore.distributed.place import Place
 from megacore.distributed.processes import machine
 from megacore.distributed.reasons import record
 from megacore.survive import heartbeat
+from megacore.survive.beats import TOKEN_BYTES, same_user
 from megacore.survive.notices import Notices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,32 +52,31 @@ class Pulse:
 
     def _run(self) -> None:
         try:
-            lines = self._join()
-        except (dist.DistError, OSError) as error:  # without the store the doctor ends this rank
+            verdict: str = heard(self._join())["verdict"]
+        except Exception as error:  # without a word, nobody would know that this host is not watched; without the store the doctor ends it
             if not self.closed:
                 heartbeat.say(f"rank {self.place.rank} on {socket.gethostname()} has none: {error}")
             return
-        with contextlib.suppress(OSError):
-            for line in lines:
-                verdict: str = json.loads(line)["verdict"]
-                record(f"heartbeat: {verdict}")
-                os._exit(LOST_HOST)  # the process has said the verdict, once for all ranks of the host
+        record(f"heartbeat: {verdict}")
+        os._exit(LOST_HOST)  # the process has said the verdict, once for all ranks of the host
 
     def _join(self) -> IO[bytes]:
         """Joins the process of this host, which is started if there is none; returns what it says from then on."""
         notices, rank, host = Notices(self.store), self.place.rank, machine()  # a connection of this thread's own
-        self.token = notices.first("heartbeat/token", secrets.token_hex(8))
+        self.token = notices.first("heartbeat/token", secrets.token_hex(TOKEN_BYTES))
         starts = notices.is_first(f"heartbeat/{host}", str(rank))
         if starts:
             notices.write(f"heartbeat/{host}/door", self._start())
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect("\0" + self._asked(notices, f"heartbeat/{host}/door"))
+        if not same_user(connection):
+            raise OSError("another user's process has taken the place of its own")
+        connection.send(self._line(rank=rank, pid=os.getpid()))  # before any farewell, which would come from nobody
         self.connection = connection
         if self.closed:
-            connection.shutdown(socket.SHUT_RDWR)
-        self._tell(rank=rank, pid=os.getpid())
+            self.close()
         lines = connection.makefile("rb")
-        port = json.loads(lines.readline())["port"]
+        port = heard(lines)["port"]
         if rank == 0:
             notices.write("heartbeat/hub", [self.place.master_address, port])
         elif starts:
@@ -109,4 +109,15 @@ class Pulse:
 
     def _tell(self, **message: Any) -> None:
         assert self.connection is not None
-        self.connection.send(json.dumps({"token": self.token, **message}).encode() + b"\n")
+        self.connection.send(self._line(**message))
+
+    def _line(self, **message: Any) -> bytes:
+        return f"{self.token}{json.dumps(message)}\n".encode()
+
+
+def heard(lines: IO[bytes]) -> dict[str, Any]:
+    """What the process of this host says next. Raises `OSError` if it has ended."""
+    if not (line := lines.readline()):
+        raise OSError("its process, which watched this host, has ended")
+    found: dict[str, Any] = json.loads(line)
+    return found

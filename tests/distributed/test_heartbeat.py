@@ -18,8 +18,10 @@ import pytest
 import torch.distributed as dist
 
 from megacore.distributed.place import Place, free_port
-from megacore.survive import heartbeat, pulse
+from megacore.survive import beats, heartbeat, pulse
+from megacore.survive.beats import Beat
 from tests.pool import CONTEXT, ROOT
+from tests.strangers import GARBAGE
 
 SECONDS = 1.5  # of silence, after which a host is lost here
 TOKEN = "ours"
@@ -38,7 +40,7 @@ class Rank:
         self.port = json.loads(self.lines.readline())["port"]
 
     def tell(self, **message: Any) -> None:
-        self.connection.send(json.dumps({"token": TOKEN, **message}).encode() + b"\n")
+        self.connection.send(f"{TOKEN}{json.dumps(message)}\n".encode())
 
     def verdict(self) -> str:
         """What it is told, at the latest after `LATE` seconds; empty if the process ends without a verdict."""
@@ -210,12 +212,88 @@ def test_a_rank_that_cannot_end_is_killed(tmp_path: Path) -> None:
         assert sleeper.wait(LATE) == -signal.SIGKILL
 
 
-def test_strangers_are_not_heard(tmp_path: Path) -> None:
-    """Whoever finds the port must not be able to end a run, or to crash the process that watches over it."""
-    with run_of(tmp_path, {"a": [0], "b": [1]}) as (_, ranks), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        for message in (b"", b"\xff{", b"[]", b'{"token": "theirs", "verdict": "end"}'):
-            stranger.sendto(message, ("127.0.0.1", ranks[0].port))
-        assert ranks[0].calm(1.3 * SECONDS) and ranks[1].calm(0.1)
+def test_strangers_neither_end_a_run_nor_blind_its_watch(tmp_path: Path) -> None:
+    """Whoever finds a port or a door could end the process that watches, keep it busy, or fill it; nobody would notice a loss then."""
+    with run_of(tmp_path, THREE) as (hosts, ranks):
+        targets = [f"udp:127.0.0.1:{ranks[first].port}" for first in (0, 2, 4)] + [f"unix:{host.door}" for host in hosts.values()]
+        stranger = [sys.executable, "-m", "tests.strangers", "30", *targets]
+        those = [subprocess.Popen([*stranger, *who], cwd=ROOT) for who in ([], ["--nobody"])]
+        try:
+            assert ranks[0].calm(0.5 * SECONDS) and ranks[5].calm(0.01)
+            late = Rank(hosts["c"].door, 6)  # who comes now is still let in
+            hosts["b"].process.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            assert ranks[0].verdict().startswith("nothing was heard from host b (ranks 2-3)")
+            assert time.monotonic() - began < 2 * SECONDS
+            assert ranks[4].verdict() and late.verdict() and not any(one.poll() for one in those)
+        finally:
+            for one in those:
+                one.kill()
+                one.wait()
+        for host in ("a", "c"):
+            assert "watches on" not in hosts[host].said.read_text()
+
+
+def test_nothing_is_read_before_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parsed can end the parser. With the token, what does not fit its lengths is counted, and nothing of it is kept."""
+    ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, None)
+    ours.ranks = [0]
+    good = Beat("b", "", False, [1, 2], [2], [1]).packed(TOKEN.encode())
+    monkeypatch.setattr(heartbeat, "say", lambda line: None)
+    monkeypatch.setattr(heartbeat, "FAULT_SECONDS", 0.0)
+    with ours.door, ours.datagrams, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+
+        def heard(data: bytes) -> int:
+            before = ours.faults
+            other.sendto(data, ("127.0.0.1", ours.port))
+            ours._guarded(ours._receive)
+            return ours.faults - before
+
+        with monkeypatch.context() as never:
+            never.setattr(heartbeat, "unpacked", None)  # calling it would be a fault
+            assert not any(heard(message) for message in (*GARBAGE, good[1:], good[:3], good[:3].swapcase() + good[3:]))
+        bad = [good[:-1], good + b"\0", good[: len(TOKEN)], good[: len(TOKEN) + 3], TOKEN.encode() + b"\xff" * 200]
+        assert [heard(message) for message in bad] == [1] * len(bad) and not ours.hosts
+        assert heard(good) == 0 and [(host.name, host.ranks, host.open, host.gone) for host in ours.hosts.values()] == [
+            ("b", [1, 2], [2], {1: 0})
+        ]
+        for _ in range(heartbeat.AT_ONCE + 20):
+            other.sendto(b"stranger", ("127.0.0.1", ours.port))
+        ours._guarded(ours._receive)
+        assert ours.datagrams.recvfrom(9)[0] == b"stranger", "it must look at the time between them"
+
+
+def test_another_users_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody on the machine can find the door; and this user's own programs may fill neither its memory nor its descriptors."""
+    ours = heartbeat.Heartbeat("a", TOKEN, SECONDS, None)
+    monkeypatch.setattr(heartbeat, "say", lambda line: None)
+    with ours.door, ours.datagrams, contextlib.ExitStack() as opened:
+
+        def come() -> socket.socket:
+            connection = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            connection.connect(ours.door.getsockname())
+            ours._guarded(ours._accept)
+            return connection
+
+        user = os.geteuid()
+        monkeypatch.setattr(beats.os, "geteuid", lambda: user + 1)
+        assert come().recv(1) == b"" and not ours.seats
+        monkeypatch.setattr(beats.os, "geteuid", lambda: user)
+        first, *_ = [come() for _ in range(heartbeat.UNNAMED + 1)]
+        assert len(ours.seats) == heartbeat.UNNAMED and first.recv(1) == b""
+        for message in (b"x" * heartbeat.LINE_BYTES + b"x", b"theirs{}\n"):
+            one, seat = come(), ours.seats[-1]
+            one.send(message)
+            for _ in range(3):
+                ours._guarded(lambda seat=seat: ours._read(seat))
+            assert seat not in ours.seats
+        one, seat = come(), ours.seats[-1]
+        one.send(TOKEN.encode() + b"[" * 3000 + b"\n")
+        ours._guarded(lambda: ours._read(seat))
+        assert ours.faults == 1 and seat in ours.seats, "it knows the token: what it says next may be whole"
+        for seat in list(ours.seats):
+            ours._drop(seat)
+        assert not ours._over(), "no rank has come yet"
 
 
 def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:

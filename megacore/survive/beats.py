@@ -1,0 +1,81 @@
+"""What hosts send each other as heartbeats, and ranks to their host's process; and that nothing of a stranger's is read.
+
+All of it begins with the run's token, which is compared before anything else is looked at. Behind it a datagram has a fixed layout of
+numbers and lengths: there is nothing in it to parse, and what does not fit exactly is an error. Standard library only, as `heartbeat`.
+"""
+
+import hmac
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+TOKEN_BYTES = 16  # of chance; the token is their hexadecimal digits, because lines of text begin with it
+MOST_BYTES = 65536  # more than any datagram has
+HEAD = struct.Struct("!?5H")  # whether the host parts; bytes of name and verdict; numbers of ranks, of open and of gone ones
+VERDICT_BYTES = 1024
+PEER = struct.Struct("iII")  # process, user and group at the other end of a connection
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A host's message to another one."""
+
+    name: str
+    verdict: str
+    parting: bool
+    ranks: list[int]
+    open: list[int]  # those of them that have not ended
+    gone: list[int]  # those that have ended without a farewell
+
+    def packed(self, token: bytes) -> bytes:
+        """The datagram."""
+        texts = (self.name.encode(), self.verdict.encode()[:VERDICT_BYTES])
+        lists = (self.ranks, self.open, self.gone)
+        numbers = [number for each in lists for number in each]
+        head = HEAD.pack(self.parting, *map(len, (*texts, *lists)))
+        return token + head + b"".join(texts) + struct.pack(f"!{len(numbers)}I", *numbers)
+
+
+def unpacked(data: bytes) -> Beat:
+    """The beat in a datagram behind its token. Raises `struct.error` for one that does not fit its lengths."""
+    parting, name, verdict, *counts = HEAD.unpack_from(data)
+    texts, behind = data[HEAD.size : HEAD.size + name + verdict], data[HEAD.size + name + verdict :]
+    numbers = iter(struct.unpack(f"!{sum(counts)}I", behind))
+    ranks, still_open, gone = (list(islice(numbers, count)) for count in counts)
+    return Beat(texts[:name].decode(errors="replace"), texts[name:].decode(errors="replace"), parting, ranks, still_open, gone)
+
+
+def behind_token(data: bytes, token: bytes) -> bytes | None:
+    """What follows the run's token; None of a stranger's message. The time that this takes does not tell where the two differ."""
+    return data[len(token) :] if hmac.compare_digest(data[: len(token)], token) else None
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the other end of a Unix socket belonged to this process's user when it connected, as the kernel says."""
+    _, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    return bool(user == os.geteuid())
+
+
+def open_datagrams() -> socket.socket:
+    """A socket for datagrams of IPv6 and IPv4, or of IPv4 alone where the kernel has no other."""
+    try:
+        found = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
+        found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        found.bind(("::", 0))
+    except OSError:
+        found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        found.bind(("", 0))
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)  # thousands of hosts may beat at a time
+    return found
+
+
+def resolve(name: str, port: int, family: socket.AddressFamily) -> Any:
+    """The address of a host, for a socket of `open_datagrams`."""
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM)
+    for kind, *_, address in found:
+        if kind == socket.AF_INET:
+            return address if family == kind else (f"::ffff:{address[0]}", port, 0, 0)
+    return found[0][4]
