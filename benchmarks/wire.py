@@ -132,10 +132,10 @@ class Wire(AbstractContextManager["Wire"]):
         return next(group for group in self.groups if group.wire and process_group in (group.wire.process_group, group.wire.downward))
 
     def _message(self, function: Callable[..., Any], *, sends: bool) -> Callable[..., Any]:
-        def counted(x: Tensor, peer: int, group: Any) -> Any:
+        def counted(x: Tensor, *peer: int, group: Any, **options: Any) -> Any:
             name = self._count(self._group(group), "send", x, sends=sends)
             with self.part(name):
-                return Waited(function(x, peer, group=group), name, self.part)
+                return Waited(function(x, *peer, group=group, **options), name, self.part)
 
         return counted
 

@@ -104,15 +104,15 @@ class Mesh:
         self.world = self._create("world", everyone)
         for product in map(self._several, (*self._used(config), *used)):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
-        self.tied = self._ends(config)
+        self.tied = self._tie_ends(config)
         self.levels = Levels(SOLO, self.gradient_group)
         if config.engine.reduce_levels == 2:
             self._divide_by_host()
+        self._connect()
+        self.groups.setdefault(("pp",), self._create("pp", self._ranks_along(("pp",))))
+        self._connect_stages(config)
         if config.parallel.shared_memory:
             self._share_memory(config)
-        if self.backend == "nccl":
-            self._connect()
-            self._connect_stages(config)
 
     def group(self, *axes: str) -> Group:
         """The group of this rank along a product of axes. Its ranks can communicate if `_used` lists the product."""
@@ -173,11 +173,10 @@ class Mesh:
         return replace(shard, along=(*shard.along, *states))
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
-        """The products of axes along which a config communicates."""
+        """The products of axes along which a config has collectives. The pipeline's ranks only send messages, see `_connect_stages`."""
         yield ("tp",)
         if config.engine.kind != "fsdp":
             yield self.token_axes
-        yield ("pp",)
         if config.parallel.context > 1:
             yield ("cp",)
         if config.engine.kind == "fsdp":
@@ -202,35 +201,49 @@ class Mesh:
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Makes a group. It makes a communicator only if none has the same ranks: each costs memory and start-up time."""
         if len(ranks) > 1 and ranks not in self.communicators:
-            # With local synchronisation only a group's members meet to create it: a rank creates its few groups, and not those of the
-            # whole cluster. The order is the same on every rank.
-            self.communicators[ranks] = dist.new_group(
-                ranks,
-                timeout=self.timeout,
-                backend=self.backend,
-                pg_options=prioritised(self.backend),
-                use_local_synchronization=True,
-                group_desc=name,
-            )
+            self.communicators[ranks] = self._communicator(name, ranks)
         process_group = self.communicators[ranks] if len(ranks) > 1 else None
         wire = None if process_group is None else Wire(process_group, len(ranks))
         return Group(name, ranks, ranks.index(self.place.rank), wire)
 
-    def _ends(self, config: Config) -> Group | None:
+    def _communicator(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Makes a communicator, which only its ranks meet to do: a rank makes its own few, and not those of the whole cluster.
+
+        Its members find each other by a name that PyTorch makes of the ranks and of how many groups this process has. So every rank
+        makes equally many, in one order.
+        """
+        return dist.new_group(
+            ranks,
+            timeout=self.timeout,
+            backend=self.backend,
+            pg_options=prioritised(self.backend),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+
+    def _tie_ends(self, config: Config) -> Group | None:
         """The group of the two ranks with the first and the last stage, if they share embeddings and this rank is one of them."""
-        placement = placement_of(config)
+        placement, pipeline = placement_of(config), self._ranks_along(("pp",))
         last = max(stage for stages in placement for stage in stages)
-        ends = tuple(self.pp.ranks[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
-        if not config.model.tie_embeddings or len(ends) < 2 or self.place.rank not in ends:
+        ends = tuple(pipeline[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
+        if not config.model.tie_embeddings or len(ends) < 2:
+            return None
+        if self.place.rank not in ends:
+            self._communicator("not tied", (self.place.rank,))  # unused: it keeps the number of groups equal
             return None
         return self._create("tied", ends)
 
     def _divide_by_host(self) -> None:
-        """Makes the groups of two levels, if every data rank's host has as many of them."""
-        if (found := by_host(self.gradient_group.ranks, self._hosts(), self.place.rank)) is not None:
-            for level, ranks in zip(("dp within a host", "dp between hosts"), found, strict=True):
-                self.groups[(level,)] = self._create(level, ranks)
-            self.levels = Levels(*(self.groups[(level,)] for level in ("dp within a host", "dp between hosts")))
+        """Makes the groups of two levels, if the hosts of all ranks that sum gradients have as many of them."""
+        hosts = self._hosts()
+        summing = {ranks_along(self.token_axes, rank, self.sizes) for rank in self.world.ranks}
+        if not all(by_host(ranks, hosts, ranks[0]) for ranks in summing):
+            return
+        found = by_host(self.gradient_group.ranks, hosts, self.place.rank)
+        assert found is not None
+        for level, ranks in zip(("dp within a host", "dp between hosts"), found, strict=True):
+            self.groups[(level,)] = self._create(level, ranks)
+        self.levels = Levels(*(self.groups[(level,)] for level in ("dp within a host", "dp between hosts")))
 
     def _hosts(self) -> list[int]:
         """A number for the host of each rank of the world; collective."""
@@ -254,23 +267,22 @@ class Mesh:
         tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, crowded=crowded, timeout=timeout)
 
     def _connect(self) -> None:
-        """Makes NCCL set up its communicators now, in one order on every rank."""
+        """Sets up the communicators now, in one order on every rank: NCCL does so at the first operation, for which it needs all ranks."""
         for communicator in self.communicators.values():
             if communicator is not None:
                 dist.all_reduce(torch.zeros(1, device=self.device), group=communicator)
 
     def _connect_stages(self, config: Config) -> None:
-        """Gives each direction between two ranks of the pipeline a stream of its own, and makes NCCL set them up now.
+        """Gives each direction between two ranks of the pipeline a stream of its own, and sets them up now.
 
         Operations of one communicator run one after the other, so a receive that is posted ahead would hold up every send behind it.
-        PyTorch makes a communicator for each pair of ranks that send and receive one by one, in each process group: with a second
-        group, for messages to lower ranks, there are two. Setting one up takes both ranks, which is no part of the plan's order.
+        On NCCL, PyTorch makes a communicator for each pair of ranks that send and receive one by one, in each process group: with a
+        second group, for messages to lower ranks, there are two. Setting one up takes both ranks, which is no part of the plan's order.
         """
         pp, place = self.pp, {stage: rank for rank, stages in enumerate(placement_of(config)) for stage in stages}
         if pp.wire is None:
             return
-        options = {"timeout": self.timeout, "backend": self.backend, "pg_options": prioritised(self.backend)}
-        pp.wire.downward = dist.new_group(pp.ranks, use_local_synchronization=True, group_desc="pp downward", **options)
+        pp.wire.downward = self._communicator("pp downward", pp.ranks)
         pairs = {tuple(sorted((place[stage - 1], place[stage]))) for stage in place if stage}
         for low, high in sorted(pair for pair in pairs if pair[0] != pair[1]):
             for sender, receiver in ((low, high), (high, low)):

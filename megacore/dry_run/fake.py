@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -56,6 +57,7 @@ def playing(config: Config, rank: int, watch: Watch, host_size: int = 8) -> Iter
         stack.enter_context(mock.patch.object(ActivationOffload, "__init__", offload_nowhere))
         stack.enter_context(mock.patch.object(Mesh, "_hosts", lambda mesh: [other // host_size for other in range(world)]))
         stack.enter_context(mock.patch.object(Wire, "start_all_to_all", watch.exchanging(Wire.start_all_to_all)))
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
         if divides_parameters(config):
             from megacore.dry_run.fsdp import on_meta  # it imports DTensor, for seconds that no other run should wait
 
@@ -88,6 +90,11 @@ def attention(
 
 
 plain_attention = F.scaled_dot_product_attention
+
+
+def one_by_one(batch: list[dist.P2POp]) -> list[dist.Work]:
+    """Stands for `dist.batch_isend_irecv`, which asks whether the backend of the tensors' device has batches: `meta` has no backend."""
+    return [operation.op(operation.tensor, operation.peer, group=operation.group) for operation in batch]
 
 
 class Stream:

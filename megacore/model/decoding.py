@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,10 +66,12 @@ class Decoder:
             before, after = (self.where.get(other, (pp.rank, 0))[0] for other in (number - 1, number + 1))
             if before != pp.rank:
                 x = torch.empty(count, model.hidden_size, dtype=DTYPES[self.config.train.precision], device=self.mesh.device)
-                dist.recv(x, pp.ranks[before], group=pp.process_group)
+                assert pp.wire is not None
+                pp.wire.receive(x, pp.ranks[before]).wait()
             x = stage(x, cache=self.caches[chunk])
             if after != pp.rank:
-                dist.send(x, pp.ranks[after], group=pp.process_group)
+                assert pp.wire is not None
+                pp.wire.send(x, pp.ranks[after]).wait()
             if stage.last:
                 latest = self.caches[chunk].latest(x)
                 logits = gather_vocabulary(stage.logits(latest)[0], self.mesh.tp, model.vocab_size)

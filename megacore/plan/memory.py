@@ -32,6 +32,7 @@ from megacore.plan.optimizers import STATES
 from megacore.plan.parameters import ELEMENT_BYTES as ELEMENT_BYTES
 from megacore.plan.parameters import GRADIENT_BYTES as GRADIENT_BYTES
 from megacore.plan.parameters import block_parameters, rank_parameters
+from megacore.plan.partition import placement_of
 from megacore.plan.units import divides_parameters, reshards, units_of
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
@@ -89,12 +90,33 @@ class Besides:
         return self.context + self.communicators + self.fragmentation
 
 
+def communicators_of(config: Config) -> list[int]:
+    """How many communicators NCCL has on each rank of the pipeline: one for each group of ranks with collectives, and with each rank
+    before or behind in the pipeline one for each direction."""
+    parallel, levels = config.parallel, 2 * (config.engine.reduce_levels == 2)
+    sizes = {"pp": parallel.pipeline, "dp": config.data_size, "cp": parallel.context, "tp": parallel.tensor}
+
+    def along(*axes: str) -> frozenset[str]:
+        return frozenset(axis for axis in axes if sizes[axis] > 1)
+
+    groups = {along(*sizes), along("tp"), along("cp")}  # groups of the same ranks share one
+    shards = config.shard_size if config.engine.kind == "fsdp" else config.token_ranks
+    groups |= {along("dp", "cp")} if shards in (1, config.token_ranks) else {frozenset({"shard"}), frozenset({"replicate"})}
+    groups |= {along("pp", "tp")} if config.engine.kind == "deepspeed" else set()
+    placement = placement_of(config)
+    place = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    tied = {place[0], place[max(place)]} if config.model.tie_embeddings and place[0] != place[max(place)] else set()
+    counts = []
+    for rank, stages in enumerate(placement):
+        own = groups | ({along("pp") if parallel.pipeline == 2 else frozenset({"tied"})} if rank in tied else set())
+        neighbours = {place[stage + step] for stage in stages for step in (-1, 1) if stage + step in place} - {rank}
+        counts.append(len(own - {frozenset()}) + levels + 2 * len(neighbours))
+    return counts
+
+
 def besides(memory: RankMemory, config: Config) -> Besides:
     """What a rank's device needs besides tensors."""
-    parallel, world = config.parallel, config.parallel.tensor * config.parallel.pipeline * config.token_ranks
-    groups = sum(size > 1 for size in (parallel.tensor, config.token_ranks, world))
-    groups += (parallel.context > 1 and config.data_size > 1) + 2 * (parallel.pipeline > 1)  # a stream in each direction
-    return Besides(CONTEXT, COMMUNICATOR * groups, int(FRAGMENTATION * (memory.total - memory.held)))
+    return Besides(CONTEXT, COMMUNICATOR * max(communicators_of(config)), int(FRAGMENTATION * (memory.total - memory.held)))
 
 
 def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> list[RankMemory]:

@@ -16,6 +16,8 @@ from megacore.interchange.exporter import export_hf
 from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage
 from megacore.model.sampling import Sampler
+from megacore.plan.partition import stage_layers
+from megacore.survive.noting import note_mesh
 from tests import training
 
 LAYOUTS = {
@@ -103,3 +105,21 @@ def test_prompts_of_any_length_are_divided(pool: Any, model: str, method: str) -
     assert len({tuple(tokens) for tokens in alone}) == len(lengths)
     for found, kept in pool.run(3, greedy, MODELS[model], ["parallel.context=3", f"parallel.context_method={method}"], lengths):
         assert found == alone and kept == 24 // 3
+
+
+def transfers_seen() -> dict[str, int]:
+    """How many transfers of a text's generation the watchdog's record has, by link."""
+    place = place_from_environment()
+    raw = {"model": SIZES, "train": {"seq_len": 24}, "parallel": {"pipeline": 3}}
+    config = resolve(raw, [], "test", place.world_size).config
+    mesh = Mesh(config, place, torch.device("cpu"))
+    ledger = note_mesh(mesh)
+    stage = Stage(config, stage_layers(config)[place.rank], mesh.tp, mesh.device, mesh.tied, mesh.cp)
+    assert len(list(Decoder([stage.eval()], mesh).generate([1, 2, 3], 4, Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])))) == 4
+    mesh.close()
+    return {key: channel.begun for key, channel in ledger.channels.items() if ">" in key}
+
+
+def test_what_generation_sends_is_watched(pool: Any) -> None:
+    """A text that hangs between two stages is explained as a step is, because both send in one way."""
+    assert pool.run(3, transfers_seen) == [{"0>1": 4}, {"0>1": 4, "1>2": 4}, {"1>2": 4}]

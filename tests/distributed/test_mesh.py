@@ -72,7 +72,7 @@ def test_what_listens_is_what_the_document_says(run_ranks: Callable[..., list[An
     """docs/trust.md tells who sets up a firewall: the store on rank 0, and a port of gloo's for each group of a rank."""
     config = write_config(tmp_path, "nothing")
     found = run_ranks(4, opened_ports, config, ["parallel.tensor=2", "parallel.pipeline=2"])
-    assert found == [(rank == 0, 3, 3) for rank in range(4)]  # all, tp and pp
+    assert found == [(rank == 0, 4, 3) for rank in range(4)]  # all, tp, and pp, which has two
 
 
 def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: found.update({(): options}))
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(Mesh, "_connect", lambda self: None)
     monkeypatch.setattr(Mesh, "_connect_stages", lambda self, config: None)  # which sends over them
     monkeypatch.setattr(mesh_module, "join", lambda *rest, **options: None)

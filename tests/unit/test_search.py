@@ -70,7 +70,7 @@ def test_a_row_by_hand() -> None:
     held = (2 + 4 + 12 / 8) * parameters  # weights, gradients, and an eighth of masters and moments
     kept = 4 * tokens * (layers * (16 * hidden + 8 + 4 * 32 + 6 * ffn) + 2 * vocab)  # of blocks, and the logits
     needs = held + parameters / 64 * 8 + 1.05 * kept  # a row's number in the norm, and what is lost between blocks
-    assert row.needs_gib == pytest.approx(needs / 2**30 + 0.9 + 2 * 0.15, rel=0.005), "closer than the norm's rows, 0.9 %"
+    assert row.needs_gib == pytest.approx(needs / 2**30 + 0.9 + 0.15, rel=0.005), "closer than the norm's rows, 0.9 %"
     assert row.holds_gib == pytest.approx(held / 2**30, rel=0.01)
     a_token = 6 * (matrices + vocab * hidden) + 12 * layers * hidden * tokens
     assert row.tokens_per_second == pytest.approx(1024 * tokens / row.seconds)
