@@ -194,7 +194,7 @@ class DeepSpeedEngine(Engine):
         return self.held.tensors()
 
     def state(self) -> dict[str, Any]:
-        state = {"updates": self.held.updates, "skipped": float(self.skipped) + self.ds.skipped_steps, "loss_scale": 1.0, "good_steps": 0.0}
+        state = {"updates": self.held.updates, "skipped": float(self.skipped) + self.ds.skipped_steps}
         if self.scales_loss:
             scaler = self.zero.loss_scaler
             # DeepSpeed's gradients are larger by the number of data ranks.
@@ -206,7 +206,7 @@ class DeepSpeedEngine(Engine):
         self.held.set_updates(state["updates"])
         self.skipped.zero_()
         self.ds.skipped_steps = int(state["skipped"])
-        if self.scales_loss and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
+        if self.scales_loss and "loss_scale" in state:  # else the checkpoint is of a run that did not scale
             scaler = self.zero.loss_scaler
             scaler.cur_scale = state["loss_scale"] / self.mesh.gradient_group.size
             scaler.cur_iter, scaler.last_overflow_iter = int(state["good_steps"]), -1

@@ -98,12 +98,14 @@ class Stepper(Engine, ABC):
         scale, updates = self.loss_scale, self.optimizer.updates.to(self.device)
         numbers = torch.stack([updates.double(), self.skipped, scale.value, scale.good_steps]).tolist()
         named: dict[str, Any] = dict(zip(("updates", "skipped", "loss_scale", "good_steps"), numbers, strict=True))
+        if not scale.dynamic:
+            del named["loss_scale"], named["good_steps"]
         return named if self.spikes is None else named | {"norms": self.spikes.state()}
 
     def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
         self.optimizer.updates.fill_(state["updates"])
         self.skipped.fill_(state["skipped"])
-        if self.loss_scale.dynamic and state["loss_scale"] > 1.0:  # else the checkpoint is of a run that did not scale
+        if self.loss_scale.dynamic and "loss_scale" in state:  # else the checkpoint is of a run that did not scale
             self.loss_scale.value.fill_(state["loss_scale"])
             self.loss_scale.good_steps.fill_(state["good_steps"])
         if self.spikes is not None:

@@ -96,11 +96,12 @@ class Inputs:
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
             raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
-        numbers = reader.state["engine"] if isinstance(reader.state["engine"], dict) else {}
-        for name in ("updates", "skipped", "loss_scale", "good_steps"):
-            number = numbers.get(name)
+        engine = reader.state["engine"] if isinstance(reader.state["engine"], dict) else {}
+        numbers = {"rollbacks": reader.state.get("rollbacks", 0), "engine.updates": None, "engine.skipped": None}
+        numbers |= {f"engine.{name}": engine[name] for name in ("updates", "skipped", "loss_scale", "good_steps") if name in engine}
+        for name, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-                wrong = f"engine.{name} in its state is {number!r:.40}"
+                wrong = f"{name} in its state is {number!r:.40}"
                 raise CheckpointError(str(reader.path), wrong, "a number that is not negative; use an earlier checkpoint")
         reader.check_model(self.config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
         kinds, kind = {name.partition("/")[0] for name in reader.names}, self.config.optim.kind

@@ -36,13 +36,12 @@ class Saving:
         self.took = 0.0  # seconds from a save's beginning until it was on disk
         self.seconds = 0.0  # that training has waited since the last reading
 
-    def save(self, step: int, samples: int) -> None:
-        """Saves the step just done, after `samples` samples. Returns when it is on disk, or with `checkpoint.async` when it has begun."""
+    def save(self, step: int, progress: dict[str, int]) -> None:
+        """Saves the step just done, with the run's `progress`. Returns when it is on disk, or with `checkpoint.async` when it has begun."""
         self.finish()
         started = time.perf_counter()
         config = self.config
-        state = {
-            "samples": samples,
+        state = progress | {
             "seed": config.train.seed,
             "engine": self.engine.state(),
             "model": config.model.model_dump(),

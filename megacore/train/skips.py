@@ -10,10 +10,16 @@ class TooManySkips(RuntimeError):
 class Skips:
     """Counts skipped steps in a row, the same on every rank."""
 
-    def __init__(self, limit: int, rollbacks: int, skipped: float) -> None:
-        """`limit`: how many steps in a row are too many. `rollbacks`: how often the run may go back. `skipped`: steps skipped so far."""
-        self.limit, self.rollbacks, self.skipped = limit, rollbacks, skipped
+    def __init__(self, limit: int, max_rollbacks: int) -> None:
+        """`limit`: how many steps in a row are too many. `max_rollbacks`: how often the run may go back, however often it is started."""
+        self.limit, self.max_rollbacks = limit, max_rollbacks
         self.in_a_row = 0
+        self.skipped = 0.0  # steps skipped so far
+        self.rollbacks = 0  # how often the run has gone back
+
+    def restore(self, skipped: float, rollbacks: int) -> None:
+        """Goes on from a checkpoint. One that a run goes back to does not know of that."""
+        self.skipped, self.rollbacks = skipped, max(self.rollbacks, rollbacks)
 
     def saw(self, figures: Figures) -> bool:
         """Whether this step was skipped."""
@@ -26,9 +32,9 @@ class Skips:
         """Whether the run must go back now. Raises `TooManySkips` if it may not."""
         if self.in_a_row < self.limit:
             return False
-        if not self.rollbacks:
+        if self.rollbacks >= self.max_rollbacks:
             wrong = f"{self.in_a_row} steps in a row were skipped: their loss or gradient was not finite, or a spike"
             raise TooManySkips(f"{wrong} (optim.max_skips, optim.max_rollbacks; their samples are in skipped.jsonl)")
-        self.rollbacks -= 1
+        self.rollbacks += 1
         self.in_a_row = 0
         return True

@@ -28,7 +28,7 @@ from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.mailbox import Figures, Mailbox
 from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory, reserved_memory
-from megacore.train.restoring import choose
+from megacore.train.restoring import choose, engine_state
 from megacore.train.saving import Saving
 from megacore.train.skips import Skips, TooManySkips
 from megacore.train.step import TrainStep
@@ -82,12 +82,12 @@ class Trainer:
         self.origin: Path | None = None  # the checkpoint that gave the first weights
         self.stop = StopRequest()
         self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
+        self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
         self.step = self.started = self.resume()
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
         self.watch = Watch()
         self.mailbox = Mailbox(mesh.device)
-        self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks, self.engine.state()["skipped"])
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.logs)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
@@ -209,7 +209,6 @@ class Trainer:
             self.inputs.look_again(self.resumed, self.resumed_step)
         self.step = self.resume()
         self.ahead = batch - self.step
-        self.skips.skipped = self.engine.state()["skipped"]
         self.logs.reopen(self.step + 1)
         self.logs.say(f"after step {before} back to {self.resumed}, and on with sample {batch * batch_size}")
         return True
@@ -329,7 +328,8 @@ class Trainer:
         """Saves a checkpoint of the step just done. Raises `CheckpointError` where machines share no folder for it."""
         if self.apart:
             raise CheckpointError(resolved(self.config.log.dir), f"nothing was saved: {self.apart}", SHARED)
-        self.saving.save(self.step, (self.step + self.ahead) * self.config.train.global_batch_size)
+        samples = (self.step + self.ahead) * self.config.train.global_batch_size
+        self.saving.save(self.step, {"samples": samples, "rollbacks": self.skips.rollbacks})
 
     def resume(self) -> int:
         """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws some; returns the step to go
@@ -348,10 +348,11 @@ class Trainer:
                 self.mesh.progress("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # This also rounds the weights just read into the parameters that compute.
-        self.engine.load_state(self.engine.state() if weights_alone else reader.state["engine"], tensors)
+        self.engine.load_state(self.engine.state() if weights_alone else engine_state(reader), tensors)
         if weights_alone:
             self.origin = reader.path
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
+        self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))  # which older checkpoints do not have
         self.ahead = reader.state["samples"] // self.config.train.global_batch_size - reader.step
         return reader.step

@@ -4,41 +4,16 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from megacore import checkpoint
-from megacore.pipeline.runtime import Microbatch
 from megacore.train.skips import TooManySkips
-from megacore.train.step import TrainStep
-from megacore.train.trainer import Trainer
 from tests import training
 from tests.checkpoints import find_latest
+from tests.rollback import poisoned_rank
 
 OVERRIDES = ["train.steps=8", "checkpoint.every=2"]
-
-
-def poisoned_rank(config_path: str, overrides: list[str], log_dir: str, batches: list[int], value: float) -> list[int]:
-    """A run in which the last rank's gradient is multiplied by `value` in some batches; returns the batches that were read."""
-    next_batch, forward_backward = Trainer.next_batch, TrainStep.forward_backward
-    read = []
-
-    def noted(self: Trainer) -> list[Microbatch]:
-        read.append(self.step + self.ahead)
-        return next_batch(self)
-
-    def poisoned(self: TrainStep, batch: list[Microbatch]) -> torch.Tensor:
-        share = forward_backward(self, batch)
-        if read[-1] in batches and self.mesh.place.rank == self.mesh.place.world_size - 1:
-            for piece, _ in self.engine.gradients().values():
-                piece.mul_(value)
-        return share
-
-    with mock.patch.object(Trainer, "next_batch", noted), mock.patch.object(TrainStep, "forward_backward", poisoned):
-        training.run_rank(config_path, overrides, log_dir)
-    return read
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +59,8 @@ def test_too_many_in_a_row_are_gone_around(pool: Any, config: str, tmp_path: Pat
     assert updates(tmp_path / "run") == 8, "every step was taken in the end"
     again = pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=9"], str(tmp_path / "run"), [], 1.0)
     assert again[0] == [12]
+    with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):  # the run's one rollback is used up
+        pool.run(2, poisoned_rank, config, [*OVERRIDES, *limits, "train.steps=14"], str(tmp_path / "run"), [13, 14, 15], float("nan"))
     with pytest.raises(Exception, match=f"{TooManySkips.__name__}: 3 steps in a row"):
         pool.run(2, poisoned_rank, config, [*OVERRIDES, "optim.max_skips=3"], str(tmp_path / "fails"), [5, 6, 7], float("nan"))
 

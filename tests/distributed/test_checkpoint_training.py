@@ -207,6 +207,7 @@ STATES: dict[str, Any] = {
     "engine.updates": "many",
     "engine.loss_scale": -1.0,
     "engine.skipped": True,
+    "rollbacks": "once",
     "config": 3,
     "config.train": None,
     "model": [1],

@@ -20,6 +20,7 @@ from tests import plain, training
 from tests.commands import provers
 from tests.faults import FAULTS, Fault, context, data, links, pipeline, plans, precision, public, races, split, structure, tensor, trainer
 from tests.pool import Pool
+from tests.rollback import went_back
 
 # The modules enter their faults as they are imported.
 __all__ = [
@@ -56,6 +57,9 @@ class Checks:
         if fault.check == "resume":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, resumed, folder, plant)[0]
+        if fault.check == "rollback":
+            with tempfile.TemporaryDirectory() as folder:
+                return self.pool.run(1, went_back, folder, plant)[0]
         if fault.check == "trained":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, trained, folder, plant)[0]
@@ -125,7 +129,8 @@ HEAD = """# Planted faults
 
 What a proof is worth is what it catches. These are {total} mistakes that people make in parallel training; each is planted,
 alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
-bit by bit with one that is not, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
+bit by bit with one that is not, {rollback} by a run that goes back around bad batches and is compared bit by bit with one that
+starts there, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
 {samples} by the proof of `launch/samples.py`, {plan} by the validation of plans. The same checks are silent on the code as it is.
 
 ```bash

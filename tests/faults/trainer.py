@@ -38,6 +38,32 @@ def warmup_begins_again() -> Any:
     return patch(trainer.Trainer, "loop", from_the_start)
 
 
+@fault("… is computed one step ahead, and is still there when the run has gone back", "one", "step 4 logs another lr", check="rollback")
+def rate_computed_ahead() -> Any:
+    ahead: list[float] = []
+
+    def cached(optim: Any, number: int, steps: int) -> float:
+        ahead.append(learning_rate(optim, number + 1, steps))
+        return ahead[-2] if len(ahead) > 1 else learning_rate(optim, number, steps)
+
+    return patch(step, "learning_rate", cached)
+
+
+@fault("a run that goes back keeps the moments of the steps that it leaves", "one", "step 5 logs another loss", check="rollback")
+def moments_kept_behind_a_rollback() -> Any:
+    resume = trainer.Trainer.resume
+
+    def kept(self: Any) -> int:
+        moments = {key: tensor.clone() for key, (tensor, _) in self.engine.tensors().items() if not key.startswith("model/")}
+        step = resume(self)
+        for key, (tensor, _) in self.engine.tensors().items():
+            if key in moments and moments[key].any():
+                tensor.copy_(moments[key])
+        return step
+
+    return patch(trainer.Trainer, "resume", kept)
+
+
 @fault("a run that goes on counts steps that were skipped as updates", "one", "other weights are saved after step 4", check="trained")
 def skipped_steps_counted_as_updates() -> Any:
     load = NativeEngine.load_state

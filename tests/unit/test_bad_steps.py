@@ -84,7 +84,8 @@ def figures(step: int, skipped: float) -> Figures:
 
 
 def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:
-    skips = Skips(limit=3, rollbacks=1, skipped=5.0)
+    skips = Skips(limit=3, max_rollbacks=1)
+    skips.restore(skipped=5.0, rollbacks=0)
     assert [skips.saw(figures(step, count)) for step, count in [(1, 5), (2, 6), (3, 7), (4, 7), (5, 8), (6, 9)]] == [
         False, True, True, False, True, True,
     ]  # fmt: skip

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from megacore.engine.reduce import GradientReducer
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan import generators
+from megacore.train.restoring import engine_state
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
@@ -178,8 +181,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, pre
     statistics = engine.step(1e-3)
     assert not statistics.grad_norm.isfinite() and statistics.skipped == 1
     assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
-    scale = state["loss_scale"] / (2 if precision == "fp16" else 1)
-    assert engine.state() == {"updates": 1, "skipped": 1, "loss_scale": scale, "good_steps": 0}
+    scaling = {"loss_scale": state["loss_scale"] / 2, "good_steps": 0} if precision == "fp16" else {}
+    assert engine.state() == {"updates": 1, "skipped": 1} | scaling
 
     backward_of(engine, stage, 1.0)  # and nothing of it is left behind
     assert engine.step(1e-3).grad_norm.isfinite()
@@ -339,6 +342,29 @@ def test_scaling_starts_afresh_behind_a_run_without(configure: Configure) -> Non
     initial = float(fp16.loss_scale.value)
     fp16.load_state(bf16.state(), fp16.tensors())
     assert float(fp16.loss_scale.value) == initial > 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_older_checkpoints_say_a_scale_of_1_without_scaling(configure: Configure, precision: str) -> None:
+    """Taken at its word, an fp16 run on from a bf16 checkpoint would begin at 1."""
+    _, fp16 = engine_of(configure("train.precision=fp16"))
+    engine = {"updates": 3.0, "skipped": 1.0, "loss_scale": 1.0, "good_steps": 0.0}
+    sections: dict[str, Any] = {"model": {}, "data": {}, "train": {"precision": precision}}
+    reader: Any = SimpleNamespace(state={"engine": engine, "config": sections})
+    initial = fp16.state()["loss_scale"]
+    fp16.load_state(engine_state(reader), fp16.tensors())
+    assert fp16.state()["loss_scale"] == (initial if precision == "bf16" else 1.0) and fp16.state()["updates"] == 3
+
+
+@pytest.mark.parametrize("scale", [4.0, 1.0, 0.5, 2.0**-20])
+def test_every_loss_scale_is_restored(configure: Configure, scale: float) -> None:
+    """One that many overflows have made small would be taken for that of a run that did not scale: the resumed run would start
+    afresh, skip all those steps again, and part from the uninterrupted one."""
+    (_, engine), (_, resumed) = (engine_of(configure("train.precision=fp16")) for _ in range(2))
+    engine.loss_scale.value.fill_(scale)
+    engine.loss_scale.good_steps.fill_(7)
+    resumed.load_state(engine.state(), resumed.tensors())
+    assert resumed.state() == engine.state() and engine.state()["loss_scale"] == scale
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
