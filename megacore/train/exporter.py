@@ -13,6 +13,7 @@ import torch
 
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
+from megacore.train.scrapes import ScrapeServer
 
 # What `Trainer.report` logs, by its key in metrics.jsonl.
 RUN = {
@@ -60,7 +61,7 @@ class Exporter:
             return
         assert port is not None
         try:
-            from prometheus_client import CollectorRegistry, Gauge, start_http_server
+            from prometheus_client import CollectorRegistry, Gauge, generate_latest
         except ImportError:
             right = "pip install 'megacore[monitoring]'"
             raise ConfigError("log.prometheus_port", "prometheus-client is not installed", right) from None
@@ -78,7 +79,7 @@ class Exporter:
         self._set("logged_timestamp_seconds", time.time())
         self._set("memory_limit_bytes", memory_limit(device))
         try:
-            self.server, self.thread = start_http_server(port, registry=registry)
+            self.server = ScrapeServer(port, partial(generate_latest, registry))
         except OSError as error:
             wrong = f"port {port} cannot be served: {error.strerror}"
             raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
@@ -120,9 +121,7 @@ class Exporter:
         """Stops serving."""
         if self.serving:
             self.serving = False
-            self.server.shutdown()
-            self.server.server_close()
-            self.thread.join()
+            self.server.close()
 
     def _set(self, name: str, value: float | None) -> None:
         self.gauges[name].set(float("nan") if value is None else value)

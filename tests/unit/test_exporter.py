@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -24,8 +26,10 @@ from megacore.distributed.axes import AXES
 from megacore.distributed.place import Place, free_port
 from megacore.errors import ConfigError
 from megacore.train import exporter as exporter_module
+from megacore.train import scrapes
 from megacore.train.exporter import DEVICES, OTHERS, PARTS, RANKS, RUN, Exporter
 from megacore.train.meters import StepParts
+from megacore.train.scrapes import MOST, ScrapeServer
 from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus
@@ -83,6 +87,51 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"log.prometheus_port: port {port} cannot be served: Address already in use"):
             Exporter(port, Place(), CPU)
+
+
+def test_strangers_neither_use_up_descriptors_nor_keep_scrapes_out() -> None:
+    """A save could open no file any more, and nobody would see the run's figures: connections idle, slow, garbled and never ending."""
+    exporter = Exporter(port := free_port(), Place(), CPU)
+    before = len(os.listdir("/proc/self/fd"))
+    stranger = subprocess.Popen([sys.executable, "-m", "tests.strangers", "60", f"tcp:127.0.0.1:{port}"], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 20
+        while (most := len(os.listdir("/proc/self/fd"))) < before + MOST:
+            assert time.monotonic() < deadline, "the stranger does not come"
+        for _ in range(5):
+            assert "megacore_loss" in scrape(port)
+            most = max(most, len(os.listdir("/proc/self/fd")))
+        assert most <= before + MOST + 2, "beside them the connection of this process's own scrape"
+        assert stranger.poll() is None
+        with socket.create_connection(("127.0.0.1", port)) as cut, socket.create_connection(("127.0.0.1", port)) as slow:
+            cut.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
+            slow.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert slow.recv(17) == b"HTTP/1.1 200 OK\r\n", "an answer goes to who asks, however slowly it is read"
+    finally:
+        stranger.kill()
+        stranger.wait()
+        exporter.close()
+
+
+def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sends a byte at a time, or never reads, would hold a descriptor for ever where no other comes."""
+    monkeypatch.setattr(scrapes, "LONGEST_SECONDS", 0.2)
+    server = ScrapeServer(port := free_port(), lambda: b"x" * (1 << 25))
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as idle, socket.create_connection(("127.0.0.1", port)) as deaf:
+            idle.sendall(b"G")
+            deaf.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            idle.settimeout(10)
+            assert idle.recv(1) == b""
+            while server.scrapes:
+                time.sleep(0.02)
+        server.text = lambda: 1 // 0  # type: ignore[assignment, return-value]
+        with pytest.raises(OSError):
+            scrape(port)
+        server.text = lambda: b"a 1\n"
+        assert scrape(port) == {"a": 1.0}, "a fault in one answer does not end it"
+    finally:
+        server.close()
 
 
 def test_a_run_is_served(tmp_path: Path) -> None:

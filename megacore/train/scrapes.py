@@ -1,0 +1,118 @@
+"""Answers scrapes: one text over HTTP, from one thread and over few connections.
+
+Everybody may connect, and the process that answers trains. So a connection beyond `MOST` closes the oldest one, and looks are
+`PAUSE_SECONDS` apart: connections that say nothing, little or garbage take a few descriptors, and many scrapes a small part of the
+interpreter. A scrape sends its request at once, and is answered in the look that finds it, whoever waits beside it.
+"""
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+MOST = 16  # connections
+PAUSE_SECONDS = 0.02
+LONGEST_SECONDS = 10.0  # that a connection may last, however little comes or goes on it
+REQUEST_BYTES = 8192
+END = b"\r\n\r\n"  # of a request
+HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\nConnection: close\r\n\r\n"
+
+
+@dataclass
+class Scrape:
+    """A connection: what has come of its request, and what is left to send."""
+
+    connection: socket.socket
+    since: float = field(default_factory=time.monotonic)
+    request: bytes = b""
+    answer: bytes = b""
+
+
+class ScrapeServer:
+    """Serves what `text` returns to everybody who asks, until `close`."""
+
+    def __init__(self, port: int, text: Callable[[], bytes]) -> None:
+        """Raises `OSError` where the port cannot be had. `text` is called in another thread, at most once a look."""
+        self.text, self.answer, self.closed = text, b"", False
+        self.scrapes: dict[socket.socket, Scrape] = {}  # the oldest first
+        self.listener = socket.create_server(("", port), backlog=128)
+        self.listener.setblocking(False)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ)
+        self.thread = threading.Thread(target=self._serve, name="scrapes", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stops serving."""
+        self.closed = True
+        self.thread.join()
+
+    def _serve(self) -> None:
+        while not self.closed:
+            try:
+                self._look()
+            except Exception:  # it goes on; where no descriptor is left for a connection, this gives one back
+                self._drop_oldest()
+            time.sleep(PAUSE_SECONDS)
+        while self.scrapes:
+            self._drop_oldest()
+        self.listener.close()
+        self.selector.close()
+
+    def _look(self) -> None:
+        """Goes on with every connection on which something has come or can go, and closes those that last too long."""
+        ready = [key.fileobj for key, _ in self.selector.select(0.5)]
+        self.answer = b""
+        for connection in ready:
+            if connection is self.listener:
+                self._accept()
+            elif scrape := self.scrapes.get(connection):  # type: ignore[call-overload]
+                self._go_on(scrape)
+        late = time.monotonic() - LONGEST_SECONDS
+        for scrape in [scrape for scrape in self.scrapes.values() if scrape.since < late]:
+            self._drop(scrape)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(MOST):
+                if len(self.scrapes) >= MOST:
+                    self._drop_oldest()
+                connection, _ = self.listener.accept()
+                connection.setblocking(False)
+                self.scrapes[connection] = scrape = Scrape(connection)
+                self.selector.register(connection, selectors.EVENT_READ)
+                self._go_on(scrape)
+
+    def _go_on(self, scrape: Scrape) -> None:
+        """Reads what has come, and once the request is whole, sends what goes; closes the connection when all is sent."""
+        try:
+            if not scrape.answer:
+                data = scrape.connection.recv(REQUEST_BYTES)
+                scrape.request += data
+                if END in scrape.request:
+                    self.answer = self.answer or self.text()
+                    scrape.answer = HEAD.format(len(self.answer)).encode() + self.answer
+                    self.selector.modify(scrape.connection, selectors.EVENT_WRITE)
+                elif not data or len(scrape.request) > REQUEST_BYTES:
+                    self._drop(scrape)
+                    return
+            if scrape.answer:
+                scrape.answer = scrape.answer[scrape.connection.send(scrape.answer) :]
+                if not scrape.answer:
+                    self._drop(scrape)
+        except BlockingIOError:
+            return
+        except Exception:  # it has gone, or there is no answer
+            self._drop(scrape)
+
+    def _drop(self, scrape: Scrape) -> None:
+        del self.scrapes[scrape.connection]
+        self.selector.unregister(scrape.connection)
+        scrape.connection.close()
+
+    def _drop_oldest(self) -> None:
+        if self.scrapes:
+            self._drop(next(iter(self.scrapes.values())))
