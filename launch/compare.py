@@ -3,10 +3,13 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
@@ -14,6 +17,7 @@ from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError, LogError
 from megacore.files import check_output, read_text, write_json
 from megacore.plan.plot import check_plot
+from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,9 +28,18 @@ in any bit, and where by more than --tolerance. Time leaves out validation and s
 Exit status: 0 done, 2 bad arguments or records."""
 COLOURS = ("#2f6fab", "#e67e22", "#2a9d5c", "#c0392b", "#7d5ba6", "#8a8a8a", "#17a2b8", "#b8860b")
 DASHES = ("-", "--", ":", "-.")  # behind the last colour they change
-# What is read of a record.
-TRAINING = ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_bytes", "skipped")
-VALIDATION = ("step", "valid_loss")
+
+
+class Every(Record):
+    """Of the section `log` what is read."""
+
+    every: Count = 1
+
+
+class Written(Record):
+    """Of a config.json what is read; the rest is shown."""
+
+    log: Every = Every()
 
 
 @dataclass(frozen=True)
@@ -34,18 +47,19 @@ class Run:
     """A run's records: its flat config, and its lines of training and of validation in the order of their steps."""
 
     name: str
+    every: int  # steps between records
     config: dict[str, Any]
-    steps: list[dict[str, Any]]
-    validations: list[dict[str, Any]]
+    steps: list[Training]
+    validations: list[Validation]
 
     def seconds(self) -> list[float]:
         """Time spent in training steps up to each logged step. A run that went on from another folder's checkpoint did not do the
         steps before it: its first record stands for the steps since the logged one before."""
         done, out = 0.0, []
-        before = max(0, self.steps[0]["step"] - self.config.get("log.every", 1))
+        before = max(0, self.steps[0].step - self.every)
         for line in self.steps:
-            done += (line["step"] - before) * line["step_seconds"]
-            before = line["step"]
+            done += (line.step - before) * line.step_seconds
+            before = line.step
             out.append(done)
         return out
 
@@ -81,23 +95,16 @@ def read(folder: str) -> Run:
             why = error.strerror if isinstance(error, OSError) else "no text"
             raise LogError(str(path), f"cannot be read: {why}", "the folder of a run, its log.dir") from None
     try:
-        if not isinstance(config := json.loads(texts["config.json"]), dict):
-            raise ValueError("not an object")
+        every = Written.model_validate_json(texts["config.json"]).log.every
+    except ValidationError as error:
+        raise LogError(str(Path(folder) / "config.json"), f"is no config: {complaint(error)}", "as the run wrote it") from None
+    try:
+        steps, validations = read_metrics(texts["metrics.jsonl"])
     except ValueError as error:
-        raise LogError(str(Path(folder) / "config.json"), f"is no config: {error}", "as the run wrote it") from None
-    training: dict[int, dict[str, Any]] = {}
-    validations: dict[int, dict[str, Any]] = {}
-    whole = texts["metrics.jsonl"].rpartition("\n")[0]
-    for number, text in enumerate(whole.splitlines(), 1):
-        try:
-            line = json.loads(text)
-            records, keys = (training, TRAINING) if "step_seconds" in line else (validations, VALIDATION)
-            records[line["step"]] = {key: line[key] for key in keys}
-        except (ValueError, KeyError, TypeError):
-            raise LogError(f"{folder}/metrics.jsonl", f"line {number} is no record of a step", "as the run wrote it") from None
-    if not training:
+        raise LogError(f"{folder}/metrics.jsonl", str(error), "as the run wrote it") from None
+    if not steps:
         raise LogError(f"{folder}/metrics.jsonl", "holds no logged step yet", "a run that has logged one (log.every)")
-    return Run(folder, flat(config), [training[step] for step in sorted(training)], [validations[step] for step in sorted(validations)])
+    return Run(folder, every, flat(json.loads(texts["config.json"])), steps, validations)
 
 
 def flat(value: dict[str, Any], section: str = "") -> dict[str, Any]:
@@ -110,8 +117,8 @@ def flat(value: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 def parting(first: Run, other: Run, tolerance: float) -> dict[str, Any]:
     """How many logged steps two runs share, and the first of them whose losses differ: in any bit, and by more than `tolerance`."""
-    losses = {line["step"]: line["loss"] for line in first.steps}
-    shared = [(line["step"], losses[line["step"]], line["loss"]) for line in other.steps if line["step"] in losses]
+    losses = {line.step: line.loss for line in first.steps}
+    shared = [(line.step, losses[line.step], line.loss) for line in other.steps if line.step in losses]
     apart = [(step, difference(a, b)) for step, a, b in shared]
     return {
         "shared_steps": len(shared),
@@ -131,18 +138,18 @@ def difference(a: float | None, b: float | None) -> float:
 def summary(run: Run) -> dict[str, Any]:
     """What a run reached, and how fast it was."""
     last = run.steps[-1]
-    losses = [line["valid_loss"] for line in run.validations if line["valid_loss"] is not None]
-    mfu = [line["mfu"] for line in run.steps if line["mfu"] is not None]
+    losses = [line.valid_loss for line in run.validations if line.valid_loss is not None]
+    mfu = [line.mfu for line in run.steps if line.mfu is not None]
     return {
-        "step": last["step"],
-        "tokens": last["tokens"],
+        "step": last.step,
+        "tokens": last.tokens,
         "seconds": run.seconds()[-1],
-        "loss": last["loss"],
+        "loss": last.loss,
         "best_valid_loss": min(losses, default=None),
-        "tokens_per_second": median(line["tokens_per_second"] for line in run.steps),
+        "tokens_per_second": median(line.tokens_per_second for line in run.steps),
         "mfu": median(mfu) if mfu else None,
-        "memory_bytes": max(line["memory_bytes"] for line in run.steps),
-        "skipped": last["skipped"],
+        "memory_bytes": max(line.memory_bytes for line in run.steps),
+        "skipped": last.skipped,
     }
 
 
@@ -212,11 +219,11 @@ def draw(runs: list[Run], path: str) -> None:
     for number, run in enumerate(runs):
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         style: dict[str, Any] = {"color": colour, "linestyle": dash, "label": run.name}
-        tokens, seconds = [line["tokens"] for line in run.steps], run.seconds()
+        tokens, seconds = [line.tokens for line in run.steps], run.seconds()
         style |= {"marker": "o" if len(tokens) == 1 else "", "linewidth": 3.5 if number == 0 else 1.3}  # an equal run lies on the first
         loss.plot(tokens, column(run.steps, "loss"), **style)
-        a_step = run.steps[-1]["tokens"] / run.steps[-1]["step"]
-        valid = [line["step"] * a_step for line in run.validations]
+        a_step = run.steps[-1].tokens / run.steps[-1].step
+        valid = [line.step * a_step for line in run.validations]
         loss.plot(valid, column(run.validations, "valid_loss"), marker="o", linestyle="none", color=colour)
         over_time.plot(seconds, column(run.steps, "loss"), **style)
         speed.plot(tokens, column(run.steps, "tokens_per_second"), **style)
@@ -240,9 +247,9 @@ def draw(runs: list[Run], path: str) -> None:
     figure.savefig(path)
 
 
-def column(lines: list[dict[str, Any]], key: str) -> list[float]:
+def column(lines: Sequence[Training | Validation], key: str) -> list[float]:
     """One figure of every line; what is not finite leaves a gap."""
-    return [float("nan") if line[key] is None else line[key] for line in lines]
+    return [float("nan") if (value := getattr(line, key)) is None else value for line in lines]
 
 
 def title(axes: "Axes", text: str, unit: str) -> None:

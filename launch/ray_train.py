@@ -21,6 +21,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.place import free_port, place_from_environment
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder
+from megacore.records import step_of
 from megacore.survive.hosts import load_any, plan
 from megacore.train.stopping import StopRequest
 
@@ -246,8 +247,8 @@ def figures(folder: Path, checkpoint: Path) -> dict[str, Any]:
         begin = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
         file.seek(begin)
         lines = file.read().splitlines()[begin > 0 :]  # the first may be a part
-    found = [logged for logged in map(json.loads, lines) if logged["step"] == step and "loss" in logged]
-    return found[-1] if found else {"step": step}
+    found = [line for line in lines if b'"loss"' in line and step_of(line) == step]
+    return json.loads(found[-1]) if found else {"step": step}
 
 
 if __name__ == "__main__":

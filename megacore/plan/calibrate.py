@@ -1,21 +1,29 @@
 """Fits the profile to one measured run, so that the same machine's other layouts and sizes are predicted from it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from megacore.config.load import load
+from pydantic import ValidationError
+
+from megacore.config.load import load, smallest_world
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.plan.devices import Cluster, Device
 from megacore.plan.profile import Profile
 from megacore.plan.setting import Setting, setting_of
 from megacore.plan.step_time import predict
+from megacore.records import Amount, Record, complaint
 
 OPTION = "--calibrate"
 WARM_UP = 3  # logged steps that do not count, if there are more than twice as many
 WIDEST = 100.0  # times slower or faster than the profile says: beyond that something else is wrong
+
+
+class Timed(Record):
+    """Of a record of metrics.jsonl what is read; a validation has none."""
+
+    step_seconds: Amount | None = None
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
@@ -49,19 +57,23 @@ def read_run(folder: str) -> tuple[Setting, float]:
     """The setting of a run, and its median seconds a step, from config.json and metrics.jsonl. Raises `ConfigError`."""
     path = Path(folder)
     try:
-        lines = [json.loads(line) for line in read_text(path / "metrics.jsonl").splitlines()]
-        seconds = [float(line["step_seconds"]) for line in lines if "step_seconds" in line]
-        content = json.loads(read_text(path / "config.json"))
-        axes = content["parallel"]
-        world = axes["tensor"] * axes["pipeline"] * axes["data"] * axes.get("context", 1)
+        lines = read_text(path / "metrics.jsonl").rpartition("\n")[0].split("\n")  # a last line may be half written
+        steps = [Timed.model_validate_json(line) for line in lines]
+        config = str(path / "config.json")
+        setting = setting_of(load(config, [], smallest_world(config, [])).config)
     except OSError as error:
         raise ConfigError(OPTION, f"cannot read {error.filename or folder}: {error.strerror}", "a run's folder, log.dir") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(OPTION, f"{folder} holds no run's config and metrics", "a run's folder, log.dir") from None
+    except ValidationError as error:
+        raise ConfigError(OPTION, f"{folder} holds no run's metrics: {complaint(error)}", "a run's folder, log.dir") from None
+    except ConfigError as error:
+        raise ConfigError(OPTION, f"{folder} holds no run's config: {error.where}: {error.wrong}", error.right) from None
+    except UnicodeDecodeError:
+        raise ConfigError(OPTION, f"{folder} holds no run's metrics: no text", "a run's folder, log.dir") from None
+    seconds = [step.step_seconds for step in steps if step.step_seconds is not None]
     if not seconds or min(seconds) <= 0:
         raise ConfigError(OPTION, f"{folder} has logged no step", "a run of some steps, with log.every=1")
     counted = seconds[WARM_UP:] if len(seconds) > 2 * WARM_UP else seconds
-    return setting_of(load(str(path / "config.json"), [], world).config), median(counted)
+    return setting, median(counted)
 
 
 def calibrate(profile: Profile, folder: str, device: Device, cluster: Cluster) -> tuple[Profile, Setting, float]:

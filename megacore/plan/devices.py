@@ -4,17 +4,18 @@ A file of your own does as well: `benchmarks.throughput --peak --device-file` an
 the machine at hand.
 """
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
+
+from pydantic import Field, ValidationError
 
 from megacore.errors import ConfigError
 from megacore.files import read_text
+from megacore.records import Record, complaint
 
 ROOT = Path(__file__).parent
 Constants = Mapping[str, float]
@@ -57,21 +58,80 @@ class Cluster:
         return self.levels[0].ranks or 1 << 30
 
 
+# Bounds far around any machine: what is divided by a rate stays a number.
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Rate = Annotated[float, Field(ge=1, le=1e24)]  # a second
+Seconds = Annotated[float, Field(ge=0, le=1e4)]
+Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class DeviceFile(Record):
+    """What a device's file holds; `Device` says what it means."""
+
+    name: Name
+    torch_names: list[str] = []
+    peak_flops: Annotated[dict[str, Rate], Field(min_length=1)]
+    memory_gib: Amount | None = None
+    memory_bytes_per_second: Rate | None = None
+    multiprocessors: Count | None = None
+    power_watts: Amount | None = None
+    overlaps: bool = True
+
+    def device(self) -> Device:
+        """The device."""
+        return Device(**self.model_dump(exclude={"torch_names"}))
+
+
+class LevelRow(Record):
+    """See `Level`."""
+
+    link: Name
+    ranks: Count | None
+    bytes_per_second: Rate
+    latency_seconds: Seconds
+
+
+class ClusterFile(Record):
+    """What a cluster's file holds; `Cluster` says what it means."""
+
+    name: Name
+    levels: Annotated[list[LevelRow], Field(min_length=1)]
+    call_seconds: Seconds | None = None
+
+    def cluster(self) -> Cluster:
+        """The cluster."""
+        return Cluster(self.name, tuple(Level(**row.model_dump()) for row in self.levels), self.call_seconds)
+
+
+File = TypeVar("File", DeviceFile, ClusterFile)
+
+
 @cache
-def _files(folder: str) -> dict[str, dict[str, Any]]:
-    """The content of every file of a folder here, by its name."""
-    contents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).glob("*.json"))]
-    return {content["name"]: content for content in contents}
+def _devices() -> dict[str, DeviceFile]:
+    """The devices in the folder here, by name."""
+    return _known("devices", DeviceFile)
+
+
+@cache
+def _clusters() -> dict[str, ClusterFile]:
+    """The clusters in the folder here, by name."""
+    return _known("clusters", ClusterFile)
+
+
+def _known(folder: str, kind: type[File]) -> dict[str, File]:
+    files = (kind.model_validate_json(path.read_bytes()) for path in sorted((ROOT / folder).glob("*.json")))
+    return {file.name: file for file in files}
 
 
 def device_names() -> list[str]:
     """The devices that are known by name."""
-    return list(_files("devices"))
+    return list(_devices())
 
 
 def cluster_names() -> list[str]:
     """The clusters that are known by name."""
-    return list(_files("clusters"))
+    return list(_clusters())
 
 
 def listed_device(device_name: str) -> Device | None:
@@ -80,9 +140,9 @@ def listed_device(device_name: str) -> Device | None:
     torch's name must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice "A100-SXM4-80GB MIG 1g.10gb" is another device.
     """
     name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
-    for own, content in _files("devices").items():
-        if name == own or any(re.fullmatch(pattern, name) for pattern in content["torch_names"]):
-            return _device(content)
+    for own, file in _devices().items():
+        if name == own or any(re.fullmatch(pattern, name) for pattern in file.torch_names):
+            return file.device()
     return None
 
 
@@ -95,55 +155,31 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def read_device(name_or_path: str, option: str = "--device") -> Device:
     """A device by name or from a JSON file. Raises `ConfigError`, naming the option."""
     device = listed_device(name_or_path)
-    return device or _device(_read(name_or_path, option, device_names()), option, name_or_path)
+    return device or _read(name_or_path, option, DeviceFile, device_names()).device()
 
 
 def read_cluster(name_or_path: str, option: str = "--cluster") -> Cluster:
     """A cluster by name or from a JSON file. Raises `ConfigError`, naming the option."""
-    content = _files("clusters").get(name_or_path) or _read(name_or_path, option, cluster_names())
+    file = _clusters().get(name_or_path) or _read(name_or_path, option, ClusterFile, cluster_names())
+    sizes = [level.ranks for level in file.levels]
+    inner = [size for size in sizes[:-1] if size is not None]
+    if sizes[-1] is not None or len(inner) < len(sizes) - 1 or inner != sorted(set(inner)):
+        wrong = f"{name_or_path} is no cluster file: its levels' ranks are {sizes[:8]}"
+        raise ConfigError(option, wrong, "more ranks from level to level, and null for the last, as in megacore/plan/clusters")
+    return file.cluster()
+
+
+def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:
+    """A file's content. Raises `ConfigError`, naming the option."""
+    what = "device" if kind is DeviceFile else "cluster"
+    right = f"as in megacore/plan/{what}s"
     try:
-        levels = tuple(
-            Level(str(row["link"]), row["ranks"], float(row["bytes_per_second"]), float(row["latency_seconds"]))
-            for row in content["levels"]
-        )
-        sizes = [level.ranks for level in levels]
-        if not levels or sizes[-1] is not None or any(not isinstance(size, int) or size < 1 for size in sizes[:-1]):
-            raise ValueError
-        if sizes[:-1] != sorted(set(sizes[:-1])):  # type: ignore[type-var]
-            raise ValueError
-        if any(not (0 < level.bytes_per_second < math.inf and 0 <= level.latency_seconds < math.inf) for level in levels):
-            raise ValueError
-        call = content.get("call_seconds")
-        if call is not None and not 0 <= float(call) < math.inf:
-            raise ValueError
-        return Cluster(str(content["name"]), levels, None if call is None else float(call))
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            option, f"{name_or_path} is no cluster file", "as in megacore/plan/clusters; the last level's ranks: null"
-        ) from None
-
-
-def _device(content: Any, option: str = "--device", path: str = "") -> Device:
-    """A device from its file's content."""
-    try:
-        peaks = {str(name): float(peak) for name, peak in content["peak_flops"].items()}
-        numbers = {name: content.get(name) for name in ("memory_gib", "memory_bytes_per_second", "multiprocessors", "power_watts")}
-        if not peaks or any(not 0 < value < math.inf for value in (*peaks.values(), *(n for n in numbers.values() if n is not None))):
-            raise ValueError
-        overlaps = content.get("overlaps", True)
-        if not isinstance(overlaps, bool):
-            raise ValueError
-        return Device(str(content["name"]), peaks, **numbers, overlaps=overlaps)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(option, f"{path} is no device file", "as in megacore/plan/devices") from None
-
-
-def _read(path: str, option: str, known: list[str]) -> Any:
-    """A JSON file's content."""
-    try:
-        return json.loads(read_text(path))
+        return kind.model_validate_json(read_text(path))
     except OSError as error:
-        right = f"one of {', '.join(known)}, or a JSON file"
-        raise ConfigError(option, f"{path} is not known, and cannot be read as a file: {error.strerror}", right) from None
-    except (ValueError, RecursionError):
-        raise ConfigError(option, f"{path} is not JSON", "a file as in megacore/plan") from None
+        wrong = f"{path} is not known, and cannot be read as a file: {error.strerror}"
+        raise ConfigError(option, wrong, f"one of {', '.join(known)}, or a JSON file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(option, f"{path} is not JSON", right) from None
+    except ValidationError as error:
+        wrong = f"{path} is not JSON" if error.errors()[0]["type"] == "json_invalid" else f"{path} is no {what} file: {complaint(error)}"
+        raise ConfigError(option, wrong, right) from None

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megacore.cli import Stream
 from megacore.config import Config
 from megacore.config.schema import resolved
+from megacore.records import step_of
 from megacore.train.board import Board
 from megacore.train.mailbox import Figures
 from megacore.train.tracking import Tracker
@@ -176,18 +177,12 @@ def as_json(figures: dict[str, Any]) -> str:
 
 
 def open_metrics(path: Path, first_step: int) -> IO[str]:
-    """Opens metrics.jsonl to append. Drops lines of steps that will be run again."""
+    """Opens metrics.jsonl to append. Drops lines of steps that will be run again, and what is no record."""
     if path.exists():
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if is_before(line, first_step)]
+        lines = [
+            line for line in path.read_text(encoding="utf-8").splitlines() if (step := step_of(line)) is not None and step < first_step
+        ]
         aside = path.with_suffix(".partial")
         aside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         aside.replace(path)
     return path.open("a", encoding="utf-8")
-
-
-def is_before(line: str, step: int) -> bool:
-    """Whether a line of metrics is whole and belongs to an earlier step."""
-    try:
-        return json.loads(line)["step"] < step
-    except (json.JSONDecodeError, KeyError):
-        return False

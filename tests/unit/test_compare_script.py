@@ -84,7 +84,7 @@ WRONG = {
     "nothing logged": (["{a}", "{empty}"], "holds no logged step yet"),
     "no records": (["{a}", "{broken}"], "metrics.jsonl: line 1 is no record of a step"),
     "no figures": (["{a}", "{bare}"], "metrics.jsonl: line 6 is no record of a step"),
-    "no config": (["{a}", "{list}"], "config.json: is no config: not an object"),
+    "no config": (["{a}", "{list}"], "config.json: is no config: Input should be an object"),
     "tolerance": (["{a}", "{b}", "--tolerance", "2"], "--tolerance: 2.0 is no relative difference"),
     "picture": (["{a}", "{b}", "--plot", "x.txt"], "--plot: cannot write x.txt: its ending names no image format"),
 }
@@ -104,3 +104,45 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(UserError) as error:
         launch.compare.run([argument.format(**folders) for argument in arguments])
     assert message in str(error.value) and capsys.readouterr().out == ""
+
+
+def test_records_of_a_wrong_type_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each was a traceback behind half of the table, or a figure that is none."""
+    import launch.compare
+
+    a, b = (write_run(tmp_path / name, LOSSES) for name in "ab")
+    metrics, config = (Path(b) / name for name in ("metrics.jsonl", "config.json"))
+    whole, settings = metrics.read_text().splitlines()[:-1], config.read_text()
+    first = json.loads(whole[0])
+    lines: list[Any] = [None, 3, "x", [], {}, [["step", 1]]]
+    for key in ("step", "loss", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_bytes", "skipped"):
+        values = ["1", [1], {}, True, 10**400, 1e300, -1e300] + ([] if key in ("loss", "grad_norm", "mfu") else [None])
+        lines += [first | {key: value} for value in values] + [{name: value for name, value in first.items() if name != key}]
+    lines += [
+        first | {"step": 0},
+        first | {"step": 1.5},
+        {"step": 2, "valid_loss": "x"},
+        {"step": [2], "valid_loss": 1.0},
+        {"valid_loss": 1.0},
+    ]
+    for line in lines:
+        metrics.write_text("\n".join([json.dumps(line), *whole[1:]]) + "\n")
+        with pytest.raises(UserError, match="metrics.jsonl: line 1 is no record of a step: "):
+            launch.compare.run([a, b])
+    metrics.write_text("\n".join(whole) + "\n")
+    every: list[Any] = ["x", 0, -1, 1.5, None, [1], {}, 10**400, True]
+    for text in [
+        *(json.dumps({"log": {"every": value}}) for value in every),
+        '{"log": 3}',
+        "[" * 10**5,
+        "1" * 10**4,
+        '"\\ud800"',
+        "null",
+        "",
+    ]:
+        config.write_text(text)
+        with pytest.raises(UserError, match="config.json: is no config: "):
+            launch.compare.run([a, b])
+    assert capsys.readouterr().out == ""
+    config.write_text(settings)
+    assert launch.compare.run([a, b]) == 0, "the records were whole to begin with"

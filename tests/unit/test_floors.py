@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms from the ground up. A room imports those before it and itself; rooms of one line do not import each other.
 ROOMS = [
     ["megacore.errors"],
-    ["megacore.files", "megacore.caches", "megacore.rng"],
+    ["megacore.files", "megacore.records", "megacore.caches", "megacore.rng"],
     ["megacore.config.", "megacore.kernels."],
     ["megacore.plan."],
     ["megacore.distributed."],
@@ -35,7 +35,7 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
-    "megacore.errors", "megacore.files", "megacore.caches", "megacore.cli", "megacore.config.", "megacore.plan.",
+    "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.config.", "megacore.plan.",
     "megacore.distributed.place", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
     "megacore.distributed.reasons",
 )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 
 from megacore.config import Config, load
 from megacore.train.board import Board
-from megacore.train.logs import Logs
+from megacore.train.logs import Logs, open_metrics
 from tests.training import write_config
 
 
@@ -71,3 +71,12 @@ def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> N
     shown = EventAccumulator(str(tmp_path))
     shown.Reload()
     assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_lines_that_are_no_records_do_not_end_a_resume(tmp_path: Path) -> None:
+    """A run that cannot be resumed because of a line in its log: a disk that was full left half of one."""
+    file = tmp_path / "metrics.jsonl"
+    damage = ["[1]", "3", "null", '"x"', '{"step": "2"}', '{"step": [1]}', '{"broken": }', '{"step": ' + "9" * 5000 + "}", "", "\ufffd"]
+    file.write_text("\n".join(['{"step": 1}', *damage, '{"step": 2}', '{"step": 3}', '{"ste']))
+    open_metrics(file, 3).close()
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'

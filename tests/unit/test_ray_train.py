@@ -91,7 +91,8 @@ def test_without_ray_and_with_a_layout_that_does_not_fit(config: str, monkeypatc
 def test_the_figures_of_a_checkpoint(tmp_path: Path) -> None:
     """Ray would show the loss of another step: records of a restart hold a step twice, and a save in the background is seen late."""
     lines = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 2, "valid_loss": 9.0}, {"step": 3, "loss": 2.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    damage = '{"loss": }\n["loss"]\n{"step": "2", "loss": 1}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + damage)
     assert figures(tmp_path, tmp_path / "checkpoints" / "step_00000002") == {"step": 2, "loss": 2.5}
     assert figures(tmp_path, tmp_path / "checkpoints" / "step_00000007") == {"step": 7}
 

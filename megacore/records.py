@@ -1,0 +1,78 @@
+"""JSON that somebody else may have written, as typed records whose numbers have bounds; and those of a run's metrics.jsonl."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+LARGEST = 2**53  # the largest whole number that all readers of JSON keep exact
+
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Figure = Annotated[float, Field(ge=-1e100, le=1e100)]  # a figure of a run that diverges may be large
+Amount = Annotated[float, Field(ge=0, le=1e30)]
+
+
+class Record(BaseModel):
+    """Numbers are not coerced (`"20"` is not 20). Keys that nobody reads are passed over: another version may have written them."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+def complaint(error: ValidationError) -> str:
+    """The first thing that is wrong, in a few words: where, and what."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}"[:200] if where else first["msg"][:200]
+
+
+class Training(Record):
+    """A step's figures that are read again. A loss or norm that is not finite is null."""
+
+    step: Count
+    loss: Figure | None
+    grad_norm: Figure | None
+    tokens: Whole
+    tokens_per_second: Amount
+    step_seconds: Amount
+    mfu: Amount | None
+    memory_bytes: Whole
+    skipped: Whole
+
+
+class Validation(Record):
+    """A validation's loss."""
+
+    step: Count
+    valid_loss: Figure | None
+
+
+class Step(Record):
+    """What every record has."""
+
+    step: Count
+
+
+def read_metrics(text: str) -> tuple[list[Training], list[Validation]]:
+    """The records of a metrics.jsonl, each kind in the order of its steps; of a step that stands twice the last. A last line that is being
+    written is left out. Raises `ValueError`, which names the line."""
+    training: dict[int, Training] = {}
+    validations: dict[int, Validation] = {}
+    for number, line in enumerate(text.rpartition("\n")[0].split("\n") if "\n" in text else [], 1):
+        try:
+            if '"valid_loss"' in line:
+                validation = Validation.model_validate_json(line)
+                validations[validation.step] = validation
+            else:
+                record = Training.model_validate_json(line)
+                training[record.step] = record
+        except ValidationError as error:
+            raise ValueError(f"line {number} is no record of a step: {complaint(error)}") from None
+    return [training[step] for step in sorted(training)], [validations[step] for step in sorted(validations)]
+
+
+def step_of(line: str | bytes) -> int | None:
+    """The step of a line of metrics.jsonl; None where it is no record, or not whole."""
+    try:
+        return Step.model_validate_json(line).step
+    except ValidationError:
+        return None

@@ -1,0 +1,52 @@
+"""Numbers in files that people write by hand or other programs write: of 400 digits, none, or so small that nothing can be divided by them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.errors import ConfigError
+from megacore.plan.devices import read_cluster, read_device
+
+WRONG: list[Any] = ["1", "x", [1], {}, True, -1, 10**400, 1e300, float("nan"), float("inf"), -1e-9]
+TINY = 5e-324  # infinite as a divisor
+LEVEL = {"link": "x", "ranks": None, "bytes_per_second": 1e9, "latency_seconds": 0.0}
+DEVICE = {
+    "name": "x",
+    "peak_flops": {"bf16": 1e12},
+    "memory_gib": 80,
+    "memory_bytes_per_second": 1e12,
+    "multiprocessors": 8,
+    "power_watts": 9,
+}
+CLUSTER = {"name": "x", "levels": [LEVEL | {"ranks": 8}, LEVEL], "call_seconds": 1e-5}
+
+DEVICES = [[], 3, None, {}, DEVICE | {"overlaps": "x"}, DEVICE | {"name": 3}, DEVICE | {"name": ""}, DEVICE | {"peak_flops": {}}]
+DEVICES += [DEVICE | {key: value} for key in DEVICE if key not in ("name", "peak_flops") for value in [*WRONG, TINY]]
+DEVICES += [DEVICE | {"peak_flops": {"bf16": value}} for value in [*WRONG, TINY, None]]
+CLUSTERS = [
+    [],
+    3,
+    None,
+    {},
+    *(CLUSTER | {"levels": value} for value in (3, [], [3], None)),
+    *(CLUSTER | {"call_seconds": v} for v in WRONG),
+]
+CLUSTERS += [CLUSTER | {"levels": [LEVEL | {"ranks": 8} | {key: value}, LEVEL]}
+             for key in ("ranks", "bytes_per_second", "latency_seconds") for value in [*WRONG, None]]  # fmt: skip
+CLUSTERS += [CLUSTER | {"levels": [LEVEL | {"ranks": 8, "bytes_per_second": TINY}, LEVEL]}]
+CLUSTERS += [CLUSTER | {"levels": [LEVEL | {"ranks": n} for n in ranks]} for ranks in ((8,), (8, 8, None), (8, 4, None), (None, None))]
+
+
+@pytest.mark.parametrize(("read", "wrong", "whole"), [(read_device, DEVICES, DEVICE), (read_cluster, CLUSTERS, CLUSTER)])
+def test_a_device_or_cluster_file(read: Callable[[str], Any], wrong: list[Any], whole: Any, tmp_path: Path) -> None:
+    """A traceback, or a prediction of infinitely many seconds."""
+    path, what = tmp_path / "file.json", read.__name__.removeprefix("read_")
+    for content in wrong:
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=rf"^config error: --{what}: \S+ is no {what} file: .*as in megacore/plan/{what}s"):
+            read(str(path))
+    path.write_text(json.dumps(whole))
+    assert read(str(path)).name == "x"
