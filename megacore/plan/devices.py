@@ -70,7 +70,7 @@ class DeviceFile(Record):
     """What a device's file holds; `Device` says what it means."""
 
     name: Name
-    torch_names: list[str] = []
+    torch_names: tuple[str, ...] = ()
     peak_flops: Annotated[dict[str, Rate], Field(min_length=1)]
     memory_gib: Amount | None = None
     memory_bytes_per_second: Rate | None = None

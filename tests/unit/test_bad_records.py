@@ -1,4 +1,4 @@
-"""Numbers in files that people write by hand or other programs write: of 400 digits, none, or so small that nothing can be divided by them."""
+"""Numbers in files that people or other programs write: of 400 digits, none, or so small that nothing can be divided by them."""
 
 import json
 from collections.abc import Callable
