@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megacore.context_parallel.packed import Pack, add_attention, add_pack_gradients, suits_flash
 from megacore.context_parallel.pieces import Part
@@ -80,6 +81,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     """Attention of one part, and the log-sum-exp of its scores: by PyTorch's kernel where there is one, else by plain products."""
     if has_kernel(q) and q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if has_kernel(q) and prefers_cudnn(q, k, v, causal, scale):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.squeeze(-1)
     if has_kernel(q):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
@@ -95,9 +99,14 @@ def backward(
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     if has_kernel(q):
         none = q.new_empty(0, dtype=torch.int64)  # of dropout, which attention has none of
-        lse = lse.contiguous()  # the kernel reads it as one block of memory, also where it is a part's
+        lse, sizes = lse.contiguous(), (q.shape[2], k.shape[2])  # kernels read l as one block of memory, also where it is a part's
+        if prefers_cudnn(q, k, v, causal, scale):
+            lse = lse.unsqueeze(-1)
+            return aten._scaled_dot_product_cudnn_attention_backward(
+                grad, q, k, v, out, lse, none, none, None, None, None, *sizes, 0.0, causal, scale=scale
+            )
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
+            grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, none, none, scale=scale
         )
     keys, values, wide = for_queries(k, q), for_queries(v, q), lse.dtype
     p = (plain_scores(q, k, causal, scale) - lse[..., None]).exp()
@@ -113,6 +122,14 @@ def has_kernel(q: Tensor) -> bool:
     if q.device.type in ("cuda", "meta"):  # a dry run stands for a GPU
         return suits_flash(q)
     return q.device.type == "cpu"
+
+
+def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> bool:
+    """Whether PyTorch itself would take cuDNN's kernel for these tensors, as on Hopper and later: it is faster than FlashAttention 2."""
+    if q.device.type != "cuda":  # a dry run's tensors have no device to ask
+        return False
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return chosen == SDPBackend.CUDNN_ATTENTION.value  # type: ignore[attr-defined]
 
 
 def for_queries(x: Tensor, q: Tensor) -> Tensor:

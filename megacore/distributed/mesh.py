@@ -8,10 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention
 
 from megacore.config import Config
 from megacore.distributed.axes import AXES, Axis, coordinates, describe, place_text, ranks_along
@@ -345,3 +347,17 @@ def set_up_device(config: Config, place: Place, device: torch.device) -> None:
     # By default cuBLAS may round the parts of a long sum to the inputs' 16 bits before it adds them up.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if not config.train.deterministic:
+        take_flash_attention_3(device)
+
+
+def take_flash_attention_3(device: torch.device) -> bool:
+    """Lets FlashAttention be version 3 wherever PyTorch calls it, if that is installed and the GPU is a Hopper; returns whether it is.
+
+    It is a package of its own, `flash_attn_interface`. PyTorch's own FlashAttention is version 2.
+    """
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None or find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    activate("FA3")
+    return True

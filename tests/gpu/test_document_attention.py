@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.context_parallel import packed
+from megacore.context_parallel import blocks, packed
 from tests import attention_checks as checks
 from tests.unit.test_packed_attention import ROWS, lengths
 
@@ -31,6 +31,17 @@ def test_pieces_equal_fp64(dtype: torch.dtype, ranks: int) -> None:
     """Also where a document, or the whole sequence, reaches over pieces: then parts are merged, and some are calls by themselves."""
     for documents in (lengths(2, 2048), ((0, 2048), (0, 300, 2048))):
         assert checks.worst(checks.on_context_ranks(documents, ranks, 64, "cuda", dtype)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("cudnn", [True, False], ids=["cudnn", "flash"])
+def test_either_kernel_of_one_part_equals_fp64(dtype: torch.dtype, cudnn: bool) -> None:
+    """Whole sequences, whose parts are merged: cuDNN's output and l, and its gradients from merged ones, beside FlashAttention's."""
+    q = torch.empty(1, 4, 2048, 64, dtype=dtype, device="cuda")
+    if cudnn and not blocks.prefers_cudnn(q, q, q, True, 0.3):
+        pytest.skip("PyTorch does not take cuDNN's attention on this GPU")
+    with mock.patch.object(blocks, "prefers_cudnn", lambda *args: cudnn), mock.patch.object(packed, "takes_lengths", lambda q: False):
+        assert checks.worst(checks.on_context_ranks(((0, 2048), (0, 512, 2048)), 2, 64, "cuda", dtype)) < TOLERANCE[dtype]
 
 
 def test_the_host_does_not_wait() -> None:

@@ -18,6 +18,7 @@ from megacore.config import Config, load
 from megacore.distributed import mesh as mesh_module
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.meeting import claim
+from megacore.distributed import mesh
 from megacore.distributed.mesh import SOLO, Mesh, pick_device
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
@@ -201,3 +202,16 @@ def test_garbage_is_collected_behind_the_same_steps_alone(monkeypatch: pytest.Mo
             garbage.step()
     assert collected == [0, 1, EVERY, 2 * EVERY]
     assert gc.isenabled() == was_on and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("installed, major, taken", [(True, 9, True), (True, 10, False), (False, 9, False)])
+def test_flash_attention_3_is_taken_where_it_is_installed_on_a_hopper(
+    installed: bool, major: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere its kernels stop the first step; not taken, a Hopper runs attention at half its speed."""
+    activated: list[str] = []
+    monkeypatch.setattr(mesh, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    assert mesh.take_flash_attention_3(torch.device("cuda")) is taken
+    assert activated == ["FA3"] * taken

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.documents import AttentionOperations
 from megacore.context_parallel import blocks, packed
@@ -17,6 +19,18 @@ from megacore.context_parallel.pieces import Documents, Part, Run, parts, runs_o
 from tests import attention_checks as checks
 
 ROWS: Documents = ((0, 1, 2, 9, 10, 16), (0, 16), (0, 5, 16))
+
+
+class OperatorNames(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def lengths(seed: int, seq: int, rows: int = 2) -> Documents:
@@ -115,6 +129,23 @@ def test_pytorchs_operators_take_what_is_packed() -> None:
             assert (tuple(lse.shape), lse.dtype, lse.device) == ((4, 64), torch.float32, q.device)
             found = packed.kernel_backward(grad, q, k, v, out, lse, pack, 0.3)
             assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+def test_cudnns_operators_take_parts_where_pytorch_prefers_them() -> None:
+    """Their arguments, shapes and dtypes on a device that is not there, and which kernel is asked: a signature that changed would stop a
+    GPU's first step, and l in another shape would be merged as another tensor."""
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with FakeTensorMode(), mock.patch.object(torch, "_fused_sdp_choice", lambda *args, backend=backend, **kwargs: backend.value):
+            q, grad = (torch.empty(2, 4, 64, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            k, v = (torch.empty(2, 2, 80, 16, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+            with OperatorNames() as called:
+                out, lse = blocks.forward(q, k, v, False, 0.3)
+                found = blocks.backward(grad, q, k, v, out, lse, False, 0.3)
+            assert (out.shape, out.dtype) == (q.shape, q.dtype)
+            assert (tuple(lse.shape), lse.dtype) == ((2, 4, 64), torch.float32)
+            assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, v)]
+            kernels = [name for name in called.names if "attention" in name]
+            assert len(kernels) == 2 and all(("cudnn" in name) == (backend == SDPBackend.CUDNN_ATTENTION) for name in kernels)
 
 
 def test_operations_of_a_call_are_counted_by_document() -> None:
