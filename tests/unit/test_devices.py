@@ -18,7 +18,6 @@ from megacore.config import Config, load
 from megacore.distributed import mesh as mesh_module
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.meeting import claim
-from megacore.distributed import mesh
 from megacore.distributed.mesh import SOLO, Mesh, pick_device
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
@@ -210,8 +209,8 @@ def test_flash_attention_3_is_taken_where_it_is_installed_on_a_hopper(
 ) -> None:
     """Elsewhere its kernels stop the first step; not taken, a Hopper runs attention at half its speed."""
     activated: list[str] = []
-    monkeypatch.setattr(mesh, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
+    monkeypatch.setattr(mesh_module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    assert mesh.take_flash_attention_3(torch.device("cuda")) is taken
+    assert mesh_module.take_flash_attention_3(torch.device("cuda")) is taken
     assert activated == ["FA3"] * taken
