@@ -18,6 +18,7 @@ from megacore.errors import ConfigError
 from megacore.preflight.facts import Question, facts
 from megacore.preflight.judge import Finding, judge, judge_together
 from megacore.preflight.launching import MARK, dry_run, launch_together
+from megacore.preflight.patience import say
 from megacore.preflight.ranks import Meeting, fresh_name, try_links
 from megacore.preflight.reach import SSH, Hosts
 from megacore.preflight.report import as_json, lines, settings_lines, table, together_lines, verdict
@@ -137,11 +138,6 @@ def tell(
         for line in (*lines(findings), *more, *settings_lines(hosts), verdict(hosts, findings, args.exclude)):
             console.print(line)
     return int(any(finding.fatal for finding in findings))
-
-
-def say(line: str) -> None:
-    """Writes what is being done to stderr."""
-    print(f"preflight: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

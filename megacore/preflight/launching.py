@@ -10,23 +10,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megacore.errors import ConfigError
 from megacore.preflight.facts import ROOT, last_line
+from megacore.preflight.patience import Say, patience
 from megacore.preflight.reach import forwarded
 from megacore.survive.hosts import plan, write_hostfile
 
 SCRIPT = ROOT / "launch" / "preflight.py"
-TOGETHER_SECONDS = 100.0
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]  # its script need not be on PATH
+LOOK_SECONDS, END_SECONDS = 0.2, 40.0  # between looks at what ranks have said; more than a rank takes to end by itself
+COMPOSE_SECONDS = 100.0  # for the launcher, which starts nothing
 MARK = "preflight-together "  # before the line with the result, in the output of all ranks
+DONE = re.compile(r"preflight: (.*)\n")  # what rank 0 says by `patience.say`
 
 
-def launch_together(
-    slots: Mapping[str, int], config: str, overrides: list[str], port: int, whole: bool, say: Callable[[str], None]
-) -> dict[str, Any] | str:
+def launch_together(slots: Mapping[str, int], config: str, overrides: list[str], port: int, whole: bool, say: Say) -> dict[str, Any] | str:
     """What the ranks on all these hosts find out together (`links.together`), or why they cannot. `whole`: whether these are all the
     hosts of the job; if not, another layout is tried, that which `launch/supervise.py` would take."""
     if shutil.which("pdsh") is None:
@@ -37,20 +41,34 @@ def launch_together(
     say(f"{ranks} ranks on {len(slots)} hosts try their groups and links {' '.join(laid)}".rstrip())
     with tempfile.TemporaryDirectory() as folder:
         write_hostfile(Path(folder) / "hostfile", slots, ranks)
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", f"{folder}/hostfile", "--force_multi"]
+        launcher = [*LAUNCHER, "--hostfile", f"{folder}/hostfile", "--force_multi"]
         command = [*launcher, "--master_port", str(port), str(SCRIPT), "--together", "--config", config, *overrides, *laid]
-        with tempfile.TemporaryFile("w+") as said:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-            try:
-                process.wait(TOGETHER_SECONDS)
-                why = ""
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks end by themselves, a little earlier
-                why = f"nothing within {TOGETHER_SECONDS:.0f} s"
-            said.seek(0)
-            text = said.read()
+        text, why = watched(command, Path(folder) / "said", patience(ranks) + END_SECONDS, say)
     found = re.search(rf"{MARK}(\{{.*\}})$", text, re.MULTILINE)
     return json.loads(found[1]) if found and not why else why or reason_in(text)
+
+
+def watched(command: list[str], said: Path, seconds: float, say: Say) -> tuple[str, str]:
+    """Runs a command, and passes on what rank 0 says that is done. Returns all that was said, and why it was ended, if it was: nothing
+    more was done for `seconds`."""
+    with said.open("wb") as out, said.open("r", encoding="utf-8", errors="replace") as lines:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        text, seen, why = "", 0, ""
+        done, deadline = "it was started", time.monotonic() + seconds
+        while not why:
+            ended = process.poll() is not None
+            text += lines.read()
+            for found in DONE.finditer(text, seen):
+                seen, done, deadline = found.end(), found[1], time.monotonic() + seconds
+                say(done)
+            if ended:
+                break
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks end by themselves, a little earlier
+                process.wait()
+                why = f"nothing more within {seconds:.0f} s after: {done}"
+            time.sleep(LOOK_SECONDS)
+    return text, why
 
 
 def reason_in(text: str) -> str:
@@ -81,12 +99,11 @@ def dry_run(slots: Mapping[str, int], hostfile: str, exclude: str, port: int, ar
         file, pdsh = Path(folder) / "given", Path(folder) / "pdsh"
         pdsh.write_text(STAND_IN.format(file=shlex.quote(str(file))))
         pdsh.chmod(0o700)
-        launcher = shutil.which("deepspeed")
-        if launcher is None:
-            raise ConfigError("--dry-run", "there is no command deepspeed", "pip install deepspeed")
-        command = [launcher, "--no_ssh_check", *options, *script]
+        if find_spec("deepspeed") is None:
+            raise ConfigError("--dry-run", "DeepSpeed is not installed", "pip install deepspeed")
+        command = [*LAUNCHER, "--no_ssh_check", *options, *script]
         env = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"}
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOGETHER_SECONDS)
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPOSE_SECONDS)
         if not file.exists():
             raise ConfigError("--dry-run", f"the deepspeed launcher fails: {last_line(done.stderr)}", "a launch that it can compose")
         given = file.read_text().split("\0")[:-1]

@@ -6,6 +6,7 @@ then to the second next, the fourth, … N machines take log2(N) rounds and not 
 
 import socket
 import time
+from collections.abc import Callable
 from statistics import median_high
 from typing import Any
 
@@ -23,10 +24,12 @@ TRIES = 3
 NAME_BYTES = 64
 
 
-def together(mesh: Mesh) -> dict[str, Any]:
-    """Everything that ranks find out together. Collective; every rank gets it."""
+def together(mesh: Mesh, mark: Callable[[str], object] = lambda done: None) -> dict[str, Any]:
+    """Everything that ranks find out together. Collective; every rank gets it. `mark` is called with each thing that was done."""
+    mark(f"the groups are made: {mesh.describe()}")
     machines = machines_of(mesh)
-    return {"machines": machines, "groups": groups(mesh), "links": links(mesh, machines), "mesh": mesh.describe()}
+    mark(f"{mesh.place.world_size} ranks on {len(machines)} machines hear each other")
+    return {"machines": machines, "groups": groups(mesh, mark), "links": links(mesh, machines, mark), "mesh": mesh.describe()}
 
 
 def machines_of(mesh: Mesh) -> list[list[int]]:
@@ -40,7 +43,7 @@ def machines_of(mesh: Mesh) -> list[list[int]]:
     return list(found.values())
 
 
-def groups(mesh: Mesh) -> list[dict[str, Any]]:
+def groups(mesh: Mesh, mark: Callable[[str], object]) -> list[dict[str, Any]]:
     """Every group along an axis: its ranks, the median seconds of an all-reduce of 1 MiB, and whether the sum was right."""
     found: list[dict[str, Any]] = []
     for axis in (axis.name for axis in mesh.axes):
@@ -51,6 +54,7 @@ def groups(mesh: Mesh) -> list[dict[str, Any]]:
         for ranks in dict.fromkeys(ranks_along((axis,), rank, mesh.sizes) for rank in range(mesh.place.world_size)):
             seconds, right = max(of_all[rank][0] for rank in ranks), all(of_all[rank][1] for rank in ranks)
             found.append({"axis": axis, "ranks": list(ranks), "seconds": seconds, "right": right})
+        mark(f"the {axis} groups have summed")
     return found
 
 
@@ -67,7 +71,7 @@ def timed_sum(group: Group, mesh: Mesh) -> tuple[float, bool]:
     return median_high(times[1:]), right
 
 
-def links(mesh: Mesh, machines: list[list[int]]) -> list[dict[str, Any]]:
+def links(mesh: Mesh, machines: list[list[int]], mark: Callable[[str], object]) -> list[dict[str, Any]]:
     """Bytes a second over each link that was tried, by the numbers of its machines: those of all ranks of a machine together."""
     rank, count, found = mesh.place.rank, len(machines), []
     mine = next(number for number, ranks in enumerate(machines) if rank in ranks)
@@ -82,6 +86,7 @@ def links(mesh: Mesh, machines: list[list[int]]) -> list[dict[str, Any]]:
             pairs = list(zip(ranks, machines[other], strict=False))
             seconds = max(link_seconds(of_all[a], of_all[b], mesh) for a, b in pairs)
             found.append({"from": number, "to": other, "bytes_per_second": len(pairs) * SENT_BYTES[mesh.device.type] / seconds})
+        mark(f"every machine has sent to the one {step} further")
         step *= 2
     return found
 

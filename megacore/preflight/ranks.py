@@ -22,14 +22,14 @@ from megacore.config import load
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.preflight.facts import Question, facts
+from megacore.preflight.patience import Count, patience, say
+from megacore.preflight.report import readable
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STORE_SECONDS = 60.0  # for rank 0 to open the store
-FACTS_SECONDS, LOOK_SECONDS = 70.0, 10.0  # for machines to tell what they have, from when rank 0 has come
-LAST_SECONDS = 90.0  # for the links; whatever holds a rank then, it ends
-SHORT = ["parallel.timeout_seconds=30", "parallel.hang_seconds=15"]  # for the links: nobody wants to wait longer for a verdict
+FACTS_SECONDS, LOOK_SECONDS = 10.0, 10.0  # for a machine to look at itself once its rank has come, and to look who else has
+VERDICT_SECONDS = 30.0  # for the hang doctor to judge, after which a rank ends, whatever holds it
 
 
 class Meeting:
@@ -38,9 +38,10 @@ class Meeting:
     def __init__(self, place: Place) -> None:
         from megacore.distributed.meeting import meet
 
-        self.place = place
+        self.place, come = place, patience(place.world_size)
+        self.facts_seconds = come + FACTS_SECONDS  # from when rank 0 has come
         try:
-            store = meet(place, timedelta(seconds=STORE_SECONDS + FACTS_SECONDS + LOOK_SECONDS), timedelta(seconds=STORE_SECONDS))
+            store = meet(place, timedelta(seconds=come + self.facts_seconds + LOOK_SECONDS), timedelta(seconds=come))
         except TimeoutError as error:
             raise ConfigError(
                 "preflight", f"rank {place.rank} on {socket.gethostname()}: {error}", "the first host's name and port"
@@ -66,7 +67,7 @@ class Meeting:
             store.set(f"preflight/facts/{place.rank}", json.dumps(found | {"slots": place.local_world_size}))
         else:
             store.set(f"preflight/facts/{place.rank}", "null")
-        told = self._gather("facts", list(range(place.world_size)), FACTS_SECONDS)
+        told = self._gather("facts", list(range(place.world_size)), self.facts_seconds)
         leaders = [rank for rank, about in told.items() if about is not None]
         if place.rank == 0:
             store.set("preflight/look", "now")  # every machine has left its file
@@ -83,9 +84,9 @@ class Meeting:
             if "log_dir" in about:
                 about["log_dir"]["seen"] = seen.get(rank, [])
             name = about["name"] if about["name"] not in hosts else f"{about['name']}({rank})"
-            hosts[name], slots[name] = about | {"ahead": ahead}, about["slots"]
+            hosts[name], slots[name] = readable(about | {"ahead": ahead}, about["slots"]), about["slots"]
         if missing := [rank for rank in range(place.world_size) if rank not in told]:
-            hosts[words(missing)] = {"unreached": f"did not come to where ranks meet within {FACTS_SECONDS:.0f} s"}
+            hosts[words(missing)] = {"unreached": f"did not come to where ranks meet within {self.facts_seconds:.0f} s"}
         return hosts, slots
 
     def agree(self, go_on: bool, folder: Path, name: str) -> bool:
@@ -99,7 +100,7 @@ class Meeting:
 
     def _listen(self) -> None:
         """Notes when each rank's clock has come, while rank 0 looks at its own machine."""
-        pending, end = set(range(self.place.world_size)), time.monotonic() + FACTS_SECONDS
+        pending, end = set(range(self.place.world_size)), time.monotonic() + self.facts_seconds
         while pending and time.monotonic() < end:
             for rank in [rank for rank in pending if self.store.check([f"preflight/clock/{rank}"])]:
                 self.came[rank] = time.time()
@@ -110,8 +111,9 @@ class Meeting:
     def _gather(self, what: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
         """On rank 0, what each rank has told in time."""
         found: dict[int, Any] = {}
-        end = time.monotonic() + seconds
+        end, count = time.monotonic() + seconds, Count(len(ranks), f"ranks have told their {what}", say)
         while self.place.rank == 0 and len(found) < len(ranks) and time.monotonic() < end:
+            count(len(found))
             for rank in ranks:
                 if rank not in found and self.store.check([f"preflight/{what}/{rank}"]):
                     found[rank] = json.loads(self.store.get(f"preflight/{what}/{rank}"))
@@ -130,12 +132,25 @@ def try_links(config: str, overrides: list[str], place: Place) -> dict[str, Any]
     from megacore.preflight.links import together
     from megacore.survive.joining import joined, own_mistakes
 
-    signal.setitimer(signal.ITIMER_REAL, LAST_SECONDS)
-    loaded = load(config, [*overrides, *SHORT], place.world_size).config
+    def mark(done: str) -> None:
+        """Tells that something is done; whatever holds this rank for too long from now on, it ends."""
+        signal.setitimer(signal.ITIMER_REAL, patience(place.world_size) + VERDICT_SECONDS)
+        if place.rank == 0:
+            say(done)
+
+    mark(f"{place.world_size} ranks meet; each thing that they do may take {patience(place.world_size):.0f} s")
+    loaded = load(config, [*overrides, *short(place.world_size)], place.world_size).config
     with own_mistakes():
         device = pick_device(loaded, place)
     with joined(loaded, place, device) as (mesh, _):
-        return together(mesh)
+        found = together(mesh, mark)
+        signal.setitimer(signal.ITIMER_REAL, VERDICT_SECONDS)
+        return found
+
+
+def short(world: int) -> list[str]:
+    """Overrides for a run that tries links alone: nobody wants to wait longer for a verdict. The doctor judges after `patience`."""
+    return [f"parallel.timeout_seconds={patience(world) / 2}", f"parallel.hang_seconds={patience(world) / 4}"]
 
 
 def fresh_name() -> str:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.preflight.facts import ROOT, Question, asked, last_line
+from megacore.preflight.patience import Count, Say
+from megacore.preflight.report import readable
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
 AT_ONCE = 64  # connections
@@ -31,11 +33,17 @@ def forwarded(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         file = folder / env.get("DS_ENV_FILE", SETTINGS_FILE)
         if not file.is_file():
             continue
-        for line in read_text(file).splitlines():
+        right = "lines such as `NCCL_DEBUG=INFO`, which the deepspeed launcher reads"
+        try:
+            lines = read_text(file).splitlines()
+        except OSError as error:
+            raise ConfigError(str(file), f"cannot be read: {error.strerror}", right) from None
+        except UnicodeDecodeError:
+            raise ConfigError(str(file), "is not UTF-8 text", right) from None
+        for line in lines:
             name, equals, value = line.partition("=")
-            if not equals or not name.strip().isidentifier():
-                right = "lines such as `NCCL_DEBUG=INFO`, which the deepspeed launcher reads"
-                raise ConfigError(str(file), f"has a line `{line:.200}`", right)
+            if not equals or not name.strip().isidentifier() or "\0" in value:
+                raise ConfigError(str(file), f"has a line `{line:.200}`".replace("\0", "\\0"), right)
             found[name.strip()] = value
     return found
 
@@ -54,7 +62,7 @@ class Hosts:
             raise ConfigError("--ssh", f"{shell} is no command: {str(error).lower()}", SSH) from None
         self.exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in forwarded().items())
 
-    def ask(self, question: Question, log_dir: str, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    def ask(self, question: Question, log_dir: str, say: Say) -> dict[str, dict[str, Any]]:
         """The facts of every host (`judge.judge`). Each host is asked by itself, many at a time."""
         here, go = shlex.quote(f"{log_dir}/{question.name}"), f"cd {shlex.quote(os.getcwd())} && "
         say(f"reaching {len(self.slots)} hosts")
@@ -62,23 +70,29 @@ class Hosts:
         leave = {host: f"{go} mkdir -p {here} && : > {here}/{shlex.quote(host)}.here; true" for host in self.slots}
         found: dict[str, dict[str, Any]] = {}
         try:
-            first = self._all(leave, REACH_SECONDS)
+            first = self._all(leave, REACH_SECONDS, say)
             found = {host: {"unreached": said} for host, (status, _, said) in first.items() if status}
             there = [host for host in self.slots if host not in found]
             say(f"{len(there)} answer; each looks at itself")
             ask = f"{self.exports}{go}PYTHONPATH={shlex.quote(str(ROOT))}:$PYTHONPATH "
             ask += f"{shlex.quote(sys.executable)} -m megacore.preflight.facts {shlex.quote(asked(question))}"
             asking = {host: f"{ask} {shlex.quote(host)} {self.slots[host]}" for host in there}
-            for host, (status, lines, said) in self._all(asking, FACTS_SECONDS).items():
-                found[host] = facts_in(lines, said if status else "its answer cannot be read")
+            for host, (status, lines, said) in self._all(asking, FACTS_SECONDS, say).items():
+                about = facts_in(lines, said if status else "its answer cannot be read")
+                found[host] = readable(about, self.slots[host])
         finally:
-            self._all({host: f"{go}rm -rf {here}" for host in self.slots if host not in found or "devices" in found[host]}, REACH_SECONDS)
+            self._all(
+                {host: f"{go}rm -rf {here}" for host in self.slots if host not in found or "devices" in found[host]}, REACH_SECONDS, say
+            )
         return {host: found[host] for host in self.slots}
 
-    def _all(self, commands: Mapping[str, str], seconds: float) -> dict[str, tuple[int, list[tuple[float, str]], str]]:
+    def _all(self, commands: Mapping[str, str], seconds: float, say: Say) -> dict[str, tuple[int, list[tuple[float, str]], str]]:
+        count, found = Count(len(commands), "hosts have answered or are too late", say), {}
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = pool.map(lambda host: self._run(host, commands[host], seconds), commands)
-            return dict(zip(commands, answers, strict=True))
+            for host, answer in zip(commands, pool.map(lambda host: self._run(host, commands[host], seconds), commands), strict=True):
+                found[host] = answer
+                count(len(found))
+        return found
 
     def _run(self, host: str, command: str, seconds: float) -> tuple[int, list[tuple[float, str]], str]:
         """The status, the lines of output with the time at which each came, and what else was said."""
@@ -108,13 +122,16 @@ class Hosts:
 
 def facts_in(lines: Iterable[tuple[float, str]], said: str) -> dict[str, Any]:
     """The facts in a host's answer, or why there are none. The first line has the host's time, and came without delay."""
-    answers = []
+    ahead, about = None, None
     for came, line in lines:
         try:
-            answers.append((came, json.loads(line)))
-        except ValueError:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
             continue  # what a login shell says
-    if not answers or "devices" not in answers[-1][1]:
+        if isinstance(answer, dict) and isinstance(clock := answer.get("clock"), float | int):
+            ahead = clock - came
+        elif isinstance(answer, dict) and "devices" in answer:
+            about = answer
+    if ahead is None or about is None:
         return {"unreached": f"answers, but cannot be looked at: {said}"}
-    came, greeting = answers[0]
-    return answers[-1][1] | {"ahead": greeting["clock"] - came}
+    return about | {"ahead": ahead}

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megacore.checkpoint.disk import size_text
-from megacore.preflight.judge import CHECKS, Facts, Finding, excluded
+from megacore.preflight.judge import CHECKS, Facts, Finding, excluded, judge
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,6 +63,19 @@ def figure(about: Facts, check: str) -> str:
     if check == "devices" and devices.get("cores"):
         return f"{len(devices['cores'])} × {min(devices['cores'].values()):.0f} GFLOP/s"
     return "✓"
+
+
+def readable(about: Facts, slots: int) -> dict[str, Any]:
+    """A host's facts; or, where they cannot be judged or shown, why not: those of another version must not hide all other hosts."""
+    if about.get("unreached"):
+        return dict(about)
+    two = {"host": about, "other": about}
+    try:
+        judge(two, dict.fromkeys(two, slots), need_sharing=True)
+        "".join([*(figure(about, check) for check in COLUMNS), network_text(about)])
+    except Exception as error:
+        return {"unreached": f"answers, but its answer cannot be judged: {type(error).__name__}: {str(error)[:200]}"}
+    return dict(about)
 
 
 def settings_lines(hosts: Mapping[str, Facts]) -> list[str]:

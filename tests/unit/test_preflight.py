@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,13 +12,18 @@ from typing import Any
 
 import pytest
 
+from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.preflight import devices, facts
+from megacore.preflight import devices, facts, launching
 from megacore.preflight.facts import Question
 from megacore.preflight.judge import Finding, excluded, judge, judge_together
-from megacore.preflight.launching import reason_in
+from megacore.preflight.launching import dry_run, launch_together, reason_in
+from megacore.preflight.patience import patience
+from megacore.preflight.ranks import VERDICT_SECONDS, short
 from megacore.preflight.reach import Hosts, forwarded
-from megacore.preflight.report import as_json, lines, settings_lines, table, together_lines, verdict
+from megacore.preflight.report import as_json, lines, readable, settings_lines, table, together_lines, verdict
+from megacore.survive.doctor import START_UP
+from tests.pool import ROOT
 
 GIB = 1 << 30
 GPU = {"name": "GPU of a kind", "tflops": 700.0, "right": True, "error": "", "free": 79 * GIB, "memory": 80 * GIB}
@@ -166,7 +172,18 @@ def test_all_cores_are_measured_and_given_back() -> None:
 
 QUESTION = Question("config.json", [], 2, "a", 29500, ".preflight-x")
 SHELLS = {
-    "whole": ("""echo "{\\"clock\\": $(($(date +%s) + 100))}"; echo Welcome; echo '{"devices": {}}'""", ""),
+    "whole": ("""echo "{\\"clock\\": $(($(date +%s) + 100))}"; echo Welcome; cat {facts}""", ""),
+    # A login shell may say anything, before and after.
+    "talking": (
+        """echo 3; echo '"a"'; echo '[{"clock": 1}]'; echo null; echo '{"clock": "noon"}'
+        printf '%050000d\\n' 0 | tr 0 '['; printf '\\377\\n'
+        echo "{\\"clock\\": $(($(date +%s) + 100))}"; cat {facts}; echo 7; echo '{}'; echo '["devices"]'""",
+        "",
+    ),
+    "another version": (
+        'echo \'{"clock": 1}\'; echo \'{"devices": {"gpus": []}, "code": 3}\'',
+        "answers, but its answer cannot be judged: TypeError: 'int' object is not subscriptable",
+    ),
     "dead": ("echo no route to {host} >&2; exit 255", "no route to a"),
     "half": (
         'echo \'{"clock": 1}\'; [ -z "${2##*facts*}" ] && echo Killed >&2 && exit 137; true',
@@ -181,7 +198,8 @@ def test_what_a_host_answers(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     """A host that is not there, one that breaks off, one whose shell greets: the others' answers count all the same."""
     monkeypatch.chdir(tmp_path)
     script, wrong = SHELLS[name]
-    (tmp_path / "shell").write_text(script.replace("{host}", "$1"))
+    (tmp_path / "facts").write_text(json.dumps(HEALTHY) + "\n")
+    (tmp_path / "shell").write_text(script.replace("{host}", "$1").replace("{facts}", str(tmp_path / "facts")))
     found = Hosts({"a": 1}, f"sh {tmp_path}/shell {{host}}").ask(QUESTION, "run", lambda line: None)["a"]
     assert found.get("unreached", "") == wrong
     if not wrong:
@@ -199,6 +217,10 @@ def test_the_variables_that_the_launcher_takes_along(tmp_path: Path, monkeypatch
     (tmp_path / ".deepspeed_env").write_text("export\n")
     with pytest.raises(ConfigError, match=r"\.deepspeed_env: has a line `export`"):
         forwarded({})
+    for content, wrong in ((b"A=\xff\xfe\n", "is not UTF-8 text"), (b"A=b\0c\n", r"has a line `A=b\\0c`")):
+        (tmp_path / ".deepspeed_env").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"\.deepspeed_env: {wrong}"):
+            forwarded({})
 
 
 def rounds(count: int, slow: dict[tuple[int, int], float]) -> dict[str, Any]:
@@ -230,6 +252,67 @@ def test_a_fault_of_all_together_leaves_no_host_out() -> None:
     found = [Finding("all hosts together", "links", "pdsh is not installed on this machine")]
     assert excluded(found) == "" and verdict(hosts, found, "") == "each host passes by itself, and all together do not"
     assert not as_json(hosts, found, "", "pdsh is not installed")["passed"]
+
+
+FACTS: list[str] = ["code", "versions", "config", "log_dir", "memory", "limits", "ports", "network", "settings", "devices", "needs"]
+
+
+@pytest.mark.parametrize("key", FACTS)
+def test_an_answer_that_cannot_be_judged_is_its_hosts_fault(key: str) -> None:
+    """One host with another version of the code would end preflight, and hide what all others have."""
+    for value in (None, 5, "text", [], [1], {"a": 1}, {"gpus": 3}, {"open files": "many"}):
+        hosts = with_fault(key, value)
+        read = {host: readable(about, 8) for host, about in hosts.items()}
+        assert read["a"] == HEALTHY
+        found = judge(read, SLOTS, need_sharing=True)
+        assert table(read, found).row_count == 4 and settings_lines(read) and as_json(read, found, "", "")
+
+
+PLAYED = """import json, sys, time
+for done in range(int(sys.argv[1])):
+    print("node0: preflight: groups of axis", done, flush=True)
+    time.sleep(0.3)
+time.sleep(float(sys.argv[2]))
+print('node0: preflight-together {"links": []}', flush=True)
+"""
+
+
+def test_ranks_may_take_long_if_they_get_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 ranks that set up their groups for the first time take minutes: a limit for all of it ends them, or nobody sees them hang."""
+    monkeypatch.setattr(launching.shutil, "which", lambda name: name)
+    monkeypatch.setattr(launching, "END_SECONDS", 0.0)
+    monkeypatch.setattr(launching, "patience", lambda ranks: 1.5)
+    monkeypatch.setattr(launching, "LOOK_SECONDS", 0.05)
+    (tmp_path / "runner.py").write_text(PLAYED)
+    for marks, silent, expected in ((8, 0, {"links": []}), (1, 30, "nothing more within 2 s after: groups of axis 0")):
+        monkeypatch.setattr(launching, "LAUNCHER", [sys.executable, str(tmp_path / "runner.py"), str(marks), str(silent)])
+        said: list[str] = []
+        assert launch_together({"a": 8}, "c.json", [], 29500, True, said.append) == expected
+        assert said[1:] == [f"groups of axis {done}" for done in range(marks)]
+
+
+@pytest.mark.parametrize("world", [1, 512, 16384])
+def test_limits_grow_with_the_world_and_keep_their_order(world: int) -> None:
+    """Setting up 2,048 GPUs has taken 1,047 s. The doctor speaks before a rank is ended, and that before the launcher is."""
+    limits = dict(word.split("=") for word in short(world))
+    verdict = START_UP * float(limits["parallel.hang_seconds"])
+    assert verdict >= 1047 / 2048 * world * 0.97 and verdict >= 60
+    assert verdict < patience(world) + VERDICT_SECONDS < patience(world) + launching.END_SECONDS
+    assert load(str(ROOT / "configs/gpt_tiny.json"), short(world)).config.parallel.hang_seconds == verdict / START_UP
+
+
+def test_a_dry_run_needs_no_script_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that is not activated has DeepSpeed beside its interpreter, and nothing of it on PATH."""
+    runner = tmp_path / "deepspeed" / "launcher" / "runner.py"
+    runner.parent.mkdir(parents=True)
+    for package in (runner.parent, runner.parent.parent):
+        (package / "__init__.py").touch()
+    runner.write_text("import os\nos.execvp('pdsh', ['pdsh', '-w', 'a', 'cd /;', 'python', '-u', '-m', 'x'])\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert shutil.which("deepspeed") is None
+    found = dry_run({"a": 2}, "hostfile", "", 29500, ["--config", "c.json"])
+    assert found[1] == "which runs: pdsh -w a 'cd /;' python -u -m x" and len([line for line in found if "LOCAL_RANK" in line]) == 2
 
 
 def test_what_failed_ranks_say() -> None:
