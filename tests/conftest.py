@@ -1,7 +1,9 @@
 """Fixtures shared by all tests."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +38,36 @@ def interpreted() -> Iterator[Callable[..., Any]]:
     pool = Pool(bare=True)
     yield partial(interpret, pool)
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a corpus and its config, and beside them what is none (`tests/bad_inputs.py`)."""
+    from tests.bad_inputs import write_tree  # seconds to import: only where it is wanted
+
+    tree = tmp_path_factory.mktemp("tree")
+    write_tree(tree)
+    return tree
+
+
+Refused = Callable[[str, tuple[str, ...], str], None]
+
+
+@pytest.fixture
+def refused(tree: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refused:
+    """`refused(script, arguments, line)`: the script's body raises a `UserError` of one line with that text, in bounded time and memory,
+    and says, writes and starts nothing."""
+    from megacore.errors import UserError
+    from tests.bad_inputs import SCRIPTS, bounded, files_in
+
+    def check(script: str, arguments: tuple[str, ...], line: str) -> None:
+        monkeypatch.chdir(tree)
+        before = files_in(tree)
+        with bounded(), pytest.raises(UserError) as caught:
+            SCRIPTS[script]([word.replace("@", f"{tree}/") for word in arguments])
+        assert line.replace("@", f"{tree}/") in str(caught.value) and "\n" not in str(caught.value)
+        assert capfd.readouterr() == ("", ""), "a script says more than the line, or begins before it looks"
+        assert files_in(tree) == before
+        shutil.rmtree(tree / "new", ignore_errors=True)  # of a supervisor that found nobody to start
+
+    return check

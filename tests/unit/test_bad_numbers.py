@@ -1,0 +1,73 @@
+"""Numbers and options that a clumsy or hostile user may give a script: see test_bad_inputs.py."""
+
+import pytest
+
+from tests.bad_inputs import HUGE, SUPERVISED, Row, config, rows
+from tests.conftest import Refused
+
+FLEET = ("--probe", "touch @started", "deepspeed")
+
+NUMBERS: list[Row] = [
+    ("plan", config("train.global_batch_size=2000000000"), "2,000,000,000 microbatches a step (at most 262,144: a larger train.micro_"),
+    ("plan", config("train.global_batch_size=300000", "parallel.pipeline=2"), "300,000 microbatches a step on 2 stages (at most 131,072"),
+    ("plan", config("parallel.pipeline=10000", "model.num_layers=10000"), "10000 stages are more than any run has (at most 1024)"),
+    *((script, config("model.num_layers=1000000000000"), "model.num_layers: 1,000,000,000,000 layers are more than")
+      for script in ("pretrain", "plan")),
+    ("plan", config("train.global_batch_size=16384", "--plot", "@new.png"), "config error: --plot: 32,768 actions of a rank are more than"),
+    ("samples", config("--step", "1:3000000", "train.steps=3000000"), "config error: --step: 1:3000000 has 12,000,000 samples"),
+    ("samples", config("--prove", "train.global_batch_size=4000000000"), "4,000,000,000 microbatches a step"),
+    *(("drill", config("--soak", value), f"config error: --soak: {float(value)} is not usable") for value in ("-1", "nan", "0", "inf")),
+    *(("drill", config("--fault", "kill:step=2", "--ranks", value), f"config error: --ranks: {value} is") for value in ("0", "-1", HUGE)),
+    ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
+    ("pretrain", config("parallel.heartbeat_seconds=0.1"), "config error: parallel.heartbeat_seconds: 0.1 is not valid"),
+    ("pretrain", config("parallel.hang_seconds=1e300"), "config error: parallel.hang_seconds: 1e+300 is not valid"),
+    ("drill", config(), "config error: --fault: neither a fault nor --soak is given"),
+    ("drill", config("--fault", "kill:step=2", "--launcher", "torchrun '"), "config error: --launcher: `torchrun '` is no command"),
+    ("drill", config("--fault", "kill:step=2", "--launcher", ""), "config error: --launcher: `` is no command: it is empty"),
+    ("drill", config("--fault", "kill:step=2", "--launcher", "nosuch {ranks"), "config error: --launcher: there is no command nosuch"),
+    ("drill", config("--fault", "hang:seconds=nan,step=2"), "its seconds are not usable"),
+    ("drill", config("--fault", "kill:rank=0.5,step=2"), "kill:rank=0.5,step=2 is none"),
+    *(("supervise", (f"--{option}", value, "nosuch", *SUPERVISED), f"config error: --{option}: {value} is not usable")
+      for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"]), ("spares", ["-1"]))
+      for value in values),
+    ("supervise", ("--spares", "1", "torchrun", *SUPERVISED), "config error: --spares: the command has no --hostfile"),
+    ("supervise", ("--probe", "'", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe: ' is no command"),
+    ("supervise", ("--probe", "", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe:  is no command: it is"),
+    *(("supervise", ("--probe", "false {host}", "deepspeed", "--hostfile", f"@{name}", *SUPERVISED), f"config error: --hostfile: {line}")
+      for name, line in (
+          ("hosts_two", "@hosts_two names localhost twice"), ("hosts_zero", "@hosts_zero gives localhost no slots"),
+          ("hosts_garbage", "@hosts_garbage has a line `b.invalid 4`"),
+          ("hosts_digits", "@hosts_digits has a line `localhost slots=999"), ("binary", "@binary is not UTF-8 text"),
+          ("pipe", "cannot read @pipe: Not a plain file"), ("hosts_silent", "no host answered: a.invalid, b.invalid"),
+          ("hosts_none", "@hosts_none names no host"),
+      )),
+    *(("supervise", (*FLEET, *filters, "--hostfile", "@hosts_one", *SUPERVISED, *more), f"config error: {line}")
+      for filters, more, line in (
+          (("--exclude", "node9"), (), "--exclude: the hostfile does not name `node9` (hosts such as localhost)"),
+          (("-e=localhost",), (), "--exclude: leaves no host"),
+          (("--include=localhost:0",), (), "--include: `localhost:0` names single slots"),
+          (("-i", "localhost", "-e", "localhost"), (), "--include: stands beside --exclude"),
+          ((), ("parallel.tensor=2",), "--hostfile: its hosts have 1 slots, and the config needs 2 ranks (tensor 2 × pipeline 1 × data 1)"),
+      )),
+    *(("preflight", ("--hostfile", f"@hosts_{name}", *config(*more), "--ssh", "touch @started"), f"config error: {line}")
+      for name, more, line in (
+          ("two", (), "--hostfile: @hosts_two names localhost twice"),
+          ("none", (), "--hostfile: @hosts_none names no host"),
+          ("some_zero", (), "--hostfile: @hosts_some_zero gives b.invalid no slots"),
+          ("garbage", (), "--hostfile: @hosts_garbage has a line"),
+          ("nowhere", (), "--hostfile: cannot read @hosts_nowhere: No such file"),
+          ("one", ("--exclude", "node9"), "--exclude: the hostfile does not name `node9`"),
+          ("one", ("--port", "0"), "--port: 0 is no port"),
+          ("silent", ("parallel.tensor=2", "parallel.data=4"), "--hostfile: its hosts have 4 slots, and the config needs 8 ranks"),
+          ("silent", ("train.global_batch_size=6",), "train.global_batch_size: 6"),
+      )),
+    ("preflight", ("--hostfile", "@hosts_one", *config(), "--ssh", "'"), "config error: --ssh: ' is no command"),
+    ("render", (*config("parallel.tensor=4"), "--nodes", "2", "--gpus", "1", "--image", "a", "--volume", "v"), "config error: parallel"),
+    ("render", (*config(), "--nodes", "0", "--gpus", "1", "--image", "a", "--volume", "v"), "config error: --nodes: 0 is too few"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "arguments", "line"), rows(NUMBERS))
+def test_bad_input_is_one_line(script: str, arguments: tuple[str, ...], line: str, refused: Refused) -> None:
+    """A traceback, silence, or a result that is none in place of one clear line."""
+    refused(script, arguments, line)

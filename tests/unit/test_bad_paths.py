@@ -1,0 +1,106 @@
+"""Paths that a clumsy or hostile user may give a script: see test_bad_inputs.py."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from launch import checkpoint
+from megacore.checkpoint.manifest import MANIFEST
+from megacore.errors import UserError
+from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
+from tests.conftest import Refused
+
+NOBODY = 65534  # a user id
+
+
+PATHS: list[Row] = [
+    ("pretrain", config('log.dir="a\\u0000b"'), "config error: log.dir: holds a NUL"),
+    ("pretrain", config("log.dir=@" + "x" * 300), "config error: log.dir: cannot write in @xxx"),
+    ("pretrain", config("log.dir=@file"), "config error: log.dir: cannot write in @file"),
+    ("pretrain", config("log.dir=@loop/x"), "Too many levels of symbolic links"),
+    ("pretrain", config("checkpoint.resume=@" + "x" * 300), "cannot be read: File name too long"),
+    ("pretrain", config("checkpoint.weights=@" + "x" * 300), "cannot be read: File name too long"),
+    ("pretrain", config("checkpoint.resume=@run_pipe"), "step_00000003: has no manifest.json, and no checkpoint before it is whole"),
+    ("supervise", ("nosuch", *SUPERVISED, "log.dir=@file"), "config error: log.dir: cannot write in @file"),
+    ("supervise", ("nosuch", *SUPERVISED, "log.dir=@" + "x" * 300), "File name too long"),
+    ("plan", config("--plot", "@folder.png"), "config error: --plot: cannot write @folder.png: Not a plain file"),
+    ("plan", config("--plot", "@folder.png/a.gantt"), "its ending names no image format"),
+    ("plan", config("--plot", ""), "config error: --plot: cannot write"),
+    ("plan", config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"), "--compare-schedules, --plot would have no effect"),
+    ("plan", config("--search", "--world", "2", "--dry-run", "0"), "config error: --search: --dry-run would have no effect beside it"),
+    ("plan", config("--search", "--world", "2", "--price", "2"), "config error: --price: money is that of a whole run (also --tokens"),
+    ("plan", config("--tokens", "1e9"), "config error: --tokens: only a search reads it (also --search)"),
+    ("plan", config("--dry-run", "0", "--world", "2", *ZERO), "config error: engine.kind: DeepSpeed asks for a real device"),
+    ("plan", config("--dry-run", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"), "config error: engine.cpu_offload"),
+    ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),
+    ("plan", config("--plot", "@nowhere/a.png"), "No such file or directory"),
+    ("plan", config("--plot", f"@{'x' * 252}.png"), "File name too long"),
+    ("plan", config("--cluster", "@nowhere"), "config error: --cluster: @nowhere is not known, and cannot be read as a file: No such file"),
+    ("plan", config("--cluster", "@pipe"), "@pipe is not known, and cannot be read as a file: Not a plain file"),
+    *(("plan", config("--cluster", f"@links_{name}.json"), "is no cluster file") for name in ("null", "text", "negative", "nan", "call")),
+    ("plan", config("--cluster", "@deep.json"), "@deep.json is not JSON"),
+    ("plan", config("--calibrate", "@run"), "config error: --device: a step is predicted for a device (also --device"),
+    ("plan", config("--device", "h100", "--cluster", "p5", "--compare-schedules"), "--compare-schedules: --cluster would have no effect"),
+    ("samples", config("--step", "1", "--json", "@folder.png"), "config error: --json: cannot write @folder.png: Not a plain file"),
+    ("samples", config("--step", "1", "--json", "@" + "x" * 300), "File name too long"),
+    ("evaluate", ("--checkpoint", "@run", "--json", "@loop"), "Too many levels of symbolic links"),
+    ("generate", ("--checkpoint", "@run", "--prompt-file", "@zero"), "data error: @zero: cannot be read: Not a plain file"),
+    ("generate", ("--checkpoint", "@run", "--prompt-file", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
+    ("generate", ("--checkpoint", "@run", "--tokenizer", ""), "cannot be read: No such file"),
+    ("drill", config("--fault", "kill:step=2", "--output", "@file"), "config error: --output: cannot write in @file"),
+    ("drill", config("--fault", "kill:step=2", "--output", ""), "config error: --output: . is not usable"),
+    ("checkpoint", ("info", "@" + "x" * 300), "cannot be read: File name too long"),
+    ("checkpoint", (*EXPORT[:-1], "/"), "config error: --output: / is there already"),
+    ("checkpoint", (*EXPORT[:-1], "@" + "x" * 300), "File name too long"),
+    ("checkpoint", (*EXPORT, "--tokenizer", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "line"), rows(PATHS))
+def test_bad_input_is_one_line(script: str, arguments: tuple[str, ...], line: str, refused: Refused) -> None:
+    """A traceback, silence, or a result that is none in place of one clear line."""
+    refused(script, arguments, line)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_is_one_line(tree: Path, tmp_path: Path) -> None:
+    """The run's folder can be made there, and nothing in it be written."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    try:
+        (disk / "run").mkdir()
+        with pytest.raises(OSError, match="No space"):
+            (disk / "fill").write_bytes(bytes(1 << 17))
+        for script, words in (("pretrain", []), ("supervise", ["nosuch"])):
+            for folder in ("new", "run"):
+                arguments = [*words, "--config", str(tree / "config.json"), f"log.dir={disk / folder}"]
+                with bounded(), pytest.raises(UserError, match=rf"config error: log\.dir: cannot write in \S+/{folder}: No space left"):
+                    SCRIPTS[script](arguments)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user for a moment")
+@pytest.mark.parametrize("closed", ["", "checkpoints", "checkpoints/step_00000003", f"checkpoints/step_00000003/{MANIFEST}"])
+def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) -> None:
+    """It would be taken for a run without checkpoints, and training begin anew beside it."""
+    checkpoint.run(["info", str(tree / "run")])  # imports what another user may not read
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        shutil.copytree(tree / "run", run)
+        Path(folder).chmod(0o755)
+        (run / closed).chmod(0)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(UserError, match="Permission denied") as caught:
+                checkpoint.run(["info", str(run)])
+        finally:
+            os.seteuid(0)
+        (run / closed).chmod(0o755)
+    assert "\n" not in str(caught.value)
