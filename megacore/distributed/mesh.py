@@ -237,7 +237,7 @@ class Mesh:
 
     def _divide_by_host(self) -> None:
         """Makes the groups of two levels, if the hosts of all ranks that sum gradients have as many of them."""
-        hosts = self._hosts()
+        hosts = [host for host, _ in self._hosts()]
         summing = {ranks_along(self.token_axes, rank, self.sizes) for rank in self.world.ranks}
         if not all(by_host(ranks, hosts, ranks[0]) for ranks in summing):
             return
@@ -247,15 +247,21 @@ class Mesh:
             self.groups[(level,)] = self._create(level, ranks)
         self.levels = Levels(*(self.groups[(level,)] for level in ("dp within a host", "dp between hosts")))
 
-    def _hosts(self) -> list[int]:
-        """A number for the host of each rank of the world; collective."""
+    def machine_ranks(self) -> list[int]:
+        """The ranks on this rank's machine, in the order of their local ranks. Launchers need not number them one behind another, nor
+        place as many on each machine. Collective."""
+        hosts = self._hosts()
+        own, _ = hosts[self.place.rank]
+        return sorted((rank for rank, (host, _) in enumerate(hosts) if host == own), key=lambda rank: hosts[rank][1])
+
+    def _hosts(self) -> list[tuple[int, int]]:
+        """For each rank of the world, a number for its host, and its local rank there; collective."""
         name = hashlib.sha256(host_name().encode()).digest()[:7]
-        own = torch.tensor([int.from_bytes(name)], device=self.device)
-        if self.world.wire is None:
-            return own.tolist()
-        hosts = own.new_empty(self.world.size)
-        self.world.wire.start_all_gather(own, hosts).wait()
-        return hosts.tolist()
+        own = torch.tensor([int.from_bytes(name), self.place.local_rank], device=self.device)
+        hosts = own if self.world.wire is None else own.new_empty(2 * self.world.size)
+        if self.world.wire is not None:
+            self.world.wire.start_all_gather(own, hosts).wait()
+        return [(host, local) for host, local in hosts.view(-1, 2).tolist()]
 
     def _share_memory(self, config: Config) -> None:
         """Gives tensor ranks on one machine's CPU shared memory for the exchanges of every layer."""

@@ -70,9 +70,8 @@ class Exporter:
         self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank"], registry=registry) for name, text in (RANKS | DEVICES).items()}
         self.gauges |= {name: Gauge(f"megacore_{name}", text, ["rank", "part"], registry=registry) for name, text in PARTS.items()}
         self.saved_step = 0
-        self.ranks = range(place.rank, place.rank + place.local_world_size)
-        for index in gpus(place, device):
-            self.gauges["rank_gpu_utilisation"].labels(place.rank + index).set_function(partial(gpu_utilisation, index))
+        self.device = device
+        self.ranks: Sequence[int] = ()  # on this machine
         for name in RUN | OTHERS:  # 0 would be a loss
             self._set(name, None)
         self._set("started_timestamp_seconds", time.time())
@@ -83,6 +82,14 @@ class Exporter:
         except OSError as error:
             wrong = f"port {port} cannot be served: {error.strerror}"
             raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Tells which ranks of the run are on this machine, in the order of their local ranks. They need not be neighbours."""
+        if not self.serving:
+            return
+        self.ranks = ranks
+        for index in gpus(len(ranks), self.device):
+            self.gauges["rank_gpu_utilisation"].labels(ranks[index]).set_function(partial(gpu_utilisation, index))
 
     def step(
         self,
@@ -127,12 +134,12 @@ class Exporter:
         self.gauges[name].set(float("nan") if value is None else value)
 
 
-def gpus(place: Place, device: torch.device) -> range:
-    """The GPUs of this machine's ranks that this process can ask about: all, or its own where a launcher shows it no other; none where
+def gpus(ranks: int, device: torch.device) -> range:
+    """The GPUs of this machine's `ranks` that this process can ask about: all, or its own where a launcher shows it no other; none where
     NVML cannot be asked."""
     if device.type != "cuda" or math.isnan(gpu_utilisation(0)):
         return range(0)
-    return range(min(torch.cuda.device_count(), place.local_world_size))
+    return range(min(torch.cuda.device_count(), ranks))
 
 
 def gpu_utilisation(index: int) -> float:

@@ -69,6 +69,8 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, exporter: Exporter | None = None) -> None:
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.exporter = exporter or Exporter(None, mesh.place, mesh.device)
+        if config.log.prometheus_port is not None:
+            self.exporter.watch(mesh.machine_ranks())
         self.is_writer = mesh.place.rank == 0
         self.apart = apart_from_owner(Path(resolved(config.log.dir)), mesh)
         if self.apart and (config.checkpoint.every or config.checkpoint.last):
