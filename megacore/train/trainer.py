@@ -263,8 +263,7 @@ class Trainer:
         own, worked = seconds - self.watch.waited() / steps, self.watch.worked() / steps
         parts = self.parts.of(worked or own, self.watch.waits(), steps, self.watch.device_waits())
         memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
-        mine = [[seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts]]
-        of_all = all_gather(torch.tensor(mine, dtype=torch.float64, device=self.mesh.device), self.mesh.world).T
+        of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts])
         seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
@@ -294,6 +293,10 @@ class Trainer:
         }
         by_part = dict(zip(self.parts.names, of_all[7:].tolist(), strict=True))
         self.exporter.step(logged, by_rank, by_part, self.saved_step, self.saving.took)
+
+    def told_by_all(self, own: list[float]) -> torch.Tensor:
+        """Every rank's numbers, fp64 ``[number, rank]`` on the host. Collective; nothing else of a report waits for the device."""
+        return all_gather(torch.tensor([own], dtype=torch.float64, device=self.mesh.device), self.mesh.world).cpu().T
 
     def validate(self) -> float | None:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""

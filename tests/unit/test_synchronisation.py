@@ -19,12 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.config import load
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.place import Place, free_port
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.guard import SpikeGuard, median_of_known
 from megacore.pipeline.runtime import Microbatch
+from megacore.train.exporter import Exporter
+from megacore.train.garbage import Garbage
+from megacore.train.inputs import Inputs
+from megacore.train.mailbox import Figures
 from megacore.train.step import TrainStep
+from megacore.train.trainer import Trainer
 from tests import training
+from tests.unit.test_exporter import scrape
 
 META = torch.device("meta")
 # Whose results' sizes, or whose ways, depend on values: on a GPU the host asks for these and waits.
@@ -88,6 +94,37 @@ def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
         for number in (1, 2):
             figures = step(number, [Microbatch(tokens, tokens, key) for key in range(4)], lambda: (1.0, 0.0))
     assert figures.loss.device == figures.grad_norm.device == figures.skipped.device == META
+
+
+def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
+    """A loop of the trainer that logs every step. What waits for the device is left out by name: the figures of steps long done, and
+    what ranks tell each other of a logged one. A loss that is handed on as a tensor would be read whenever somebody scrapes."""
+    port = free_port()
+    overrides = [f"log.dir={tmp_path}/run", f"log.prometheus_port={port}", "train.steps=2", "checkpoint.last=false"]
+    path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True})
+    config = load(path, overrides, 1).config
+    with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "machine_ranks", lambda self: [0]):
+        trainer = Trainer(config, Mesh(config, Place(), META), Inputs(config, 0), Exporter(port, Place(), META))
+    tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
+    read = mock.patch.multiple(
+        trainer,
+        next_batch=lambda: [Microbatch(tokens, tokens, key) for key in range(4)],
+        told_by_all=lambda own: torch.tensor([own], dtype=torch.float64).T,
+    )
+    arrived = mock.patch.object(trainer.mailbox, "take", lambda **_: [Figures(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0)])
+    try:
+        with read, arrived, Garbage() as garbage, refusing():
+            trainer.loop(garbage)
+        found = scrape(port)
+    finally:
+        trainer.loader.close()
+        trainer.exporter.close()
+        trainer.logs.close()
+    assert (
+        found["megacore_step"] == 2
+        and found["megacore_loss"] == 2.0
+        and [line["loss"] for line in training.metrics(tmp_path / "run")] == [2.0, 2.0]
+    )
 
 
 def test_deepspeed_is_handed_its_gradient_without_waiting() -> None:
