@@ -29,7 +29,8 @@ class Begun:
 
     __slots__ = ("channel", "name", "number", "work")
 
-    def __init__(self, work: Work, channel: Channel, number: int, name: str) -> None:
+    def __init__(self, work: Work, channel: Channel, number: int, name: str, *_: Tensor) -> None:
+        """The operation's tensors come last: for a proof, which notes where they lie (`verify/flight.py`). They are not held here."""
         self.work, self.channel, self.number, self.name = work, channel, number, name
 
     def wait(self) -> None:
@@ -61,7 +62,7 @@ def note_group(group: Group, ledger: Ledger) -> None:
     def started(operation: str, method: Callable[..., Work]) -> Callable[..., Work]:
         def noted(x: Tensor, *rest: Any) -> Work:
             number = channel.begin(name, operation, x)
-            return Begun(method(x, *rest), channel, number, name)
+            return Begun(method(x, *rest), channel, number, name, x, *rest)
 
         return noted
 
@@ -77,7 +78,7 @@ def note_group(group: Group, ledger: Ledger) -> None:
             own = group.ranks[group.rank]
             link = ledger.link(own, peer) if sends else ledger.link(peer, own)
             number = link.begin(name, "transfer", x)
-            return Begun(method(x, peer), link, number, name)
+            return Begun(method(x, peer), link, number, name, x)
 
         return noted
 

@@ -22,6 +22,7 @@ from megacore.model.initial import BLOCKS
 from megacore.plan.schedule import Action, Op
 from megacore.rng import normal_runs
 from megacore.survive.noting import note_mesh, note_trainer
+from megacore.tensor_parallel.gradient import main_gradient_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from megacore.verify.flight import Flights
@@ -75,7 +76,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
         evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
         take_steps(trainer, record, evidence, out, traced_step)
         record.figures(trainer.step, valid_loss=trainer.validate())
-    record.flights = flights.spanning()
+    record.flights = flights.spanning(lasting(trainer.train_step.stages))
     if evidence is not None:
         evidence.write(record)
     record.close()
@@ -83,6 +84,13 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     trainer.logs.close()
     trainer.engine.close()
     mesh.close()
+
+
+def lasting(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """The parameters that compute and the sums of their gradients, where an engine keeps both in the same place in a whole run."""
+    mains = {name: (p.data, main) for stage in stages for name, p in stage.named_parameters() if (main := main_gradient_of(p)) is not None}
+    values = {f"parameter|{name}": value for name, (value, _) in mains.items()}
+    return values | {f"gradient|{name}": main.total for name, (_, main) in mains.items()}
 
 
 def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:

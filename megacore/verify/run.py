@@ -198,7 +198,7 @@ class Prover:
         apart = self._beyond(rank_by_rank(again, run, repeated=True))
         if not apart:
             return None
-        return Race(apart[0], in_flight(run.flights[apart[0].rank], apart[0].step), checkout)
+        return Race(apart[0], in_flight(run.flights[apart[0].rank], apart[0]), checkout)
 
     def _worst_activation(self, reference: Path, step: int) -> float:
         """The error of one process's worst activation or gradient in bf16."""

@@ -4,9 +4,11 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from megacore.distributed import comm
+from megacore.distributed.wire import Wire
 from megacore.engine import gather, reduce
 from tests.faults import both, fault
 
@@ -32,35 +34,64 @@ RACED: dict[Any, Any] = {}  # of each class, how many were made in this process
 
 
 class Early:
-    """A reduction that has read `x` before the last gradient came, as one that is begun too early may."""
+    """A reduction of `x` into `out` that has read `x` before the last gradient came, as one that is begun too early may."""
 
-    def __init__(self, x: Tensor, group: Any) -> None:
-        self.x, self.read = x, x.clone()
-        self.work = comm.all_reduce_start(self.read, group)
+    def __init__(self, start: Any, wire: Wire, x: Tensor, out: Tensor) -> None:
+        self.out, read = out, x.clone()
+        self.result = read if out is x else torch.empty_like(out)
+        self.work = start(wire, read, *([] if out is x else [self.result]))
 
     def wait(self) -> None:
         """Loses what came later."""
         self.work.wait()
-        self.x.copy_(self.read)
+        self.out.copy_(self.result)
 
 
-@fault(
-    "a bucket is begun one gradient early, and at times read before that gradient is there",
-    "dp2",
-    "a race: two runs differ; in flight: 5 × all_reduce over dp (begun: backward, awaited: reduce gradients)",
-)
-def bucket_begun_early() -> Any:
+def begun_early() -> Any:
+    """Buckets are begun one gradient early; the operation itself is on the bucket's memory."""
     rearm, start = reduce.GradientReducer._rearm, reduce.GradientReducer._start
+    all_reduce, reduce_scatter = Wire.start_all_reduce, Wire.start_reduce_scatter
+    now = [False]  # whether a bucket is begun
 
     def hasty(self: Any) -> None:
         rearm(self)
         self.waiting_for = {bucket: max(1, gradients - 1) for bucket, gradients in self.waiting_for.items()}
 
     def early(self: Any, buffer: Any, bucket: Any) -> None:
-        with patch(reduce, "all_reduce_start", Early):
-            start(self, buffer, bucket)
+        now[0] = True
+        start(self, buffer, bucket)
+        now[0] = False
 
-    return lost_at_first(reduce.GradientReducer, {"_rearm": hasty, "_start": early})
+    def summed(wire: Wire, x: Tensor) -> Any:
+        return Early(all_reduce, wire, x, x) if now[0] else all_reduce(wire, x)
+
+    def scattered(wire: Wire, x: Tensor, out: Tensor) -> Any:
+        return Early(reduce_scatter, wire, x, out) if now[0] else reduce_scatter(wire, x, out)
+
+    in_wire = patch(Wire, "start_all_reduce", summed), patch(Wire, "start_reduce_scatter", scattered)
+    return both(*in_wire, lost_at_first(reduce.GradientReducer, {"_rearm": hasty, "_start": early}))
+
+
+@fault(
+    "a bucket is begun one gradient early, and at times read before that gradient is there",
+    "dp2",
+    "a race: two runs differ; in flight: 1 × all_reduce over dp on what differs (begun: backward, awaited: reduce gradients), "
+    "4 × all_reduce over dp (begun: backward, awaited: reduce gradients)",
+)
+def bucket_begun_early() -> Any:
+    return begun_early()
+
+
+@fault(
+    "… while innocent gathers are in flight too",
+    "dp2",
+    "a race: two runs differ; in flight: 1 × reduce_scatter over dp on what differs (begun: backward, awaited: reduce gradients), "
+    "5 × all_gather over dp (begun: drawing weights, awaited: forward), "
+    "4 × reduce_scatter over dp (begun: backward, awaited: reduce gradients)",
+    "engine.shard_optimizer=true",
+)
+def bucket_scattered_early() -> Any:
+    return begun_early()
 
 
 @fault(

@@ -21,9 +21,10 @@ from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.gpt import whole_model
 from megacore.plan.partition import stage_layers
+from megacore.survive.ledger import Ledger
 from megacore.verify.bounds import Bounds
 from megacore.verify.compare import Difference, Records, against_reference, missing
-from megacore.verify.flight import Flight, in_flight
+from megacore.verify.flight import Flight, Flights, in_flight, memory_of
 from megacore.verify.layouts import DEFAULT, SCHEDULES, Layout, impossible, parse
 from megacore.verify.locate import apart
 from megacore.verify.record import Record, noise
@@ -201,11 +202,25 @@ def test_what_was_in_flight_in_a_step() -> None:
         Flight("all_gather over dp", 2, "optimizer step", None),
     ]
     noted = [vars(flight) for flight in flights]
-    assert in_flight(noted, 2) == [
+    assert in_flight(noted, Difference("gradient", 2, "w", 0, 1.0)) == [
         "1 × all_gather over dp (begun: optimizer step, awaited: forward)",
         "1 × all_reduce over dp (begun: backward, awaited: reduce gradients)",
     ]
-    assert in_flight(noted, 3) == ["1 × all_gather over dp (begun: optimizer step, awaited: never)"]
+    assert in_flight(noted, Difference("gradient", 3, "w", 0, 1.0)) == ["1 × all_gather over dp (begun: optimizer step, awaited: never)"]
+
+
+def test_an_operation_on_what_differs_is_named_first() -> None:
+    """By its name alone the first would be an innocent one, such as the gather of a step that came before."""
+    gradients, values = torch.zeros(8), torch.zeros(8)
+    flights = Flights(Ledger())
+    for number, (what, x) in enumerate({"all_gather": values, "reduce_scatter 1": gradients[:4], "reduce_scatter 2": gradients[4:]}.items()):
+        flights.flights[0, number] = Flight(what, 1, "backward", 1, "forward", [memory_of(x)])
+    noted = flights.spanning({"gradient|a": gradients[:4], "gradient|b": gradients[4:], "parameter|a": values})
+    first = {name: in_flight(noted, Difference(kind, 1, name, 0, 1.0))[0] for kind, name in (("gradient", "b"), ("figure", "loss"))}
+    assert {name: text.partition(" on what differs")[0] for name, text in first.items()} == {
+        "b": "1 × reduce_scatter 2",
+        "loss": "1 × all_gather",
+    }
 
 
 def test_shrinking_keeps_what_does_not_divide() -> None:
