@@ -1,6 +1,6 @@
 """One training step: what the trainer loops over, what benchmarks time and what `verify` proves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from megacore.config import Config
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.cpu import own_cores
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.shard import shard_of
+from megacore.distributed.shard import Box, shard_of
 from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.optimizer import learning_rate
 from megacore.model.gpt import DTYPES
@@ -51,12 +51,17 @@ class TrainStep:
 
     def draw(self) -> None:
         """Sets the weights that training starts with: each rank draws what its engine holds of them."""
-        held, config, mesh = self.engine.tensors(), self.config, self.mesh
+        held = self.engine.tensors()
+        self.draw_into(held)
+        self.engine.load_state(self.engine.state(), held)
+
+    def draw_into(self, held: Mapping[str, tuple[Tensor, Box]]) -> None:
+        """Draws the first weights into pieces such as `Engine.tensors` gives."""
+        config, mesh = self.config, self.mesh
         weights = {key.removeprefix(WEIGHTS): piece for key, piece in held.items() if key.startswith(WEIGHTS)}
         shards = {name: shard_of(parameter) for stage in self.stages for name, parameter in stage.named_parameters()}
         threads, note = own_cores(mesh.place.local_world_size), partial(mesh.progress, "drawing weights")
         initialise(weights, shards, config.train.seed, DTYPES[config.train.precision], threads, note)
-        self.engine.load_state(self.engine.state(), held)
 
     def __call__(
         self,

@@ -18,10 +18,11 @@ NOTHING = 1e-6
 
 # In the order of a step; "own …" are differences from what a run should have made of its own numbers, see `replay`.
 ORDER = (
-    "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v", "momentum",
-    "own parameter", "direction", "parameter", "valid_loss",
+    "drawn", "own copy", "loss", "own gradient", "gradient", "own norm", "grad_norm", "own adam_m", "adam_m", "own adam_v", "adam_v",
+    "momentum", "own parameter", "direction", "parameter", "gathered", "valid_loss",
 )  # fmt: skip
-EVIDENCE = ("given", "copy")  # kinds that only the replay of a record uses
+FIRST = ("drawn", "gathered")  # kinds of first weights: before an engine holds them, and what computes in step 1
+EVIDENCE = ("given", "copy", *FIRST)  # kinds that no reference has, and maybe no other version of the code
 Tensors = dict[str, np.ndarray]
 Places = dict[str, tuple[list[int], list[int]]]  # offset and logical shape
 
@@ -103,7 +104,10 @@ def scales_of(tensors: dict[str, np.ndarray]) -> dict[str, float]:
 def against_reference(layout: Records, reference: Records) -> list[Difference]:
     """Compares every tensor and figure of every rank, replicas too, with the one process in `reference`."""
     whole = reference.ranks[0]
-    return pieces_against(layout.ranks, layout.places, whole, scales_of(whole)) + figures(layout, reference)
+    first = {f"{kind} 0|{parsed(key)[2]}": x for kind in FIRST for key, x in whole.items() if parsed(key)[:2] == ("parameter", 0)}
+    held = [{key: x for key, x in tensors.items() if parsed(key)[0] in FIRST} for tensors in layout.evidence]
+    found = pieces_against(layout.ranks, layout.places, whole, scales_of(whole))
+    return found + pieces_against(held, layout.places, first, scales_of(first)) + figures(layout, reference)
 
 
 def pieces_against(ranks: Sequence[Tensors], places: Sequence[Places], whole: Tensors, scales: dict[str, float]) -> list[Difference]:

@@ -71,6 +71,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     with Flights(ledger) as flights:
         trainer = note_trainer(Trainer(config, mesh, Inputs(config, place.rank)), ledger)
         record = Record(out, place.rank)
+        record.tensors("drawn 0", drawn(trainer))
         record.tensors("parameter 0", spread(trainer))
         exact = config.train.precision == "fp64" or config.engine.kind != "native" or config.optim.kind != "adamw"
         evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
@@ -95,16 +96,37 @@ def lasting(stages: Sequence[Stage]) -> dict[str, Tensor]:
 
 def spread(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
     """Adds noise to parameters that start constant. Returns this rank's pieces of the first weights."""
-    stages, engine = trainer.train_step.stages, trainer.engine
-    starts_constant = {name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None}
+    engine = trainer.engine
     tensors = engine.tensors()
-    weights = {key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)}
+    weights = weights_of(tensors)
+    add_noise(trainer, weights)
+    engine.load_state(engine.state(), tensors)
+    return weights
+
+
+def drawn(trainer: Trainer) -> dict[str, tuple[Tensor, Box]]:
+    """This rank's pieces of the first weights as they are drawn, before an engine gathers anything: so a difference in what it then
+    holds has another cause."""
+    pieces = {key: (torch.empty_like(held), box) for key, (held, box) in trainer.engine.tensors().items()}
+    trainer.train_step.draw_into(pieces)
+    weights = weights_of(pieces)
+    add_noise(trainer, weights)
+    return weights
+
+
+def weights_of(tensors: Mapping[str, tuple[Tensor, Box]]) -> dict[str, tuple[Tensor, Box]]:
+    """The weights among an engine's tensors, by the names of their pieces."""
+    return {key.removeprefix(WEIGHTS): piece for key, piece in tensors.items() if key.startswith(WEIGHTS)}
+
+
+def add_noise(trainer: Trainer, weights: Mapping[str, tuple[Tensor, Box]]) -> None:
+    """Adds noise to the weights that start constant, in place."""
+    stages = trainer.train_step.stages
+    starts_constant = {name for stage in stages for name, p in stage.named_parameters() if shard_of(p).init_std is None}
     for key, (held, box) in weights.items():
         if (name := logical_name(key)) in starts_constant:
             here = tuple(slice(start, start + size) for start, size in zip(box.offset, box.local_shape, strict=True))
             held.add_(noise(name, box.global_shape, DTYPES[trainer.config.train.precision])[here])
-    engine.load_state(engine.state(), tensors)
-    return weights
 
 
 def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
@@ -120,6 +142,9 @@ def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", ou
     for trainer.step in range(1, config.train.steps + 1):
 
         def before_update() -> None:
+            if trainer.step == 1 and config.engine.kind == "native":  # of others no rank has a parameter whole
+                held = {name: parameter for stage in trainer.train_step.stages for name, parameter in stage.named_parameters()}
+                record.tensors("gathered 0", {name: (parameter, shard_of(parameter)) for name, parameter in held.items()})
             if evidence is not None:
                 evidence.take(trainer.step)
             record.tensors(f"gradient {trainer.step}", engine.gradients())

@@ -14,7 +14,9 @@ FIGURES = ("loss", "grad_norm", "valid_loss")
 WIDTH = 140  # if there is no terminal
 # What is wrong if no activation is, by what differs first.
 CAUSES = {
-    "start": "initialisation depends on the layout: first {name}",
+    "drawn": "initialisation depends on the layout: first {name}",
+    "start": "first weights are drawn alike in every layout; what the engine then holds of them is not: first {name}",
+    "gathered": "every rank draws and holds its first weights alike; what computes with them is not: first {name}",
     "loss": "every activation agrees; the sum of the losses over microbatches or ranks does not",
     "gradient": "every microbatch's gradients agree; their sum over microbatches and ranks does not: first {name}",
     "grad_norm": "every gradient agrees; the gradient norm does not",
@@ -89,7 +91,7 @@ def explain(result: Result) -> Iterator[str]:
         if result.parting.agreed is not None:
             yield f"  before it, {result.parting.agreed.describe()} still agrees"
     else:
-        cause = first.name if first.kind == "figure" else "start" if first.step == 0 else first.kind
+        cause = first.name if first.kind == "figure" else "start" if (first.kind, first.step) == ("parameter", 0) else first.kind
         yield f"{name}: {CAUSES.get(cause, ONE_SIDED).format(name=first.name, kind=first.kind)}"
     for difference in result.beyond[:MOST_NAMES]:
         yield f"  {difference.describe()}: {difference.relative:.1e} off, most on rank {difference.rank}"

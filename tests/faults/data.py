@@ -10,7 +10,8 @@ from megacore import checkpoint
 from megacore.data import batches, coverage
 from megacore.data.samples import EvalSamples
 from megacore.distributed import comm
-from megacore.engine import native, reduce
+from megacore.distributed.wire import Staged
+from megacore.engine import gather, native, reduce
 from megacore.tensor_parallel import gradient
 from megacore.train import loader, trainer
 from tests.faults import both, fault
@@ -71,6 +72,28 @@ def bucket_reduced_too_early() -> Any:
         return comm.Done()
 
     return both(patch(reduce.GradientReducer, "_rearm", hasty), patch(reduce, "all_reduce_start", at_once))
+
+
+@fault(
+    "the parts of a bucket are gathered into one another's places, but for the rank's own",
+    "dp3",
+    "every rank draws and holds its first weights alike; what computes with them is not: first embedding.weight",
+    "engine.shard_optimizer=true",
+)
+def parts_gathered_out_of_order() -> Any:
+    right = gather.start_gather
+
+    def swapped(x: Tensor, levels: Any) -> Any:
+        one, other = (part for rank, part in enumerate(x.chunk(levels.size)) if rank != levels.owners.rank)
+
+        def swap() -> None:
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
+        return Staged([lambda: right(x, levels)], swap)
+
+    return patch(gather, "start_gather", swapped)
 
 
 @fault("data ranks read the same samples", "dp2", "module embedding, its input, microbatch 1, forward")

@@ -213,7 +213,8 @@ def test_an_operation_on_what_differs_is_named_first() -> None:
     """By its name alone the first would be an innocent one, such as the gather of a step that came before."""
     gradients, values = torch.zeros(8), torch.zeros(8)
     flights = Flights(Ledger())
-    for number, (what, x) in enumerate({"all_gather": values, "reduce_scatter 1": gradients[:4], "reduce_scatter 2": gradients[4:]}.items()):
+    on = {"all_gather": values, "reduce_scatter 1": gradients[:4], "reduce_scatter 2": gradients[4:]}
+    for number, (what, x) in enumerate(on.items()):
         flights.flights[0, number] = Flight(what, 1, "backward", 1, "forward", [memory_of(x)])
     noted = flights.spanning({"gradient|a": gradients[:4], "gradient|b": gradients[4:], "parameter|a": values})
     first = {name: in_flight(noted, Difference(kind, 1, name, 0, 1.0))[0] for kind, name in (("gradient", "b"), ("figure", "loss"))}
