@@ -73,7 +73,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
         record = Record(out, place.rank)
         record.tensors("drawn 0", drawn(trainer))
         record.tensors("parameter 0", spread(trainer))
-        exact = config.train.precision == "fp64" or config.engine.kind != "native" or config.optim.kind != "adamw"
+        exact = config.train.precision == "fp64" or config.engine.kind != "native"
         evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
         take_steps(trainer, record, evidence, out, traced_step)
         record.figures(trainer.step, valid_loss=trainer.validate())
@@ -144,7 +144,7 @@ def take_steps(trainer: Trainer, record: Record, evidence: "Evidence | None", ou
         def before_update() -> None:
             if trainer.step == 1 and config.engine.kind == "native":  # of others no rank has a parameter whole
                 held = {name: parameter for stage in trainer.train_step.stages for name, parameter in stage.named_parameters()}
-                record.tensors("gathered 0", {name: (parameter, shard_of(parameter)) for name, parameter in held.items()})
+                record.tensors("gathered 0", {name: (parameter.double(), shard_of(parameter)) for name, parameter in held.items()})
             if evidence is not None:
                 evidence.take(trainer.step)
             record.tensors(f"gradient {trainer.step}", engine.gradients())

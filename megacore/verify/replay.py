@@ -6,8 +6,8 @@ numpy only, like `compare`.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,8 @@ EXACT = 2.0**-16
 # An update's error is relative to its own size, but a master can hold it only to a few units of its last place: four times 2^-24
 # of the master. So this part of the master is added to the size of which `EXACT` is a part.
 HELD = 2.0**-6
+
+State = dict[str, np.ndarray]  # of an optimizer, by kind
 
 
 def rate(optim: Optim, step: int, steps: int) -> float:
@@ -44,8 +46,44 @@ def decays(name: str, dims: int) -> bool:
     return dims > 1 and not name.endswith("bias")
 
 
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's rule in plain numpy, independent of the engine's code.
+
+    `state` gives the state behind a step from that before it and the clipped gradient. `direction` gives the update that follows from
+    the state of a step, at a rate of one, before its sign and without weight decay.
+    """
+
+    kinds: tuple[str, ...]  # of its state
+    state: Callable[[Optim, State, np.ndarray], State]
+    direction: Callable[[Optim, State, int], np.ndarray]
+
+
+def adamw_state(optim: Optim, before: State, gradient: np.ndarray) -> State:
+    """The moments of AdamW (Loshchilov and Hutter 2019)."""
+    first = optim.beta1 * before["adam_m"] + (1 - optim.beta1) * gradient
+    return {"adam_m": first, "adam_v": optim.beta2 * before["adam_v"] + (1 - optim.beta2) * np.square(gradient)}
+
+
+def adamw_direction(optim: Optim, state: State, step: int) -> np.ndarray:
+    """The first moment over the root of the second, without their bias."""
+    unbiased = np.sqrt(state["adam_v"] / (1 - optim.beta2**step)) + optim.eps
+    return np.asarray(state["adam_m"] / (1 - optim.beta1**step) / unbiased)
+
+
+# By `optim.kind`. A kind that is not here is not computed again, and the verdict says so.
+RULES = {
+    "adamw": Rule(("adam_m", "adam_v"), adamw_state, adamw_direction),
+    "sgd": Rule(("momentum",), lambda optim, b, g: {"momentum": optim.momentum * b["momentum"] + g}, lambda _, b, step: b["momentum"]),
+}
+
+
 class Replay:
-    """Compares a run with what follows from its own records."""
+    """Compares a run with what follows from its own records.
+
+    Attributes:
+        lacking: what cannot be computed again, in words; empty if everything is.
+    """
 
     def __init__(self, run: Records, config: Config, names: list[str]) -> None:
         self.run, self.config, self.names = run, config, names
@@ -53,47 +91,53 @@ class Replay:
         self.exact: dict[str, np.ndarray] = {}  # what should be held, under the same names
         self.scales: dict[str, float] = {}
         self.found: list[Difference] = []
+        self.rule = RULES.get(config.optim.kind)
+        self.given = f"given 1|{names[0]}" in self.held
+        kept = f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps where no hook sees them"
+        state = f"the state and updates of optim.kind={config.optim.kind}, which verify/replay.py does not know"
+        self.lacking = " and ".join([kept] * (not self.given) + [state] * (self.rule is None))
 
     def differences(self) -> list[Difference]:
-        """All differences, of kinds that begin with "own". There are none if the engine kept no evidence."""
-        if not any(self.run.evidence):
-            return []
+        """All differences, of kinds that begin with "own"."""
         for step in range(1, self.config.train.steps + 1):
-            self._sums(step)
-            self._moments_and_update(step)
+            if self.given:
+                self._sums(step)
+            self._norm(step)
+            if self.rule is not None:
+                self._update(step, self.rule)
         replayed = [{key: tensor for key, tensor in tensors.items() if logical(key) in self.exact} for tensors in self.run.ranks]
         apart = pieces_against(replayed, self.run.places, self.exact, self.scales)
         return [*self.found, *(replace(d, kind=f"own {d.kind}") for d in apart), *self._copies()]
 
     def _sums(self, step: int) -> None:
-        """Checks that gradients are the sum of what each microbatch's backward gave, and that the norm is theirs."""
-        keys = [f"gradient {step}|{name}" for name in self.names]
-        given = {key: self.held[key.replace("gradient", "given", 1)] for key in keys}
+        """Checks that gradients are the sum of what each microbatch's backward gave."""
+        given = {f"gradient {step}|{name}": self.held[f"given {step}|{name}"] for name in self.names}
         self.exact |= given
         self.scales |= scales_of(given)
-        norm = math.sqrt(sum(float(np.square(self.held[key]).sum()) for key in keys))
+
+    def _norm(self, step: int) -> None:
+        """Checks that the norm is that of the gradients."""
+        norm = math.sqrt(sum(float(np.square(self.held[f"gradient {step}|{name}"]).sum()) for name in self.names))
         for rank, figures in enumerate(self.run.figures):
             apart = relative(np.array([figures[str(step)]["grad_norm"] - norm]), norm)
             self.found.append(Difference("figure", step, "own norm", rank, apart))
         self.norm = norm
 
-    def _moments_and_update(self, step: int) -> None:
-        """Checks AdamW, from the recorded gradients, moments and masters of the same run."""
+    def _update(self, step: int, rule: Rule) -> None:
+        """Checks the optimizer's rule, from the recorded gradients, state and masters of the same run."""
         optim, steps = self.config.optim, self.config.train.steps
         clip = min(1.0, optim.grad_clip / (self.norm + 1e-6)) if optim.grad_clip else 1.0
         lr = rate(optim, step, steps)
         updates = {}
         for name in self.names:
-            before = [self.held.get(f"{kind} {step - 1}|{name}", np.zeros(())) for kind in ("adam_m", "adam_v")]
+            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", np.zeros(())) for kind in rule.kinds}
             gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
-            self.exact[f"adam_m {step}|{name}"] = optim.beta1 * before[0] + (1 - optim.beta1) * gradient
-            self.exact[f"adam_v {step}|{name}"] = optim.beta2 * before[1] + (1 - optim.beta2) * np.square(gradient)
-            m, v = (self.held[f"{kind} {step}|{name}"] for kind in ("adam_m", "adam_v"))
-            unbiased = np.sqrt(v / (1 - optim.beta2**step)) + optim.eps
-            update = -lr * (m / (1 - optim.beta1**step) / unbiased + optim.weight_decay * decays(name, p.ndim) * p)
+            self.exact |= {f"{kind} {step}|{name}": state for kind, state in rule.state(optim, before, gradient).items()}
+            direction = rule.direction(optim, {kind: self.held[f"{kind} {step}|{name}"] for kind in rule.kinds}, step)
+            update = -lr * (direction + optim.weight_decay * decays(name, p.ndim) * p)
             self.exact[f"parameter {step}|{name}"] = p + update
             updates[f"parameter {step}|{name}"] = update
-        for kind in ("adam_m", "adam_v"):
+        for kind in rule.kinds:
             self.scales |= scales_of({key: value for key, value in self.exact.items() if key.startswith(f"{kind} {step}|")})
         for key, size in scales_of(updates).items():
             self.scales[key] = size + HELD * rms(self.exact[key])

@@ -56,6 +56,7 @@ class Result:
     missing: list[str] = field(default_factory=list)
     failure: RankFailed | None = None
     impossible: str | None = None
+    not_replayed: str = ""  # what of a 16-bit run could not be computed again
     parting: Parting | None = None
     race: Race | None = None
 
@@ -147,7 +148,8 @@ class Prover:
             if self.others is None:
                 found = self._apart(ours)
                 if self.options.precision != "fp64":
-                    found += Replay(ours, self.config, self.order).differences()
+                    replay = Replay(ours, self.config, self.order)
+                    found, result.not_replayed = found + replay.differences(), replay.lacking
                 result.missing = missing(ours, self.reference)
             else:
                 theirs = self._run(self.others, f"{layout.name}_other", layout)

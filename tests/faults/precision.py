@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore.engine import native
+from megacore.engine import native, rules
 from megacore.kernels import adamw
 from megacore.tensor_parallel import gradient
 from tests.faults import fault
@@ -64,6 +64,29 @@ def weight_decay_missing_in_fp32() -> Any:
             step(self, *rest)
 
     return patch(adamw.AdamW, "_step_by_pytorch", without)
+
+
+@fault(
+    "… SGD's momentum takes the gradient before it is clipped",
+    "one",
+    "the momentum does not follow from the gradients (clipping, momentum): first embedding.weight",
+    "optim.kind=sgd",
+    precision="bf16",
+)
+def momentum_not_clipped() -> Any:
+    step = rules.SGD.step
+    return patch(rules.SGD, "step", lambda self, lr, scale=None, skip=None: step(self, lr, None, skip))
+
+
+@fault(
+    "… SGD accumulates gradients in bf16",
+    "one",
+    NOT_THE_SUM,
+    "optim.kind=sgd",
+    precision="bf16",
+)
+def sums_of_sgd_in_16_bits() -> Any:
+    return gradients_accumulated_in_16_bits()
 
 
 @fault(

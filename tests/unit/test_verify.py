@@ -13,13 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from megacore.config import load
+from megacore.config import Config, load
 from megacore.config.schema import CHUNKS, Optim
 from megacore.distributed.shard import Shard
 from megacore.engine.optimizer import learning_rate
 from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.gpt import whole_model
+from megacore.plan.optimizers import STATES
 from megacore.plan.partition import stage_layers
 from megacore.survive.ledger import Ledger
 from megacore.verify.bounds import Bounds
@@ -28,8 +29,8 @@ from megacore.verify.flight import Flight, Flights, in_flight, memory_of
 from megacore.verify.layouts import DEFAULT, SCHEDULES, Layout, impossible, parse
 from megacore.verify.locate import apart
 from megacore.verify.record import Record, noise
-from megacore.verify.replay import cancelled, directions, rate, rounded
-from megacore.verify.report import tables
+from megacore.verify.replay import RULES, Replay, cancelled, directions, rate, rounded
+from megacore.verify.report import tables, verdict
 from megacore.verify.shrink import load_whole, shrink, unevenness, with_stages, write_case
 from tests.pieces import piece
 
@@ -222,6 +223,21 @@ def test_an_operation_on_what_differs_is_named_first() -> None:
         "b": "1 × reduce_scatter 2",
         "loss": "1 × all_gather",
     }
+
+
+def test_what_was_not_computed_again_is_not_called_equal() -> None:
+    """An optimizer that the replay does not know, or an engine that hides its sums, would have its mistakes taken for bf16's errors."""
+    run: Any = SimpleNamespace(whole={"given 1|w": np.zeros(1)})
+    lion: Any = SimpleNamespace(optim=SimpleNamespace(kind="lion"), engine=SimpleNamespace(kind="native"))
+    assert set(RULES) == set(STATES) and Replay(run, Config(), ["w"]).lacking == ""
+    unknown = Replay(run, lion, ["w"]).lacking
+    fsdp: Any = SimpleNamespace(optim=SimpleNamespace(kind="sgd"), engine=SimpleNamespace(kind="fsdp"))
+    hidden = Replay(SimpleNamespace(whole={}), fsdp, ["w"]).lacking  # type: ignore[arg-type]
+    assert "optim.kind=lion" in unknown and "fsdp" in hidden and "sgd" not in hidden
+    found = {("gradient", 1, "w"): Difference("gradient", 1, "w", 0, 0.01)}
+    result = SimpleNamespace(layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed=unknown)
+    proof: Any = SimpleNamespace(results=[result], names=["w"], options=SimpleNamespace(against=None, precision="bf16"))
+    assert "EQUAL" not in verdict(proof) and unknown in verdict(proof)
 
 
 def test_shrinking_keeps_what_does_not_divide() -> None:
