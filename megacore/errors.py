@@ -20,6 +20,10 @@ class UserError(ValueError):
         super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
         self.where, self.wrong, self.right = where, wrong, right
 
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:
+        """So that it can be sent between processes."""
+        return type(self), (self.where, self.wrong, self.right)
+
 
 class ConfigError(UserError):
     """A config value, an override or a command-line argument is wrong; `where` is its key."""

@@ -3,13 +3,15 @@
 A template that marks answers with ``{% generation %}``, as transformers has it, says itself what is learned. With any other template an
 answer is what the text of the conversation up to it gains: from the text before it, which ends with the words that ask for an answer, to
 the text with it, its end-of-turn token included.
+
+Templates run in the sandbox of `data.sandbox`, and there in Jinja's, which lets them reach nothing but what they are given.
 """
 
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +21,11 @@ import numpy as np
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megacore.data.sandbox import Answer, Failure, call, one_line
+from megacore.data.sandboxed import opened
+from megacore.data.sources import why_not_json
 from megacore.data.tokenizer import Tokenizer
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_text
@@ -30,12 +34,12 @@ ANSWERS = "assistant"
 ROLES = ("system", "developer", "user", ANSWERS, "tool")
 BEGIN, END = "\ufdd0", "\ufdd1"  # around an answer in what a template writes: code points that no text has (Unicode, noncharacters)
 MARKING = re.compile(r"\{%[-+]?\s*generation\b")
-LARGEST = 1_000_000
 LINE = 'one conversation a line, such as {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 MARKED = "a template with {% generation %} … {% endgeneration %} around its answers"
 TEMPLATE = "a file with a Jinja template that goes through `messages`"
 
 Span = tuple[int, int]
+Encoded = tuple[np.ndarray, np.ndarray, int]  # a conversation's tokens, which are learned (bool), both [tokens], and its text's bytes
 
 
 class WrongConversation(ValueError):
@@ -44,11 +48,11 @@ class WrongConversation(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """How conversations are written: the template, where it comes from, and the day it is told. It can be sent between processes."""
+    """How conversations are written: the template, where it comes from, and the day it is told, as 2026-01-31."""
 
     template: str
     path: str
-    today: date
+    today: str
 
 
 class Generation(Extension):
@@ -66,24 +70,6 @@ class Generation(Extension):
         return BEGIN + caller() + END
 
 
-class Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which no product or power is too large to hold: jinja2 itself limits ranges only."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The product or power. Raises `TemplateError` if it has more than `LARGEST` elements or bits."""
-        length, bits = ([measure(x) for x in (left, right)] for measure in (_length, _bits))
-        if operator == "**":
-            size = bits[0] * abs(right) if isinstance(right, int) else 0
-        else:  # one of two that are multiplied may be a sequence, which is repeated
-            times = [abs(x) if isinstance(x, int) else 0 for x in (right, left)]
-            size = max(sum(bits), *(n * m for n, m in zip(length, times, strict=True)))
-        if size > LARGEST:
-            raise TemplateError(f"the result of {operator} is too large")
-        return super().call_binop(context, operator, left, right)
-
-
 def chat_of(tokenizer: str, template: str | None) -> Chat:
     """The template in the file `template`, or the model's own, beside its tokenizer.
 
@@ -91,29 +77,79 @@ def chat_of(tokenizer: str, template: str | None) -> Chat:
         ConfigError, DataError: there is none, or it cannot be read as one.
     """
     text, path = (_read(Path(template)), template) if template is not None else _beside(Path(tokenizer))
-    chat = Chat(text, path, date.today())
+    chat = Chat(text, path, str(date.today()))
     try:
-        _compiled(chat)
-    except TemplateError as error:
-        raise DataError(path, f"is no template: {_one_line(error)}", TEMPLATE) from None
+        call(_tried, *astuple(chat))
+    except Failure as error:
+        raise DataError(path, f"is no template: it {error}", TEMPLATE) from None
     return chat
 
 
-def encode(chat: Chat, tokenizer: Tokenizer, record: Any) -> tuple[np.ndarray, np.ndarray, str]:
-    """A conversation's tokens, which of them are learned (bool), both ``[tokens]``, and its text.
+def encode(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encoded]:
+    """The tokens of conversations, each a line of JSON.
 
     The text is cut where an answer begins or ends, and its parts are encoded on their own. So a token is of an answer or it is not,
     and an answer's tokens are those that a model finds when it is given the prompt before them. As in transformers, words that spell a
     special token are that token.
 
     Raises:
-        WrongConversation: it is none, has no answer, or the template fails.
+        WrongConversation: the next line is none, has no answer, or the template fails, or takes too much.
     """
+    try:
+        yield from _asked(chat, tokenizer, lines)
+    except Failure as error:
+        if len(lines) == 1:
+            wrong = f"makes {chat.path}, or the tokenizer, fail: it {error}"
+            raise WrongConversation(wrong, "messages that the template takes") from None
+        for line in lines:  # one of them did; each may take as much as all together
+            yield from encode(chat, tokenizer, [line])
+
+
+def _asked(chat: Chat, tokenizer: Tokenizer, lines: list[str]) -> Iterator[Encoded]:
+    """The sandbox's answer. Raises `Failure` before the first, or `WrongConversation` in the place of one."""
+    (sizes, wrong), body = call(_encoded, *astuple(chat), tokenizer.name, tokenizer.serial, body="\n".join(lines).encode("utf-8"))
+    at = 0
+    for count, size in sizes:
+        yield np.frombuffer(body, "<i4", count, at), np.frombuffer(body, np.bool_, count, at + 4 * count), size
+        at += 5 * count
+    if wrong:
+        raise WrongConversation(*wrong)
+
+
+# What follows runs in the sandbox.
+
+
+def _tried(template: str, path: str, today: str) -> Answer:
+    try:
+        _compiled(Chat(template, path, today))
+    except TemplateError as error:
+        raise DataError(path, f"is no template: {one_line(error)}", TEMPLATE) from None
+    return None, b""
+
+
+def _encoded(template: str, path: str, today: str, name: str, serial: int, lines: bytes) -> Answer:
+    chat, tokenizer, sizes, parts = Chat(template, path, today), opened(name, serial), [], []
+    try:
+        for line in lines.split(b"\n"):
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise WrongConversation(why_not_json(error), LINE) from None
+            tokens, learned, size = _tokens(chat, tokenizer, record)
+            sizes.append((len(tokens), size))
+            parts += [tokens.astype("<i4").tobytes(), learned.tobytes()]
+    except WrongConversation as error:
+        return [sizes, error.args], b"".join(parts)
+    return [sizes, None], b"".join(parts)
+
+
+def _tokens(chat: Chat, tokenizer: Tokenizer, record: Any) -> Encoded:
+    """The tokens of a conversation. Raises `WrongConversation`."""
     messages = _checked(record)
     render = functools.partial(_render, chat, tokenizer, record)
     text, spans = _marked_spans(render(messages)) if MARKING.search(chat.template) else _spans_by_prefix(render, messages)
     try:
-        text.encode("utf-8")
+        size = len(text.encode("utf-8"))
     except UnicodeEncodeError:
         raise WrongConversation("holds half a surrogate pair, which is no text", LINE) from None
     if not any(start < stop for start, stop in spans):
@@ -122,7 +158,7 @@ def encode(chat: Chat, tokenizer: Tokenizer, record: Any) -> tuple[np.ndarray, n
     learned = np.concatenate([np.full(len(tokens), learned) for tokens, learned in parts])
     if not learned.any():
         raise WrongConversation("has answers without a token", LINE)
-    return np.concatenate([tokens for tokens, _ in parts]), learned, text
+    return np.concatenate([tokens for tokens, _ in parts]), learned, size
 
 
 def _checked(record: Any) -> list[dict[str, Any]]:
@@ -152,8 +188,10 @@ def _render(chat: Chat, tokenizer: Tokenizer, record: dict[str, Any], messages: 
     given: dict[str, Any] = {"tools": record.get("tools"), "documents": record.get("documents")}
     try:
         return _compiled(chat).render(messages=messages, add_generation_prompt=ask, **given, **tokenizer.chat_tokens)
+    except MemoryError:
+        raise
     except Exception as error:  # a template raises whatever its expressions lead to
-        raise WrongConversation(f"makes {chat.path} fail: {_one_line(error)}", "messages that the template takes") from None
+        raise WrongConversation(f"makes {chat.path} fail: {one_line(error)}", "messages that the template takes") from None
 
 
 def _marked_spans(marked: str) -> tuple[str, list[Span]]:
@@ -205,9 +243,9 @@ def _compiled(chat: Chat) -> Any:
     def dumped(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja2's own writes "<" for HTML
 
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = dumped
-    environment.globals |= {"raise_exception": fail, "strftime_now": chat.today.strftime}
+    environment.globals |= {"raise_exception": fail, "strftime_now": date.fromisoformat(chat.today).strftime}
     return environment.from_string(chat.template)
 
 
@@ -237,15 +275,3 @@ def _read(path: Path) -> str:
         raise DataError(str(path), f"cannot be read: {error.strerror}", TEMPLATE) from None
     except UnicodeDecodeError:
         raise DataError(str(path), "is not UTF-8", TEMPLATE) from None
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, Sized) else 0
-
-
-def _bits(value: Any) -> int:
-    return value.bit_length() if isinstance(value, int) else 0
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{error}".split())[:200] or type(error).__name__

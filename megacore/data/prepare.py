@@ -23,8 +23,8 @@ from megacore.data.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.data.chat import encode as encode_chat
 from megacore.data.indexed import MASK, IndexedWriter, Sidecar
 from megacore.data.order import derive_key, permute
-from megacore.data.sources import Block, Texts, UnreadableText, line_number, read_block
-from megacore.data.tokenizer import TRAINED, load_tokenizer, train_sentencepiece, trained_vocab_size
+from megacore.data.sources import Block, Piece, Texts, line_number, read_block
+from megacore.data.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 from megacore.errors import ConfigError, DataError
 
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
@@ -105,7 +105,7 @@ def prepare(
     """
     vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
     if vocab_to_train is None:
-        load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
+        loaded = load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
     elif chat:
         raise ConfigError("--tokenizer", f"{tokenizer} would be trained on conversations", "one that exists, such as the model's")
     form = chat_of(tokenizer, template) if chat else None
@@ -119,11 +119,12 @@ def prepare(
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(prefix).parent))
                 name = f"{folder}/{Path(prefix).name}.model"
                 Path(name).write_bytes(train_sentencepiece(sample_lines(texts, text_key), vocab_to_train))
-            vocab_size = load_tokenizer(name).vocab_size
+                loaded = load_tokenizer(name)
+            vocab_size = loaded.vocab_size
             dtype = np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32)
             splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype, chat)), vocab_size) for p in prefixes]
             on_start(texts.num_bytes)
-            encode = functools.partial(encode_task, name, dtype, text_key, form)
+            encode = functools.partial(encode_task, loaded, dtype, text_key, form)
             with closing(ordered_map(encode, tasks(texts), workers)) as results:
                 for size, encoded in results:
                     for split, part in zip(splits, encoded, strict=False):
@@ -139,8 +140,6 @@ def prepare(
         sidecars = {split.prefix: sidecar(split, splits[0], name) for split in splits}
         for p, written in sidecars.items():
             written.save(p)
-    except UnreadableText as error:
-        raise DataError(*error.args) from None
     except OSError as error:
         raise DataError(prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
     return Prepared(sidecars, name, texts.skipped)
@@ -187,32 +186,40 @@ def tasks(texts: Texts) -> Iterator[list[Block]]:
         yield task
 
 
-def encode_task(tokenizer: str, dtype: np.dtype, text_key: str, chat: Chat | None, task: list[Block]) -> tuple[int, list[Encoded]]:
+def encode_task(tokenizer: Tokenizer, dtype: np.dtype, text_key: str, chat: Chat | None, task: list[Block]) -> tuple[int, list[Encoded]]:
     """Encodes the training and the validation text of some blocks; also returns the blocks' size in bytes."""
-    loaded = _load_once(tokenizer)
     train, valid = Encoded(), Encoded()
     for block in task:
-        for piece in read_block(block, None if chat else text_key):
-            text, learned = piece.text, None
-            if chat is None:
-                tokens = loaded.encode(text)
-                if piece.ends and loaded.end_of_document is not None:
-                    tokens = np.append(tokens, loaded.end_of_document)
-            else:
-                try:
-                    tokens, learned, text = encode_chat(chat, loaded, piece.record)
-                except WrongConversation as error:
-                    path, (wrong, right) = block.source.path, error.args
-                    raise UnreadableText(path, f"line {line_number(path, piece.start)} {wrong}", right) from None
+        pieces = list(read_block(block, None if chat else text_key))
+        for piece, tokens, learned, size in texts_of(tokenizer, pieces) if chat is None else conversations(tokenizer, block, pieces, chat):
             split = valid if piece.valid else train
             split.sequences.append(tokens.astype(dtype, copy=False))
             split.learned.append(learned)
             split.ends.append(piece.ends)
-            split.text_bytes += len(text.encode("utf-8"))
+            split.text_bytes += size
     return sum(block.stop - block.start for block in task), [train, valid]
 
 
-_load_once = functools.lru_cache(maxsize=1)(load_tokenizer)  # in each worker
+def texts_of(tokenizer: Tokenizer, pieces: list[Piece]) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
+    """Pieces of text, each with its tokens, which of them are learned (None: all), and its bytes."""
+    for piece in pieces:
+        tokens = tokenizer.encode(piece.text)
+        if piece.ends and tokenizer.end_of_document is not None:
+            tokens = np.append(tokens, tokenizer.end_of_document)
+        yield piece, tokens, None, len(piece.text.encode("utf-8"))
+
+
+def conversations(
+    tokenizer: Tokenizer, block: Block, pieces: list[Piece], chat: Chat
+) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
+    """The same of conversations. Raises `DataError` that names the line."""
+    encoded = encode_chat(chat, tokenizer, [piece.text for piece in pieces]) if pieces else iter(())
+    for piece in pieces:
+        try:
+            yield piece, *next(encoded)
+        except WrongConversation as error:
+            path, (wrong, right) = block.source.path, error.args
+            raise DataError(path, f"line {line_number(path, piece.start)} {wrong}", right) from None
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:

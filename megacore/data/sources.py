@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megacore.errors import DataError
 from megacore.files import open_plain
@@ -24,10 +24,6 @@ NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_
 BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
 CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
 HEAD_BYTES = 64 << 10  # of a document, whose hash decides whether it is for validation
-
-
-class UnreadableText(ValueError):
-    """Text that cannot be read; `args`: path, what is wrong, what would be right. Unlike `DataError` it can be sent between processes."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """A document's text, or a part of it; `ends` marks the last part. A line that is read whole comes with its JSON and its place."""
+    """A document's text, or a part of it; `ends` marks the last part. Of a line it is the text under the key, or the line itself."""
 
     text: str
     valid: bool
     ends: bool
-    record: Any = None
     start: int = 0  # the byte of the file at which the line begins
 
 
@@ -102,7 +97,7 @@ class Texts:
 
 
 def read_block(block: Block, text_key: str | None) -> Iterator[Piece]:
-    """The text of a block; without a `text_key` whole lines of JSON. Raises `UnreadableText`."""
+    """The text of a block; without a `text_key` whole lines of JSON. Raises `DataError`."""
     source = block.source
     try:
         with open(source.path, "rb") as file:
@@ -116,7 +111,7 @@ def read_block(block: Block, text_key: str | None) -> Iterator[Piece]:
                 valid = _for_validation(file.read(HEAD_BYTES), source.valid_fraction)
                 yield Piece(_decode(raw, source.path, start), valid, ends=stop == source.stop)
     except OSError as error:
-        raise UnreadableText(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
+        raise DataError(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
 
 
 def _read_lines(source: Source, start: int, raw: bytes, text_key: str | None) -> Iterator[Piece]:
@@ -125,16 +120,15 @@ def _read_lines(source: Source, start: int, raw: bytes, text_key: str | None) ->
         if line.strip():
             try:
                 text = _decode(line, source.path, start)
-                record = json.loads(text)
-                text = text if text_key is None else record[text_key]
+                text = text if text_key is None else json.loads(text)[text_key]
                 head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
-            except UnreadableText:
+            except DataError:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
                 wrong = f"line {line_number(source.path, start)} {_why(error, text_key)}"
-                raise UnreadableText(source.path, wrong, f'one object a line, such as {{"{text_key or "messages"}": …}}') from None
+                raise DataError(source.path, wrong, f'one object a line, such as {{"{text_key or "messages"}": …}}') from None
             if text:
-                yield Piece(text, _for_validation(head, source.valid_fraction), True, record if text_key is None else None, start)
+                yield Piece(text, _for_validation(head, source.valid_fraction), True, start)
         start += len(line) + 1
 
 
@@ -208,7 +202,7 @@ def _decode(raw: bytes, path: str, start: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UnreadableText(path, f"is not UTF-8 at byte {start + error.start}", "UTF-8 text; iconv converts other encodings") from None
+        raise DataError(path, f"is not UTF-8 at byte {start + error.start}", "UTF-8 text; iconv converts other encodings") from None
 
 
 def line_number(path: str, offset: int) -> int:
@@ -222,12 +216,15 @@ def line_number(path: str, offset: int) -> int:
 
 
 def _why(error: Exception, text_key: str | None) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"is not JSON ({error.msg})"
     if isinstance(error, UnicodeEncodeError):
         return "holds half a surrogate pair, which is no text"
-    if isinstance(error, RecursionError):
-        return "has brackets nested too deep"
-    if isinstance(error, ValueError):
-        return "holds a number of too many digits"
+    if isinstance(error, ValueError | RecursionError):
+        return why_not_json(error)
     return f"has no text under the key {text_key}"
+
+
+def why_not_json(error: ValueError | RecursionError) -> str:
+    """Why a line cannot be read as JSON, from what json raised."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error.msg})"
+    return "has brackets nested too deep" if isinstance(error, RecursionError) else "holds a number of too many digits"

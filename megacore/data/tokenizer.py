@@ -1,7 +1,11 @@
-"""Tokenizers turn text into token ids and back: bytes, a sentencepiece model (given, or trained here), or a tokenizer.json."""
+"""Tokenizers turn text into token ids and back: bytes, a sentencepiece model (given, or trained here), or a tokenizer.json.
+
+Those of files run in a process of their own (`data.sandboxed`): `load_tokenizer` is the way to all of them.
+"""
 
 import io
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -14,13 +18,18 @@ from megacore.files import read_plain, read_text
 
 TRAINED = "sentencepiece:"  # followed by the vocabulary size of a model to train
 SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one piece
+MOST_TOKENS = 10**7
+NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files beside a tokenizer.json that name its special tokens
+ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")  # of documents, in known models
 KINDS = f"bytes, a FILE.model or a tokenizer.json; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
 
 
 class Tokenizer(ABC):
     """The interface of a tokenizer."""
 
-    vocab_size: int
+    name: str  # `bytes`, or the path of its file
+    serial = 0  # tells tokenizers apart that had the same file at different times
+    vocab_size: int  # the largest id, and 1
     end_of_document: int | None = None  # a token that ends every document; None: documents follow each other without one
     chat_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}  # what a chat template writes for them; empty: there is none
 
@@ -44,6 +53,7 @@ class Tokenizer(ABC):
 class BytesTokenizer(Tokenizer):
     """A tokenizer for which every byte of the UTF-8 text is a token."""
 
+    name = "bytes"
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
@@ -71,6 +81,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError:  # its text names lines of sentencepiece's source, and says nothing about the file
             raise DataError(path, "is no sentencepiece model", "a .model that launch/prepare.py or sentencepiece trained") from None
+        self.name = path
         self.vocab_size = self._processor.vocab_size()
         eos = self._processor.eos_id()
         self.end_of_document = eos if eos >= 0 else None
@@ -103,7 +114,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's `tokenizers`, such as GPT-2's and Llama 3's."""
+    """A ``tokenizer.json`` of Hugging Face's `tokenizers`, such as GPT-2's and Llama 3's.
+
+    What such a file says about the lengths of texts and about chance is for other uses, and does not count: texts are neither cut nor
+    padded, and no merge is left out at random.
+    """
 
     def __init__(self, path: str) -> None:
         try:
@@ -115,26 +130,44 @@ class JsonTokenizer(Tokenizer):
             self._tokenizer = Fast.from_str(text)
         except OSError as error:
             raise DataError(path, f"cannot be read: {error.strerror}", "the path of a tokenizer.json") from None
+        except MemoryError:
+            raise
         except Exception as error:  # `tokenizers` raises nothing more particular
             raise DataError(path, f"is no tokenizer: {error}", "a tokenizer.json as transformers writes it") from None
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._special = {int(token["id"]) for token in json.loads(text).get("added_tokens", []) if token.get("special")}
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None
+        self.name = path
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MOST_TOKENS:
+            raise DataError(path, f"has ids up to {self.vocab_size - 1:,}", f"a tokenizer of 1 to {MOST_TOKENS:,} tokens")
+        added = json.loads(text).get("added_tokens", [])
+        self._special = {int(token["id"]) for token in added if token.get("special")}
         self._bytes = byte_characters() if '"ByteLevel"' in text else None
-        self.chat_tokens = self._named(Path(path).with_name("tokenizer_config.json"))
+        self.chat_tokens = self._named(Path(path))
         end = self.chat_tokens["eos_token"]
+        if not end:  # no file beside this one says: by its name, if only one has such a name
+            known = [token["content"] for token in added if token.get("special") and token["content"] in ENDS]
+            end = known[0] if len(known) == 1 else ""
         self.end_of_document = self._tokenizer.token_to_id(end) if end else None
 
-    def _named(self, settings: Path) -> dict[str, str]:
-        """The text of the tokens that begin and end a text, as the file `settings` beside this one says; empty where it does not."""
-        if not settings.is_file():
-            return dict(Tokenizer.chat_tokens)
-        try:
-            found = json.loads(settings.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(str(settings), f"is no JSON: {error}", "a tokenizer_config.json as transformers writes it") from None
-        given = {name: found.get(name) if isinstance(found, dict) else None for name in Tokenizer.chat_tokens}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
-        return {name: text if isinstance(text, str) else "" for name, text in texts.items()}
+    def _named(self, path: Path) -> dict[str, str]:
+        """The text of the tokens that begin and end a text, each from the first of the files in `NAMING` beside this one that says it;
+        empty where none does."""
+        texts = dict(Tokenizer.chat_tokens)
+        for settings in (path.with_name(name) for name in NAMING):
+            if settings.is_file():
+                try:
+                    found = json.loads(read_text(settings))
+                except (OSError, ValueError, RecursionError) as error:
+                    raise DataError(str(settings), f"is no JSON: {error}", f"a {settings.name} as transformers writes it") from None
+                for name in texts if isinstance(found, dict) else ():
+                    token = found.get(name)
+                    text = token.get("content") if isinstance(token, dict) else token
+                    if isinstance(text, str) and not texts[name]:
+                        texts[name] = text
+        return texts
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of the text: int32 ``[tokens]``."""
@@ -161,7 +194,19 @@ def byte_characters() -> dict[str, bytes]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a sentencepiece ``.model`` or of a ``tokenizer.json``. Raises `DataError` if there is none."""
+    """`bytes`, or the tokenizer of a sentencepiece ``.model`` or of a ``tokenizer.json``. Raises `DataError` if there is none."""
+    from megacore.data.sandboxed import SandboxedTokenizer
+
+    if name == "bytes":
+        return BytesTokenizer()
+    if os.path.isdir(name):
+        inside = [str(file) for file in sorted(Path(name).iterdir()) if file.suffix == ".model" or file.name == "tokenizer.json"]
+        raise DataError(name, "is a folder", f"the file inside it: {' or '.join(inside[:3])}" if inside else KINDS)
+    return SandboxedTokenizer(name)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """As `load_tokenizer`, in this process, which is the sandbox."""
     if name == "bytes":
         return BytesTokenizer()
     return JsonTokenizer(name) if name.endswith(".json") else SentencePieceTokenizer(name)

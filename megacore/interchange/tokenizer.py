@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megacore.data.tokenizer import JsonTokenizer, SentencePieceTokenizer
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, ConfigError
 from megacore.interchange.folder import WHOLE, read_json, refuse_foreign, write_json
 
@@ -52,7 +52,7 @@ def check_fast(file: Path) -> None:
     if not isinstance(read_json(file).get("model"), dict):
         raise CheckpointError(str(file), "holds no model of a tokenizer", "a tokenizer.json as transformers writes it")
     if find_spec("tokenizers") is not None:
-        JsonTokenizer(str(file))
+        load_tokenizer(str(file))
 
 
 def check_ids(file: Path) -> None:
@@ -75,7 +75,7 @@ def check_template(file: Path) -> None:
 
 
 FILES: dict[str, Callable[[Path], object]] = {  # of a tokenizer, each with what refuses a file that is something else
-    SENTENCEPIECE: lambda file: SentencePieceTokenizer(str(file)),
+    SENTENCEPIECE: lambda file: load_tokenizer(str(file)),
     "tokenizer_config.json": read_json,  # before tokenizer.json, which is read together with it
     "tokenizer.json": check_fast,
     "special_tokens_map.json": read_json,
@@ -108,7 +108,7 @@ def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformer
             raise ConfigError("--tokenizer", f"{path} holds no tokenizer files", "a model's folder, a sentencepiece .model or bytes")
         finding = f"tokenizer: files copied from {path}"
     else:
-        ours = SentencePieceTokenizer(name)
+        ours = load_tokenizer(name)
         shutil.copy(path, folder / SENTENCEPIECE)
         if not _write_fast(path, ours, folder, transformers):
             for file in FAST:
@@ -127,7 +127,7 @@ def write_tokenizer(name: str | None, folder: Path, vocab_size: int, transformer
     return Written(finding, {key: value for key, value in ids.items() if value is not None})
 
 
-def _write_fast(path: Path, ours: SentencePieceTokenizer, folder: Path, transformers: ModuleType) -> bool:
+def _write_fast(path: Path, ours: Tokenizer, folder: Path, transformers: ModuleType) -> bool:
     """Write a sentencepiece model for AutoTokenizer as well; whether it gives the same ids."""
     from sentencepiece import sentencepiece_model_pb2
 

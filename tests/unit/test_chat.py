@@ -64,17 +64,17 @@ def fast(tmp_path: Path) -> Any:
 def test_a_marking_template_gives_what_transformers_gives(fast: Any, tmp_path: Path) -> None:
     """Ids and mask, from the model's own template: other ids would be tuned than the model is asked with later."""
     name = str(tmp_path / "model/tokenizer.json")
-    tokens, learned, text = encode(chat_of(name, None), load_tokenizer(name), {"messages": TALK})
+    [(tokens, learned, size)] = encode(chat_of(name, None), load_tokenizer(name), [json.dumps({"messages": TALK})])
     theirs = fast.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     assert tokens.tolist() == theirs["input_ids"] and learned.astype(int).tolist() == theirs["assistant_masks"]
-    assert text == fast.apply_chat_template(TALK, tokenize=False)
+    assert size == len(fast.apply_chat_template(TALK, tokenize=False).encode())
     assert fast.decode(tokens[learned]) == "Four, é 日.<|im_end|>Five <|im_end|>"
 
 
 def test_a_plain_template_is_cut_where_answers_begin_and_end(fast: Any, tmp_path: Path) -> None:
     (tmp_path / "chatml").write_text(CHATML)
     name = str(tmp_path / "model/tokenizer.json")
-    tokens, learned, _ = encode(chat_of(name, str(tmp_path / "chatml")), load_tokenizer(name), {"messages": TALK})
+    [(tokens, learned, _)] = encode(chat_of(name, str(tmp_path / "chatml")), load_tokenizer(name), [json.dumps({"messages": TALK})])
     assert tokens.tolist() == fast.apply_chat_template(TALK, chat_template=CHATML, return_dict=True)["input_ids"]
     assert fast.decode(tokens[learned]) == "Four, é 日.<|im_end|>\nFive <|im_end|>\n"
 
@@ -94,9 +94,6 @@ REFUSED: list[tuple[Any, str, str]] = [
     (said("a", "b"), "{{ raise_exception('roles\nmust alternate') }}", "template fail: roles must alternate"),
     (said("a", "b"), "{{ messages[9].content.x.y }}", "template fail: "),
     (said("a", "b"), "{{ ''.__class__.__mro__[1].__subclasses__() }}", "template fail: access to attribute '__class__' of 'str'"),
-    (said("a", "b"), "{{ 'x' * 10**9 }}", "template fail: the result of * is too large"),
-    (said("a", "b"), "{{ [0] * 10**9 }}", "template fail: the result of * is too large"),
-    (said("a", "b"), "{{ 10 ** (10 ** 9) }}", "template fail: the result of ** is too large"),
     (said("a", "b", "c", "d"), "{{ messages|length }}" + TURNS, "is written otherwise up to message 2 than as a whole"),
     (said("a", "b"), "{{ messages[0].content }}", "writes none of its answers"),
     (said("a", "b"), "{% generation %}{% endgeneration %}", "writes none of its answers"),
@@ -111,7 +108,7 @@ def test_what_cannot_be_learned_from_is_refused(record: Any, template: str, wron
     (tmp_path / "template").write_text(template)
     record = {"messages": record} if isinstance(record, list) and record != [1] else record
     with pytest.raises(WrongConversation) as caught:
-        encode(chat_of("bytes", str(tmp_path / "template")), BytesTokenizer(), record)
+        list(encode(chat_of("bytes", str(tmp_path / "template")), BytesTokenizer(), [json.dumps(record)]))
     assert wrong in caught.value.args[0] and "\n" not in "".join(caught.value.args)
 
 
