@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,8 @@ from megacore.config import Config, load
 from megacore.config.schema import resolved
 from megacore.distributed.place import free_port, place_from_environment
 from megacore.errors import ConfigError, UserError
-from megacore.files import check_folder
-from megacore.records import step_of
+from megacore.files import check_folder, open_plain
+from megacore.records import recorded
 from megacore.survive.hosts import load_any, plan
 from megacore.train.stopping import StopRequest
 
@@ -243,12 +244,10 @@ class Reports:
 def figures(folder: Path, checkpoint: Path) -> dict[str, Any]:
     """What a run has logged of a checkpoint's step; the step alone where it has logged nothing."""
     step = int(checkpoint.name.rpartition("_")[2])
-    with (folder / "metrics.jsonl").open("rb") as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-        file.seek(begin)
-        lines = file.read().splitlines()[begin > 0 :]  # the first may be a part
-    found = [line for line in lines if b'"loss"' in line and step_of(line) == step]
-    return json.loads(found[-1]) if found else {"step": step}
+    with suppress(OSError, ValueError, IndexError), open_plain(folder / "metrics.jsonl") as file:
+        found = [line for logged, line in recorded(file, TAIL_BYTES) if logged == step and b'"loss"' in line]
+        return json.loads(found[-1])
+    return {"step": step}
 
 
 if __name__ == "__main__":

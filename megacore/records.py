@@ -1,9 +1,12 @@
 """JSON that somebody else may have written, as typed records whose numbers have bounds; and those of a run's metrics.jsonl."""
 
-from typing import Annotated
+import os
+from collections.abc import Iterator
+from typing import Annotated, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+LINE_BYTES = 1 << 20  # more than any record has, though it may name all ranks
 LARGEST = 2**53  # the largest whole number that all readers of JSON keep exact
 
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -76,3 +79,17 @@ def step_of(line: str | bytes) -> int | None:
         return Step.model_validate_json(line).step
     except ValidationError:
         return None
+
+
+def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Step and text of every record in a metrics.jsonl, as the file has them; for whoever must go on whatever stands there. Passes over
+    what is no record: half a line, a damaged one, another program's, one without an end. `last`: only in so many bytes at its end.
+    """
+    begin = max(0, file.seek(0, os.SEEK_END) - last) if last is not None else 0
+    file.seek(begin)
+    at_start = begin == 0  # of a line
+    while part := file.readline(LINE_BYTES):
+        ended = part.endswith(b"\n") or len(part) < LINE_BYTES
+        if at_start and ended and (step := step_of(part)) is not None:
+            yield step, part.rstrip(b"\r\n")
+        at_start = part.endswith(b"\n")

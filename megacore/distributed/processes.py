@@ -14,7 +14,7 @@ def stat_fields(pid: int | str) -> list[str]:
     Raises:
         OSError: there is no such process (any more), or the system is not Linux.
     """
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def process_state(pid: int) -> str:

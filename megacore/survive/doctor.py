@@ -63,7 +63,7 @@ class Doctor:
         self.first: Seat | None = None  # rank 0's, which may hold the store: asked for while it answers
         self.failed = ""
         self.asked, self.closed = threading.Event(), threading.Event()
-        self.round = 0
+        self.round, self.alarmed = 0, False
         self.progress, self.idle, self.first_step = -1, 0.0, 0
         self.thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self.thread.start()
@@ -93,27 +93,32 @@ class Doctor:
 
     def _watch(self) -> None:
         use_device(self.device)
-        failures, alarmed = 0, False
+        failures = 0
         while not self.closed.is_set():
             try:
-                alarmed = self.notices.is_there(f"alarm/{self.round}")
-                if self.first is None and (first := self._seats(range(1))[0]).pid:
-                    self.first = first
-                if (self.asked.is_set() and not self.closed.is_set()) or self._stands_still():
-                    self.notices.write(f"alarm/{self.round}", 1)
-                    alarmed = True
-                if alarmed and not self.closed.is_set():
-                    self._examine()
+                self._look()
                 failures = 0
-            except dist.DistError:
-                self._lost_store()
             except Exception as error:  # this rank must not outlive the others for a mistake in here, nor hang unseen
                 failures += 1
                 if failures == 1:
                     say(f"hang doctor: rank {self.rank} could not look: {type(error).__name__}: {error}")
-                if alarmed and failures == TRIES:
+                if self.alarmed and failures == TRIES:
                     os._exit(HUNG)
             self.asked.wait(self.tick)
+
+    def _look(self) -> None:
+        """Raises the alarm where nothing happens, and examines the run after an alarm."""
+        try:
+            self.alarmed = self.notices.is_there(f"alarm/{self.round}")
+            if self.first is None and (first := self._seats(range(1))[0]).pid:
+                self.first = first
+            if (self.asked.is_set() and not self.closed.is_set()) or self._stands_still():
+                self.notices.write(f"alarm/{self.round}", 1)
+                self.alarmed = True
+            if self.alarmed and not self.closed.is_set():
+                self._examine()
+        except dist.DistError:
+            self._lost_store()
 
     def _watch_store(self) -> None:
         """Notices a store whose process was stopped, where every question waits for ever. Counts looks, as `_stands_still` does."""
@@ -268,9 +273,10 @@ class Doctor:
 
 
 def say(line: str) -> None:
-    """Writes a line to stderr in one write, so that lines of several ranks do not mix."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    """Writes a line to stderr in one write, so that lines of several ranks do not mix. Nobody may read it any more."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def prepare_flight_recorder() -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from megacore.distributed.place import free_port
 from megacore.distributed.processes import descendants
 from megacore.errors import ConfigError
+from megacore.files import open_plain
+from megacore.records import recorded
 from megacore.survive.faults import Fault
 from megacore.survive.supervisor import STOPPED, Supervisor, send
 
@@ -223,7 +225,8 @@ def is_rank(pid: int) -> bool:
 
 def last_loss(folder: Path) -> float | None:
     """The loss of a run's last logged step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with open_plain(folder / "metrics.jsonl") as file:
+        lines = [json.loads(line) for _, line in recorded(file)]
     return next((line["loss"] for line in reversed(lines) if "loss" in line), None)
 
 

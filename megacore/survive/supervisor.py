@@ -5,7 +5,6 @@ supervisor sends none: it writes a file `STOP` to the run's folder, and every ra
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -18,8 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from pydantic import ValidationError
+
 from megacore.distributed.processes import ENDED, descendants, process_state
 from megacore.errors import ConfigError
+from megacore.files import open_plain, read_plain
+from megacore.records import Record, complaint, recorded
 from megacore.survive.heartbeat import LOST
 from megacore.survive.hosts import Fleet
 from megacore.survive.watch import Watch
@@ -29,9 +32,17 @@ STOPPED = 75
 LOOK_SECONDS = 0.2
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
+LAST_BYTES = 65536  # at the end of the run's records, in which its last step stands
 LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
 # The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network is cut.
 NOTICE = "-o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
+
+
+class Lost(Record):
+    """The file `heartbeat.LOST`."""
+
+    hosts: list[str]
+    verdict: str
 
 
 class Supervisor:
@@ -58,6 +69,8 @@ class Supervisor:
         self.restarts, self.backoff, self.stall, self.steps = restarts, backoff, stall, steps
         self.child: subprocess.Popen[str] | None = None
         self.watch = Watch(folder, stall)
+        self.news, self.since = (0, 0), 0.0  # the progress that was seen last, and when
+        self.lost: float | None = None  # when a host was
         self.requests = 0  # to stop
         self.resizing = False  # whether the run was asked to stop because its machines have changed
         self.stalled = False  # whether it was ended because nothing happened
@@ -74,7 +87,11 @@ class Supervisor:
 
     def _saved(self) -> set[tuple[str, int]]:
         """The checkpoints, by the clock of the file system's host, which may differ from this one's."""
-        return {(path.name, path.stat().st_mtime_ns) for path in (self.folder / "checkpoints").glob("step_????????")}
+        found = set()
+        for path in (self.folder / "checkpoints").glob("step_????????"):
+            with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                found.add((path.name, path.stat().st_mtime_ns))
+        return found
 
     def _run(self) -> int:
         initial = best = self.progress()
@@ -85,7 +102,7 @@ class Supervisor:
             while True:
                 try:
                     status = self._attempt()
-                except ConfigError as error:
+                except (ConfigError, OSError) as error:
                     if not self.attempts:
                         raise
                     say(str(error))  # nobody answers now: perhaps later
@@ -127,13 +144,9 @@ class Supervisor:
         """The steps of the newest checkpoint and of the last logged line; 0 if there is none."""
         names = [path.name for path in (self.folder / "checkpoints").glob("step_*")]
         steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name))]
-        metrics = self.folder / "metrics.jsonl"
-        try:
-            with metrics.open("rb") as lines:
-                lines.seek(max(0, metrics.stat().st_size - 65536))
-                logged = [json.loads(line)["step"] for line in lines.read().splitlines() if line.startswith(b"{") and line.endswith(b"}")]
-        except FileNotFoundError:
-            logged = []
+        logged: list[int] = []
+        with contextlib.suppress(OSError), open_plain(self.folder / "metrics.jsonl") as file:
+            logged = [step for step, _ in recorded(file, LAST_BYTES)]
         return max(steps, default=0), max(logged, default=0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -147,10 +160,13 @@ class Supervisor:
             end_tree(self.child.pid, signal.SIGKILL)
 
     def _ask(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / STOP
-        with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8"):  # somebody's own request says the same
-            self.request = file.stat().st_mtime_ns
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8"):  # somebody's own request says the same
+                self.request = file.stat().st_mtime_ns
+        except OSError as error:
+            say(f"{file} cannot be written, so the run does not hear of it: {error.strerror}")
 
     def _withdraw(self) -> None:
         """Removes the file that `_ask` wrote, but nobody else's."""
@@ -176,6 +192,7 @@ class Supervisor:
                 stdout=pipe,
                 stderr=pipe and subprocess.STDOUT,
                 text=True,
+                errors="replace",  # a rank may print anything
                 env=environment(unbuffered=pipe is not None),  # a listener hears what is said when it is said
                 start_new_session=True,
             )
@@ -185,37 +202,51 @@ class Supervisor:
         reader = threading.Thread(target=self._listen, args=(self.child.stdout,), daemon=True)
         if self.listener is not None:
             reader.start()
-        news, since = self.progress(), time.monotonic()
-        lost: float | None = None
+        self.news, self.since, self.lost = self.progress(), time.monotonic(), None
+        failed = False
         while self.child.poll() is None:
             time.sleep(LOOK_SECONDS)
-            if (latest := self.progress()) != news:
-                news, since = latest, time.monotonic()
-            if time.monotonic() - since > self.stall:
-                say(f"nothing new in {self.folder} for {self.stall:.0f} s: the run is ended")
-                self.stalled = True
-                end_tree(self.child.pid)
-            if lost is None and note.exists():
-                lost = time.monotonic()
-            if lost is not None and time.monotonic() - lost > LOST_SECONDS:
-                end_tree(self.child.pid)
-            if self.fleet is not None and not self.resizing and not self.requests and self.fleet.changed():
-                say("other machines from now on: the run is asked to stop at its next step, and goes on with them")
-                self.resizing = True
-                self._ask()
+            try:
+                self._look(self.child.pid, note)
+            except Exception as error:  # a run that goes on unwatched is worse than a look that fails
+                if not failed:
+                    say(f"could not look after the run, and tries on: {type(error).__name__}: {error}")
+                failed = True
         if self.listener is not None:
             reader.join(END_SECONDS)
         self.watch.tell(0)
         self._read_note(note)
         return self.child.returncode
 
+    def _look(self, launcher: int, note: Path) -> None:
+        """Looks whether the run gets on, and whether it has lost a host or its machines have changed."""
+        if (latest := self.progress()) != self.news:
+            self.news, self.since = latest, time.monotonic()
+        if time.monotonic() - self.since > self.stall:
+            say(f"nothing new in {self.folder} for {self.stall:.0f} s: the run is ended")
+            self.stalled = True
+            end_tree(launcher)
+        if self.lost is None and note.exists():
+            self.lost = time.monotonic()
+        if self.lost is not None and time.monotonic() - self.lost > LOST_SECONDS:
+            end_tree(launcher)
+        if self.fleet is not None and not self.resizing and not self.requests and self.fleet.changed():
+            say("other machines from now on: the run is asked to stop at its next step, and goes on with them")
+            self.resizing = True
+            self._ask()
+
     def _read_note(self, note: Path) -> None:
         """Reads which hosts the run has lost: others come before them at the next start."""
-        with contextlib.suppress(FileNotFoundError):
-            found = json.loads(note.read_text(encoding="utf-8"))
-            say(found["verdict"])
-            if self.fleet is not None:
-                self.fleet.losses.update(found["hosts"])
+        try:
+            found = Lost.model_validate_json(read_plain(note, LAST_BYTES))
+        except FileNotFoundError:
+            return
+        except (OSError, ValidationError) as error:
+            say(f"{note} does not tell which hosts were lost: {complaint(error) if isinstance(error, ValidationError) else error.strerror}")
+            return
+        say(found.verdict)
+        if self.fleet is not None:
+            self.fleet.losses.update(found.hosts)
 
     def _listen(self, lines: IO[str]) -> None:
         assert self.listener is not None

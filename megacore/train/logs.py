@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megacore.cli import Stream
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.records import step_of
+from megacore.files import open_plain
+from megacore.records import recorded
 from megacore.train.board import Board
 from megacore.train.mailbox import Figures
 from megacore.train.tracking import Tracker
@@ -179,10 +180,8 @@ def as_json(figures: dict[str, Any]) -> str:
 def open_metrics(path: Path, first_step: int) -> IO[str]:
     """Opens metrics.jsonl to append. Drops lines of steps that will be run again, and what is no record."""
     if path.exists():
-        lines = [
-            line for line in path.read_text(encoding="utf-8").splitlines() if (step := step_of(line)) is not None and step < first_step
-        ]
         aside = path.with_suffix(".partial")
-        aside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        with open_plain(path) as file, aside.open("wb") as kept:
+            kept.writelines(line + b"\n" for step, line in recorded(file) if step < first_step)
         aside.replace(path)
     return path.open("a", encoding="utf-8")

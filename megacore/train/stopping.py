@@ -2,6 +2,7 @@
 
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -39,7 +40,8 @@ class StopRequest:
     def requested(self) -> bool:
         """Whether this rank was asked to stop."""
         if self.file is not None and time.monotonic() - self.looked > LOOK_SECONDS:
-            self.found = self.file.exists()
+            with suppress(OSError):  # the file system does not answer now
+                self.found = self.file.exists()
             self.looked = time.monotonic()
         return self.signalled or self.found
 

@@ -17,6 +17,7 @@ from megacore.survive.hosts import Fleet
 from megacore.survive.supervisor import Supervisor, environment
 from megacore.train.stopping import STOP
 from tests.pool import CONTEXT
+from tests.unit.test_guardians import DAMAGED
 
 # A run of 20 steps: it logs each, saves every other, goes on from the newest, obeys STOP, and fails as its plan says.
 LAUNCHER = """
@@ -38,6 +39,11 @@ while step < 20:
         (saved / f"step_{step:08d}").mkdir(exist_ok=True)
     if step == plan.get("lost", [0])[0] and start == 1:
         (folder / "lost.json").write_text(json.dumps({"hosts": plan["lost"][1:], "verdict": f"host {plan['lost'][1]} is lost"}))
+    if step == plan.get("damage") and start == 1:
+        with (folder / "metrics.jsonl").open("ab") as out:
+            out.write((folder / "damaged").read_bytes())
+        (folder / "lost.json").write_text('{"hosts": 3')
+        sys.stdout.buffer.write(b"\\xff\\xfe is said" * 1000 + b"\\n")
     if step in plan.get("fail", []) and not (folder / f"failed_{step}").exists():
         (folder / f"failed_{step}").touch()
         os.kill(os.getpid(), 9)
@@ -75,6 +81,17 @@ def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.Ca
 def test_a_run_that_stands_still_is_ended_and_started_again(tmp_path: Path) -> None:
     supervisor = supervised(tmp_path, {"sleep": 4}, stall=1.0)
     assert supervisor.run() == 0 and supervisor.attempts == 2
+
+
+def test_nothing_that_a_run_writes_ends_the_watch(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run went on without anybody who would see it stand still, start it again, or read what it prints."""
+    heard: list[str] = []
+    (tmp_path / "damaged").write_bytes(b"\n".join(DAMAGED))
+    supervisor = supervised(tmp_path, {"damage": 3, "sleep": 6}, stall=1.5, listener=heard.append)
+    assert supervisor.run() == 0 and supervisor.attempts == 2 and supervisor.progress() == (20, 20)
+    assert any("is said" in line for line in heard)
+    said = capfd.readouterr().err
+    assert "nothing new in" in said and "lost.json does not tell which hosts were lost: " in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("status", [0, 2])

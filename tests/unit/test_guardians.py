@@ -1,0 +1,141 @@
+"""Whoever watches over a run goes on, whatever stands in its folder, whoever else runs on the machine, and whoever reads stderr."""
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from launch.ray_train import figures
+from megacore.distributed.processes import descendants, stat_fields
+from megacore.records import LINE_BYTES, recorded
+from megacore.survive import doctor, drills, heartbeat, supervisor
+from megacore.survive.supervisor import Supervisor
+from megacore.train.logs import open_metrics
+from megacore.train.stopping import StopRequest
+
+# What may stand in metrics.jsonl: lines cut off, joined, overwritten, of another program, of somebody who means harm.
+DAMAGED = [
+    b'{"broken": }', b'{"step": "7", "loss": 1.0}', b'{"step": null}', b'{"step": true}', b'{"step": 1.5}', b'{"step": [1]}',
+    b'{"step": {}}',
+    b'{"step": -1}', b'{"step": 1e999}', b'{"step": ' + b"9" * 5000 + b"}", b'{"loss": 1.0}', b"[1]", b"7", b'"step"', b"null", b"{}", b"",
+    b'{"step": 3', b'{"step": 3}{"step": 4}', b"\xff\xfe\x00{}", b'{"step": 3, "a": "\xff"}', b"\0" * 100, b"[" * 5000, b'{"a":' * 5000,
+    b'{"step": 3, "a": "\r"}', b"x" * 70000,
+]  # fmt: skip
+ENDLESS = b'{"step": 77}' + b" " * LINE_BYTES + b'{"step": 78}'
+
+
+def test_records_are_read_among_whatever_else_stands_there(tmp_path: Path) -> None:
+    """And only what is a record, whole: a step that nobody has done would end the supervisor's work, or a resume's."""
+    file = tmp_path / "metrics.jsonl"
+    good = [json.dumps({"step": step, "loss": step / 2}).encode() for step in (1, 2, 3)]
+    for last in ([], [b'{"step": 4']):
+        file.write_bytes(b"\n".join([good[0], *DAMAGED, good[1], ENDLESS, good[2] + b"\r", *last]))
+        with file.open("rb") as lines:
+            assert list(recorded(lines)) == list(zip((1, 2, 3), good, strict=True))
+        with file.open("rb") as lines:
+            assert list(recorded(lines, len(good[2]) + 20)) == [(3, good[2])], "the first line there is a part of one"
+        assert Supervisor([], tmp_path).progress() == (0, 3)
+        assert drills.last_loss(tmp_path) == 1.5
+        assert figures(tmp_path, tmp_path / "step_00000003") == {"step": 3, "loss": 1.5}
+        assert figures(tmp_path, tmp_path / "step_00000077") == {"step": 77}
+        with open_metrics(file, 3) as records:
+            records.write("then")
+        assert file.read_bytes() == good[0] + b"\n" + good[1] + b"\nthen"
+
+
+def test_records_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+    """A folder, a pipe that nobody fills, a file system that does not answer."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert Supervisor([], tmp_path).progress() == (0, 0)
+    (tmp_path / "metrics.jsonl").rmdir()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert Supervisor([], tmp_path).progress() == (0, 0)
+
+
+def test_a_look_that_fails_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Anything may fail once, on a machine that is busy with a failure."""
+    looks: list[int] = []
+
+    def look(self: Supervisor, launcher: int, note: Path) -> None:
+        looks.append(launcher)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Supervisor, "_look", look)
+    watched = Supervisor([sys.executable, "-c", "import time; time.sleep(1)"], tmp_path)
+    assert watched.run() == 0 and len(looks) > 2
+    assert capfd.readouterr().err.count("could not look after the run, and tries on: OSError") == 1
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_supervisor(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is asked to stop in a signal's handler, where an exception would leave the run alone."""
+    (tmp_path / "file").touch()
+    watched = Supervisor([], tmp_path / "file" / "run")
+    watched._note(15, None)
+    assert watched.asked() and "STOP cannot be written, so the run does not hear of it: Not a directory" in capfd.readouterr().err
+
+
+def test_a_file_system_that_does_not_answer_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank looks for the file STOP between steps."""
+
+    def fail(path: Path) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    request = StopRequest(tmp_path)
+    monkeypatch.setattr(Path, "exists", fail)
+    assert not request.requested
+
+
+NAMELESS = (
+    "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\xff) Z 1 \\xfe', 0, 0, 0); print(flush=True); time.sleep(60)"  # PR_SET_NAME
+)
+
+
+def test_other_processes_may_have_any_name() -> None:
+    """Whoever ends a launcher's ranks reads the names of all processes on the machine, and strangers choose theirs."""
+    with subprocess.Popen([sys.executable, "-c", NAMELESS], stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None and stranger.stdout.readline()
+        assert stat_fields(stranger.pid)[1] == str(os.getpid()) and stranger.pid in descendants(os.getpid())
+        stranger.kill()
+
+
+class Lost(io.StringIO):
+    """A stderr whose reader has ended."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("say", [doctor.say, heartbeat.say, supervisor.say])
+def test_a_guardian_that_nobody_reads_goes_on(say: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that has ended took their stderr with it; their ranks may still hang."""
+    monkeypatch.setattr(sys, "stderr", Lost())
+    say("a line")
+
+
+def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended without a word, and a hang after that had no end."""
+    ours: Any = object.__new__(doctor.Doctor)
+    ours.device, ours.rank, ours.tick, ours.round, ours.alarmed, ours.first = torch.device("cpu"), 0, 0.0, 0, False, None
+    ours.closed, ours.asked, looks = threading.Event(), threading.Event(), []
+
+    def is_there(key: str) -> bool:
+        looks.append(key)
+        if len(looks) == 5:
+            ours.closed.set()
+        raise ValueError("half a message")
+
+    ours.notices = SimpleNamespace(is_there=is_there)
+    monkeypatch.setattr(sys, "stderr", Lost())
+    ours._watch()
+    assert len(looks) == 5
