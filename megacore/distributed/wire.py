@@ -4,9 +4,10 @@ Layers and engines call `comm`; only this module calls torch.distributed. To see
 replace methods of a `Wire` (`survive/noting.py`, `benchmarks/wire.py`). Without them the code runs as it is here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -45,25 +46,54 @@ class Exchanged:
 
 
 class Staged:
-    """The handle of operations of which each begins when the one before has ended."""
+    """The handle of operations of which each begins when the one before has ended.
 
-    def __init__(self, operations: Sequence[Callable[[], Work]], finish: Callable[[], object] = lambda: None) -> None:
-        """Begins the first. `finish` makes the result of what the last has brought."""
-        self.left, self.finish = list(operations), finish
-        self.work = self.left.pop(0)()
+    On a GPU they follow each other on a stream beside the one that computes, which waits for them in `wait` alone. Until then the
+    tensors that they use must live: `held` keeps the operations, and they keep these.
+    """
+
+    def __init__(
+        self, operations: Sequence[Callable[[], Work]], finish: Callable[[], object] = lambda: None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Begins the first. `finish` makes the result of what the last has brought. `stream`: see `side_stream`."""
+        self.held, self.left, self.finish, self.stream = operations, list(operations), finish, stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with self._beside():
+            self.work = self.left.pop(0)()
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def advance(self) -> None:
-        """If an operation is left, waits for the one under way and begins the next."""
+        """If an operation is left, lets it begin when the one under way has ended; on a GPU the host does not wait for that."""
         if self.left:
-            self.work.wait()
-            self.work = self.left.pop(0)()
+            with self._beside():
+                self.work.wait()
+                self.work = self.left.pop(0)()
 
     def wait(self) -> None:
         """Waits for all of them."""
         while self.left:
             self.advance()
-        self.work.wait()
-        self.finish()
+        with self._beside():
+            self.work.wait()
+            self.finish()
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for operations in stages, one of `SIDE_STREAMS` in turn: each keeps memory of its own. None on a device without streams."""
+    if device.type != "cuda":
+        return None
+    if device not in _side_streams:
+        _side_streams[device] = cycle([torch.cuda.Stream(device) for _ in range(SIDE_STREAMS)])
+    return next(_side_streams[device])
+
+
+SIDE_STREAMS = 3  # when the fourth bucket begins, the first begins its last operation
+_side_streams: dict[torch.device, Iterator[torch.cuda.Stream]] = {}
 
 
 class Together:

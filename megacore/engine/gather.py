@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megacore.distributed.comm import all_gather_inside, own_part
 from megacore.distributed.levels import Levels
-from megacore.distributed.wire import Staged, Work
+from megacore.distributed.wire import Staged, Work, side_stream
 from megacore.engine.optimizer import FlatBuffer
 from megacore.model.gpt import Stage
 from megacore.plan.choices import compiles
@@ -67,4 +67,5 @@ def start_gather(x: Tensor, levels: Levels) -> Work:
     within, between = levels.within, levels.between
     if within.size == 1:
         return all_gather_inside(x, between)
-    return Staged([lambda: all_gather_inside(own_part(x, within), between), lambda: all_gather_inside(x, within)])
+    operations = [lambda: all_gather_inside(own_part(x, within), between), lambda: all_gather_inside(x, within)]
+    return Staged(operations, stream=side_stream(x.device))

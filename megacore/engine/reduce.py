@@ -18,7 +18,7 @@ from megacore.distributed.comm import (
 )
 from megacore.distributed.levels import Levels
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.wire import Staged, Work
+from megacore.distributed.wire import Staged, Work, side_stream
 from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
 from megacore.tensor_parallel.gradient import Deferral, MainGradient
 
@@ -106,7 +106,7 @@ class GradientReducer:
             self.work.append((all_reduce_start if whole else reduce_scatter_inside)(gradients, self.group))
             return
         # Buckets start in one order on every rank, so this order of their later operations is the same everywhere too. By now the
-        # operation of an earlier bucket, for which this waits, has usually ended.
+        # operation of an earlier bucket, for which the next one waits, has usually ended. Only a CPU's host waits here.
         for work in self.work:
             assert isinstance(work, Staged)
             work.advance()
@@ -180,4 +180,5 @@ def start_sum(x: Tensor, levels: Levels, narrow: torch.dtype | None, *, whole: b
         operations += [exchange, gather] if whole else [exchange]
     if whole and within.size > 1:
         operations.append(lambda: all_gather_inside(arrived, within))
-    return Staged(operations, (lambda: x.copy_(arrived)) if whole and arrived is not x else (lambda: None))
+    finish = (lambda: x.copy_(arrived)) if whole and arrived is not x else (lambda: None)
+    return Staged(operations, finish, side_stream(x.device))
