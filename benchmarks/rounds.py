@@ -95,7 +95,8 @@ class Processes(Workers):
         self.contender, self.limit = contender, limit  # seconds for a turn
         command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
         command += ["--settings", contender.settings]
-        environment = {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": str(contender.checkout)}
+        path = os.pathsep.join([str(contender.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": path}
         self.process: dict[str, Any] = {}
         port = free_port()
 

@@ -120,7 +120,8 @@ def check_engine(device: str, config: str, folder: Path, engine: str) -> None:
 @contextmanager
 def one_rank_group(backend: str) -> Iterator[dist.ProcessGroup]:
     """A process group of this process alone, which makes real communicators and runs real collectives."""
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     try:
         yield dist.group.WORLD

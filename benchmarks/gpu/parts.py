@@ -1,0 +1,70 @@
+"""What each slice runs, in the order of its value, and how long each part may take; the standard library only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A function of `benchmarks.gpu`, as ``module:function``, which takes `Rows` and `arguments`, and the seconds that it may take."""
+
+    name: str
+    seconds: int
+    function: str
+    arguments: tuple[str, ...] = ()
+    dry: bool = True  # whether a dry run has it
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Parts, and the seconds that all of them together may take."""
+
+    title: str
+    seconds: int
+    parts: tuple[Part, ...]
+
+
+def speed_parts() -> tuple[Part, ...]:
+    """A process for each model, compiled or not: the micro batches follow each other in it."""
+    return tuple(
+        Part(f"{config}{', compiled' if compiled == 'true' else ''}", seconds, "speed:steps", (config, compiled), config == "gpt_124m")
+        for config, seconds in (("gpt_124m", 60), ("gpt_350m", 70), ("gpt_1b", 80))
+        for compiled in ("false", "true")
+    )
+
+
+SLICES = {
+    "right": Slice(
+        "It computes what it should",
+        420,
+        (
+            Part("training", 200, "right:tests", ("test_training.py",)),
+            Part("environment", 40, "right:environment_check"),
+            Part("communicator", 60, "right:communicator"),
+            Part("synchronisation", 90, "right:synchronisation"),
+            Part("streams", 60, "right:streams"),
+            Part("tests", 90, "right:tests", ("test_staging.py", "test_main_gradient.py", "test_document_attention.py")),
+        ),
+    ),
+    "kernels": Slice(
+        "Fused kernels",
+        360,
+        (
+            Part("tests", 150, "kernels:tests"),
+            Part("bandwidth", 110, "kernels:bandwidth"),
+            Part("in the step", 130, "kernels:in_the_step"),
+            Part("compute-sanitizer", 100, "kernels:sanitizer"),
+        ),
+    ),
+    "speed": Slice("Training steps", 480, (*speed_parts(), Part("plain-gpt-compiled", 120, "speed:beside"))),
+    "choices": Slice(
+        "What to choose",
+        300,
+        (
+            Part("attention", 80, "choices:attention"),
+            Part("products", 50, "choices:products"),
+            Part("shards", 50, "choices:shards"),
+            Part("held multiprocessors", 50, "choices:held"),
+            Part("predicted", 90, "choices:predicted"),
+        ),
+    ),
+}
