@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+HERE = "benchmarks.gpu"
+
 
 @dataclass(frozen=True)
 class Part:
-    """A function of `benchmarks.gpu`, as ``module:function``, which takes `Rows` and `arguments`, and the seconds that it may take."""
+    """A function, as ``module:function``, which takes `Rows` and `arguments`, and the seconds that it may take."""
 
     name: str
     seconds: int
@@ -26,7 +28,13 @@ class Slice:
 def speed_parts() -> tuple[Part, ...]:
     """A process for each model, compiled or not: the micro batches follow each other in it."""
     return tuple(
-        Part(f"{config}{', compiled' if compiled == 'true' else ''}", seconds, "speed:steps", (config, compiled), config == "gpt_124m")
+        Part(
+            f"{config}{', compiled' if compiled == 'true' else ''}",
+            seconds,
+            f"{HERE}.speed:steps",
+            (config, compiled),
+            config == "gpt_124m",
+        )
         for config, seconds in (("gpt_124m", 60), ("gpt_350m", 70), ("gpt_1b", 80))
         for compiled in ("false", "true")
     )
@@ -37,34 +45,34 @@ SLICES = {
         "It computes what it should",
         420,
         (
-            Part("training", 200, "right:tests", ("test_training.py",)),
-            Part("environment", 40, "right:environment_check"),
-            Part("communicator", 60, "right:communicator"),
-            Part("synchronisation", 90, "right:synchronisation"),
-            Part("streams", 60, "right:streams"),
-            Part("tests", 90, "right:tests", ("test_staging.py", "test_main_gradient.py", "test_document_attention.py")),
+            Part("training", 200, f"{HERE}.right:tests", ("test_training.py",)),
+            Part("environment", 40, f"{HERE}.right:environment_check"),
+            Part("communicator", 60, f"{HERE}.right:communicator"),
+            Part("synchronisation", 90, f"{HERE}.right:synchronisation"),
+            Part("streams", 60, f"{HERE}.right:streams"),
+            Part("tests", 90, f"{HERE}.right:tests", ("test_staging.py", "test_main_gradient.py", "test_document_attention.py")),
         ),
     ),
     "kernels": Slice(
         "Fused kernels",
         360,
         (
-            Part("tests", 150, "kernels:tests"),
-            Part("bandwidth", 110, "kernels:bandwidth"),
-            Part("in the step", 130, "kernels:in_the_step"),
-            Part("compute-sanitizer", 100, "kernels:sanitizer"),
+            Part("tests", 150, f"{HERE}.kernels:tests"),
+            Part("bandwidth", 110, f"{HERE}.kernels:bandwidth"),
+            Part("in the step", 130, f"{HERE}.kernels:in_the_step"),
+            Part("compute-sanitizer", 100, f"{HERE}.kernels:sanitizer"),
         ),
     ),
-    "speed": Slice("Training steps", 480, (*speed_parts(), Part("plain-gpt-compiled", 120, "speed:beside"))),
+    "speed": Slice("Training steps", 480, (*speed_parts(), Part("plain-gpt-compiled", 120, f"{HERE}.speed:beside"))),
     "choices": Slice(
         "What to choose",
         300,
         (
-            Part("attention", 80, "choices:attention"),
-            Part("products", 50, "choices:products"),
-            Part("shards", 50, "choices:shards"),
-            Part("held multiprocessors", 50, "choices:held"),
-            Part("predicted", 90, "choices:predicted"),
+            Part("attention", 80, f"{HERE}.choices:attention"),
+            Part("products", 50, f"{HERE}.choices:products"),
+            Part("shards", 50, f"{HERE}.choices:shards"),
+            Part("held multiprocessors", 50, f"{HERE}.choices:held"),
+            Part("predicted", 90, f"{HERE}.choices:predicted"),
         ),
     ),
 }

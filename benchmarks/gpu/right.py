@@ -36,8 +36,8 @@ QUEUES, MILLISECOND = 24, 2_000_000  # streams that are to run side by side; abo
 
 def config_of(rows: Rows, *overrides: str) -> Config:
     """configs/gpt_tiny.json with little data on the device."""
-    device = "cpu" if rows.dry else "cuda"
-    return load(TINY, [*SMALL, f"train.device={device}", *(() if rows.dry else ("train.precision=bf16",)), *overrides], 1).config
+    own = ("train.device=cpu", "model.num_layers=2") if rows.dry else ("train.device=cuda", "train.precision=bf16")
+    return load(TINY, [*SMALL, *own, *overrides], 1).config
 
 
 # --- tests -------------------------------------------------------------------------------------------------------------

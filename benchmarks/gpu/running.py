@@ -63,7 +63,7 @@ def work(part: Part, dry: bool, rows: Path, log: Path, seconds: float, folder: P
     try:
         set_up(dry)
         module, function = part.function.split(":")
-        getattr(import_module(f"benchmarks.gpu.{module}"), function)(out, *part.arguments)
+        getattr(import_module(module), function)(out, *part.arguments)
     except BaseException as error:
         traceback.print_exc()
         out.add(failed=said(error))
