@@ -1,5 +1,8 @@
 """Ranks find out together whether their machines share the run's folder."""
 
+import contextlib
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,8 @@ import pytest
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.place import LAUNCHERS, place_from_environment
+from megacore.errors import ConfigError
 from megacore.train.lock import FolderLock, apart_from_owner
 from tests.training import write_config
 
@@ -29,6 +33,35 @@ def look(config_path: str, folders: list[str], local_world_size: int) -> str:
         mesh.close()
         if lock.file is not None:
             lock.file.close()
+
+
+def try_to_take(folder: str, tried: str) -> bool:
+    """Whether this process, which resembles the others in nothing but its folder, gets the lock."""
+    rank, place = int(os.environ["RANK"]), Path(folder)
+    numbers = {name for names in LAUNCHERS.values() for name in names}
+    other = {"SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MEGACORE_HOST", "HOSTNAME", "USER", "TMPDIR"}
+    os.environ.update({name: str(rank) for name in numbers | other})
+    link = Path(tried) / f"link{rank}"
+    link.symlink_to(place)
+    os.chdir(place.parent)
+    lock = FolderLock([place, Path(place.name), link][rank], patience=0.0)
+    with contextlib.suppress(ConfigError):
+        lock.take()
+    (Path(tried) / f"tried{rank}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(Path(tried).glob("tried*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)  # it keeps what it has while others try
+    got = lock.file is not None
+    if lock.file is not None:
+        lock.file.close()
+    return got
+
+
+def test_of_several_writers_one_has_the_folder(run_ranks: Any, tmp_path: Path) -> None:
+    """Tasks of an array, jobs and machines, under any name of the folder: two that both wrote would delete each other's checkpoints."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert sorted(run_ranks(3, try_to_take, str(folder), str(tmp_path))) == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch.checkpoint import run
-from megacore.checkpoint import Reader, Saver, disk, locate, read
+from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
 from megacore.checkpoint.commit import set_aside
 from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
@@ -94,6 +94,19 @@ def test_reading_never_holds_more_than_a_block(tmp_path, monkeypatch):
         assert torch.equal(part, whole[1:4, :, 2:5])
     Reader(path).verify()
     assert max(asked) <= 7 and sum(asked) > 2 * whole.numel()
+
+
+def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    """A copy, a restore from a backup or a touch changes times: by these a run would go on from an older step, and delete the newest."""
+    paths = [save_alone(tmp_path, step, {"w": torch.ones(2)}) for step in (200, 10, 9)]
+    for times in itertools.permutations(range(1, 4)):
+        for path, seconds in zip(paths, times, strict=True):
+            for each in (*path.iterdir(), path):
+                os.utime(each, (seconds, seconds))
+        assert checkpoints_in(tmp_path) == paths and locate(tmp_path) == find_latest(tmp_path) == paths[0], times
+    os.utime(paths[2], None)
+    newest = save_alone(tmp_path, 201, {"w": torch.ones(2)}, keep=2)
+    assert checkpoints_in(tmp_path) == [newest, paths[0]]
 
 
 def truncate(path: Path) -> None:
