@@ -3,13 +3,14 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.peers.process import OWN, difference
+from benchmarks.peers.process import EQUAL, OURS, OWN, difference
+from megacore.distributed.crowd import OPENMPS_OWN, WAITING
 from megacore.distributed.place import free_port, rank_environment
 from megacore.distributed.workers import LineWorker, WorkerFailed, Workers
 
@@ -25,11 +26,12 @@ class Contender:
     tokens: int
     overrides: tuple[str, ...] = ()
     ranks: int = 1
-    threads: int = 1
+    threads: int | None = 1  # None: as many as it takes by itself
     apart: bool = False  # the ranks are runs of their own, which only share the machine
     python: str = sys.executable
     checkout: Path = ROOT  # whose benchmarks and megacore it runs
     settings: str = OWN
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of its own
     process: dict[str, Any] | None = None  # what its processes must turn out to have set (`benchmarks.peers.process`), if that matters
 
 
@@ -96,7 +98,12 @@ class Processes(Workers):
         command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
         command += ["--settings", contender.settings]
         path = os.pathsep.join([str(contender.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"OMP_NUM_THREADS": str(contender.threads), "PYTHONPATH": path}
+        waiting = WAITING if contender.kind in OURS or contender.settings == EQUAL else OPENMPS_OWN
+        environment: dict[str, str | None] = {
+            "OMP_NUM_THREADS": str(contender.threads) if contender.threads else None,
+            "OMP_WAIT_POLICY": None,
+        }
+        environment |= {**waiting, "PYTHONPATH": path, **contender.environment}
         self.process: dict[str, Any] = {}
         port = free_port()
 

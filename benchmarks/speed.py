@@ -6,7 +6,11 @@ that whatever else the machine does meets all of them. A ratio is taken within e
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +23,16 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.memory import ENGINES
 from benchmarks.peers.process import SETTINGS
-from benchmarks.rounds import ROOT, Contender, Failed, Record, race
+from benchmarks.rounds import ROOT, Contender, Failed, Processes, Record, race
 from megacore.cli import Parser, exit_with
 from megacore.config import load
+from megacore.distributed.crowd import OPENMPS_OWN
 from megacore.errors import ConfigError
 from megacore.plan.generators import GENERATORS, build
 from megacore.plan.simulate import simulate
 
 EXAMPLE = "python -m benchmarks.speed --quick"
+TINY = str(ROOT / "configs" / "gpt_tiny.json")
 CONFIG = str(ROOT / "benchmarks" / "speed.json")
 SETTING = load(CONFIG).config
 TOKENS = SETTING.train.global_batch_size * SETTING.train.seq_len  # of a step
@@ -183,6 +189,54 @@ def engines(rounds: int, say: Say) -> Result:
     return ratios, records, loads
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """So many processes that take a core each for as long as it lasts."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def busy(rounds: int, say: Say) -> Result:
+    """A small model beside 0, 2 and 8 busy loops: as it comes, against other numbers of threads and other ways to wait."""
+    train, tensor = load(TINY).config.train, "parallel.tensor=2"
+    shared = "megacore", train.global_batch_size * train.seq_len
+    contenders = [
+        Contender("one process", *shared, threads=None),
+        Contender("1 thread", *shared),
+        Contender("2 threads, passive", *shared, threads=2, environment={"OMP_WAIT_POLICY": "passive"}),
+        Contender("2 threads, OpenMP's own waiting", *shared, threads=2, environment=OPENMPS_OWN),
+        Contender("tensor=2", *shared, (tensor,), ranks=2),
+        Contender("tensor=2 by gloo", *shared, (tensor, "parallel.shared_memory=false"), ranks=2),
+    ]
+    records: dict[str, Record] = {}
+    ratios: list[Ratio] = []
+    loads: list[list[float]] = []
+    with ExitStack() as running:
+        started = [running.enter_context(closing(Processes(contender, TINY, 1800.0))) for contender in contenders]
+        for each in started:
+            each.wait_until_ready()
+            each.turn(Record(each.contender))
+        for count in (0, 2, 8):
+            new = {each.contender.name: Record(each.contender, process=each.process) for each in started}
+            with busy_loops(count):
+                for number in range(-1, rounds):  # the first turn is a warm-up: threads are fitted between steps
+                    loads.append(list(os.getloadavg()))
+                    say(f"beside {count} loops, round {number + 1} of {rounds}; load average of the last minute {loads[-1][0]:.2f}")
+                    for each in started[:: 1 if number % 2 else -1]:
+                        each.turn(new[each.contender.name] if number >= 0 else Record(each.contender))
+            for ours, others in (("one process", contenders[1:4]), ("tensor=2", contenders[5:])):
+                best = min((other.name for other in others), key=lambda name: median(new[name].seconds))
+                values = per_round(new, ours, best)
+                ratios.append(Ratio(f"{ours}, {count} loops", f"of {best}, the best of the others", values, 0.5 if count else 0.97))
+            records |= {f"{name}, {count} loops": record for name, record in new.items()}
+    return ratios, records, loads
+
+
 COMPARISONS: dict[str, Callable[[int, Say], Result]] = {
     "fp32": fp32,
     "bf16": bf16,
@@ -190,6 +244,7 @@ COMPARISONS: dict[str, Callable[[int, Say], Result]] = {
     "pipeline": pipeline,
     "schedules": schedules,
     "engines": engines,
+    "busy": busy,
 }
 
 
@@ -199,7 +254,7 @@ def tables(records: dict[str, Record], ratios: list[Ratio]) -> list[Table]:
     for column in ("median", "low", "high", "step, s", "MB"):
         speeds.add_column(column, justify="right")
     for name, record in records.items():
-        summary, shape = record.summary(), f"{record.contender.ranks} × {record.contender.threads}"
+        summary, shape = record.summary(), f"{record.contender.ranks} × {record.contender.threads or 'its own'}"
         values = [f"{summary['tokens_per_second'][which]:,.0f}" for which in ("median", "lowest", "highest")]
         speeds.add_row(name, shape, *values, f"{median(record.seconds):.3f}", f"{record.memory_bytes / 1e6:,.0f}")
     results = Table("ratio of tokens a second")

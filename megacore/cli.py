@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from megacore.distributed.crowd import wait_briefly
 from megacore.distributed.place import Place, missing_hostfile, place_from_environment
 from megacore.distributed.reasons import record, say_once
 from megacore.errors import ConfigError, UserError
@@ -178,6 +179,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# Every script imports this module first, because the imports that follow take seconds.
+# Every script imports this module first, because the imports that follow take seconds; so nothing has loaded OpenMP yet.
+wait_briefly()
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, interrupt)

@@ -1,7 +1,8 @@
 """What megacore sets for its own process on a CPU: given to a peer's process too where settings are to be equal, and read back.
 
 What a process has is not taken from what was called, but from how the process behaves. So a setting that is missing in one
-contender, or that comes to one which should not have it, is seen: `python -m benchmarks.peers.process` prints both states.
+contender, or that comes to one which should not have it, is seen. How OpenMP's threads wait is an environment variable, which has to
+be there when the process starts.
 """
 
 import ctypes
@@ -9,14 +10,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import torch
 
 from megacore.distributed.cpu import divide_cores, keep_freed_memory, multiply_with_onednn
+from megacore.distributed.crowd import OPENMPS_OWN, WAITING
 
+OURS = ("megacore", "products", "two-stages", "four-stages")  # kinds of contender (`benchmarks.contender`) that have megacore's settings
 OWN, EQUAL = "own", "equal"  # as its users get a contender; with the settings of megacore's process
 SETTINGS = {OWN: "as its users get it", EQUAL: "with equal process settings"}
+SPINNING = 2e-3  # seconds of work: GCC's OpenMP spins for several of them, or, as megacore sets it, for some tens of microseconds
 UNTOUCHED = 1 << 30  # bytes of a block larger than any that glibc keeps by itself; never written, so it takes no memory
 
 
@@ -42,7 +47,19 @@ def observed() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "fp32 products": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         "keeps freed memory": keeps_freed_memory(),
+        "threads spin": threads_spin(),
     }
+
+
+def threads_spin(patience: float = 0.5) -> bool:
+    """Whether the other threads go on working for milliseconds when an operation is done."""
+    torch.ones(1 << 20).add_(1)
+    before, until = time.process_time() - time.thread_time(), time.monotonic() + patience
+    while time.process_time() - time.thread_time() - before < SPINNING:
+        if torch.get_num_threads() == 1 or time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def keeps_freed_memory() -> bool | None:
@@ -67,18 +84,16 @@ def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
 
 
 def expected(threads: int) -> dict[str, dict[str, Any]]:
-    """By `SETTINGS`: what a process of so many threads has by itself, and what it has once it is `equalise`d. Takes a process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers.process"],
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout)
+    """By `SETTINGS`: what a process of so many threads has by itself, and what it has once it is `equalise`d. Takes two processes."""
+    states = {}
+    for settings, waiting in ((OWN, OPENMPS_OWN), (EQUAL, WAITING)):
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | waiting
+        command = [sys.executable, "-m", "benchmarks.peers.process", settings]
+        states[settings] = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    return states
 
 
 if __name__ == "__main__":
-    states = {OWN: observed()}
-    equalise(1)
-    print(json.dumps(states | {EQUAL: observed()}))
+    if sys.argv[1:] == [EQUAL]:
+        equalise(1)
+    print(json.dumps(observed()))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.distributed.crowd import TASKS, FittingThreads, available_cores
+from megacore.plan.choices import compiles
 
 EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 inputs would give about 3e-3
 
@@ -48,8 +50,14 @@ def divide_cores(local_world_size: int) -> None:
 
 def own_cores(local_world_size: int) -> int:
     """A rank's share of the machine's cores, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
-    return max(1, cores // local_world_size)
+    return max(1, available_cores() // local_world_size)
+
+
+def fitting_threads(config: Config, world_size: int) -> FittingThreads | None:
+    """What fits this process's number of threads to the machine's load, where nothing speaks against it: the user has set the number;
+    sums must come in one order, among all ranks or in every start of a run; or code was compiled for a number."""
+    fixed = "OMP_NUM_THREADS" in os.environ or world_size > 1 or config.train.deterministic or compiles(config)
+    return None if fixed or torch.get_num_threads() == 1 or not TASKS.is_dir() else FittingThreads(torch.get_num_threads())
 
 
 def keep_freed_memory() -> None:

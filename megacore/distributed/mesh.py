@@ -271,8 +271,7 @@ class Mesh:
         assert self.store is not None
         size = config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[train.precision]
         key = "shared/" + "-".join(map(str, tp.ranks))
-        crowded = self.place.local_world_size > len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else True
-        tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, crowded=crowded, timeout=timeout)
+        tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, timeout=timeout)
 
     def _connect(self) -> None:
         """Sets up the communicators now, in one order on every rank: NCCL does so at the first operation, for which it needs all ranks."""

@@ -26,8 +26,8 @@ SLOTS = 2  # an operation may begin before the one before is finished
 LARGEST_SLOT = 64 * 2**20  # bytes: for larger tensors sockets are as fast
 LINE = 8  # words from one rank's counts to the next: a cache line
 PUBLISHED, READ, PROCESS = range(3)  # a rank's words: operations begun, operations read, its process id
-SPINS, YIELDS = 1000, 200  # looks at a count before it yields the core, and then before it sleeps
-PAUSE = 50e-6  # seconds
+SPINS = 200  # looks at a count, some 10 µs, before a rank sleeps: another program, or the very rank it waits for, may want its core
+PAUSE = 50e-6  # seconds between looks from then on
 NAME = "megacore"  # the memory file's name in /proc
 SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # its size stays
 PATIENCE = 0.2  # seconds between checks whether the other processes live
@@ -36,10 +36,9 @@ PATIENCE = 0.2  # seconds between checks whether the other processes live
 class SharedMemory:
     """One rank's view of the memory that `size` ranks map. Operations begin in the same order on every rank, and in one thread."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, *, crowded: bool, timeout: float) -> None:
-        """`crowded`: the machine has more ranks than cores, so a rank that waits yields its core. `timeout`: seconds."""
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, *, timeout: float) -> None:
+        """`timeout`: seconds."""
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.spins = 0 if crowded else SPINS
         self.counts = memoryview(memory)[: mmap.PAGESIZE].cast("q")
         self.slot_bytes = (len(memory) - mmap.PAGESIZE) // (SLOTS * size)
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=mmap.PAGESIZE)
@@ -98,21 +97,16 @@ class SharedMemory:
         counts = self.counts
         for other in self.others:
             index = other * LINE + word
-            if counts[index] < number:
-                for _ in range(self.spins):
-                    if counts[index] >= number:
-                        break
-                else:
-                    self._linger(index, number)
+            for _ in range(SPINS):
+                if counts[index] >= number:
+                    break
+            else:
+                self._sleep_until(index, number)
 
-    def _linger(self, index: int, number: int) -> None:
+    def _sleep_until(self, index: int, number: int) -> None:
         counts, start = self.counts, time.monotonic()
-        asked, looks = start, 0
+        asked = start
         while counts[index] < number:
-            looks += 1
-            if looks <= YIELDS:
-                os.sched_yield()
-                continue
             time.sleep(PAUSE)
             now = time.monotonic()
             if now - asked > PATIENCE:
@@ -155,7 +149,7 @@ def add_up(parts: Tensor, out: Tensor) -> None:
 
 
 def join(
-    group: dist.ProcessGroup, key: str, rank: int, size: int, slot_bytes: int, store: dist.Store, *, crowded: bool, timeout: float
+    group: dist.ProcessGroup, key: str, rank: int, size: int, slot_bytes: int, store: dist.Store, *, timeout: float
 ) -> SharedMemory | None:
     """Maps memory that the ranks of a group share; collective. Returns None on every rank if any of them cannot: on another machine or
     in another container, on a processor that does not keep the order of stores, or without memory. The file has no name.
@@ -186,7 +180,7 @@ def join(
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=group)  # all have opened it, or will not
     if memory is None or not vote:
         return None
-    shared = SharedMemory(memory, rank, size, crowded=crowded, timeout=timeout)
+    shared = SharedMemory(memory, rank, size, timeout=timeout)
     dist.barrier(group=group)  # all process ids are written before anybody reads one
     return shared
 

@@ -20,11 +20,11 @@ class LineWorker:
     """A command that reads tasks from stdin, a line of JSON each, and answers each on stdout likewise. In its place `Workers` take anything
     with its methods, and whose `fileno` can be read from when there is an answer, or the process has ended."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str | None]) -> None:
+        """`environment`: what it has otherwise than this process; None: a variable that it does not have."""
         self.complaints, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115 (closed by `end`)
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | environment, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True
-        )
+        given = {name: value for name, value in (os.environ | environment).items() if value is not None}
+        self.process = subprocess.Popen(command, cwd=folder, env=given, stdin=pipe, stdout=pipe, stderr=self.complaints, text=True)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.tasks, self.answers = self.process.stdin, self.process.stdout
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.distributed.comm import all_reduce
-from megacore.distributed.cpu import own_cores
+from megacore.distributed.cpu import fitting_threads, own_cores
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Box, shard_of
 from megacore.engine.choose import build_engine, build_stages
@@ -46,6 +46,7 @@ class TrainStep:
         self.plan = plan_of(config)
         self.masks_targets = masks_targets(config)
         self.number = 0  # of the step that is being done
+        self.threads = fitting_threads(config, mesh.place.world_size) if mesh.device.type == "cpu" else None
         if draw:
             self.draw()
 
@@ -76,6 +77,8 @@ class TrainStep:
         `before_update` is called when gradients are the global sums and no parameter has changed yet.
         """
         self.number = number
+        if self.threads is not None:
+            self.threads.fit()
         part = self.forward_backward(batch)
         flags = [torch.full_like(part, vote) for vote in votes()]
         loss, *counts = all_reduce(torch.stack([part, *flags]), self.mesh.world)

@@ -163,7 +163,7 @@ def misled(config_path: str, folder: str) -> dict[str, bool]:
     found = {}
     for what, path in named.items():
         store = Mock(get=lambda key, path=path: f"{shared_memory.machine()} {path}".encode())
-        shared = shared_memory.join(mesh.tp.process_group, "key", rank, mesh.tp.size, slot, store, crowded=True, timeout=60)
+        shared = shared_memory.join(mesh.tp.process_group, "key", rank, mesh.tp.size, slot, store, timeout=60)
         files = [victim, *(f"/proc/self/fd/{each}" for each in (disguised, *memory.values()))]
         found[what] = shared is not None or any(Path(file).read_bytes() != content for file in files)
     mesh.close()
@@ -190,7 +190,7 @@ def test_only_a_process_of_the_same_user_is_a_peer(monkeypatch: pytest.MonkeyPat
 
 def alone_with(process: int, timeout: float = 60.0) -> SharedMemory:
     """Rank 0 of 2, whose other rank is said to be `process`."""
-    memory = SharedMemory(mmap.mmap(-1, 3 * mmap.PAGESIZE), 0, 2, crowded=True, timeout=timeout)
+    memory = SharedMemory(mmap.mmap(-1, 3 * mmap.PAGESIZE), 0, 2, timeout=timeout)
     memory.counts[shared_memory.LINE + PROCESS] = process
     return memory
 
@@ -204,6 +204,31 @@ def test_a_dead_rank_is_not_waited_for() -> None:
         with pytest.raises(dist.DistNetworkError, match=words) as caught:
             memory.all_reduce(torch.ones(3)).wait()
         assert lost_peer(caught.value) and time.monotonic() - start < 5
+
+
+def test_a_rank_that_waits_soon_leaves_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine another program wants it, or the very rank that is waited for; who only yields is queued behind all others."""
+    memory = alone_with(os.getpid())
+    counts, looks = memory.counts, 0
+
+    class Counted:
+        def __getitem__(self, index: int) -> int:
+            nonlocal looks
+            looks += 1
+            return counts[index]
+
+        def __setitem__(self, index: int, value: int) -> None:
+            counts[index] = value
+
+    def sleep(seconds: float) -> None:
+        assert 0 < seconds < 1e-3 and looks < 300
+        counts[shared_memory.LINE + PUBLISHED] = 1
+
+    memory.counts = Counted()  # type: ignore[assignment]
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(os, "sched_yield", pytest.fail)
+    memory.all_reduce(torch.ones(3)).wait()
+    assert looks > 100, "a peer that is a few microseconds late costs a sleep"
 
 
 def test_a_third_operation_in_flight_is_refused() -> None:

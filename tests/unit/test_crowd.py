@@ -1,0 +1,142 @@
+"""A CPU that other programs use too: how many threads a process has there, and how they wait."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacore.config.load import resolve
+from megacore.distributed import cpu, crowd
+from megacore.distributed.crowd import FittingThreads, available_cores
+
+
+class Machine:
+    """A process's threads in the kernel's books, and time that passes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now, self.times = folder, 0.0, {"1": [0, 0], "2": [0, 0]}
+        self.write()
+
+    def write(self) -> None:
+        for task, (ran, waited) in self.times.items():
+            (self.folder / task).mkdir(exist_ok=True)
+            (self.folder / task / "schedstat").write_text(f"{ran} {waited} 7\n")
+
+    def pass_second(self, granted: float) -> None:
+        """Every thread ran in this part of a second."""
+        self.now += 1.0
+        for times in self.times.values():
+            times[0] += round(granted * 1e9)
+            times[1] += round((1 - granted) * 1e9)
+        self.write()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path)
+    monkeypatch.setattr(crowd.time, "monotonic", lambda: made.now)
+    return made
+
+
+def numbers(machine: Machine, most: int, granted: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that a process has behind each second."""
+    fitting = FittingThreads(most, machine.folder)
+    set_numbers = [most]
+    monkeypatch.setattr(torch, "set_num_threads", set_numbers.append)
+    found = []
+    for part in granted:
+        machine.pass_second(part)
+        fitting.fit()
+        assert fitting.threads == set_numbers[-1]
+        found.append(fitting.threads)
+    return found
+
+
+def test_threads_leave_when_cores_are_taken_and_come_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that share a core with others wait for each other: beside 15 busy loops a step took three times as long as with one."""
+    assert numbers(machine, 2, [1.0, 0.97, 0.12, 0.3, 0.12, 1.0, 1.0, 1.0], monkeypatch) == [2, 2, 1, 1, 1, 1, 2, 2]
+    assert numbers(machine, 64, [0.95, 0.8, 0.8], monkeypatch) == [64, 51, 51], "a large machine's threads all left for a few others"
+
+
+def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One busy loop beside two threads: alone the one thread waits for nobody, and would call the other back at each look."""
+    fitting, found = FittingThreads(2, machine.folder), []
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    for _ in range(40):
+        machine.pass_second(0.66 if fitting.threads == 2 else 1.0)
+        fitting.fit()
+        found.append(fitting.threads)
+    assert found.count(2) <= 5 and 2 in found[20:]
+
+
+def test_a_look_is_taken_once_a_second(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look reads a file for each thread."""
+    fitting = FittingThreads(2, machine.folder)
+    monkeypatch.setattr(crowd, "run_and_waited", pytest.fail)
+    machine.now += 0.9
+    fitting.fit()
+
+
+def test_threads_that_come_and_go_are_counted(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = FittingThreads(2, machine.folder)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    machine.pass_second(0.99)
+    (machine.folder / "2" / "schedstat").unlink()
+    (machine.folder / "3").mkdir()
+    (machine.folder / "3" / "schedstat").write_text("10 4000000000 1\n")
+    fitting.fit()
+    assert fitting.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "given", "fits"),
+    [
+        ({}, 1, None, True),
+        ({}, 1, "2", False),
+        ({"deterministic": True}, 1, None, False),
+        ({"compile": True}, 1, None, False),
+        ({}, 2, None, False),
+    ],
+    ids=["alone", "a number that the user set", "the same bits again", "code for a number of threads", "ranks that sum alike"],
+)
+def test_who_fits_threads(monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool], world: int, given: str | None, fits: bool) -> None:
+    """The order of sums depends on the number of threads: what must come out alike keeps it."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "TASKS", Path("/"))
+    monkeypatch.setattr(crowd, "run_and_waited", lambda tasks: {})
+    config = resolve({"train": settings}, [], "x", world).config
+    assert (cpu.fitting_threads(config, world) is not None) == fits
+
+
+def available(folder: Path, groups: str, files: dict[str, str]) -> int:
+    """The cores of a process in these control groups."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "groups").write_text(groups)
+    return available_cores(folder / "groups", folder)
+
+
+def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container of 3 cores sees all 64 of its host; with as many threads the kernel would stop them for most of every period."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    v2 = {"cpu.max": "max 100000\n", "pods/cpu.max": "350000 100000\n", "pods/one/cpu.max": "max 100000\n"}
+    assert available(tmp_path / "v2", "0::/pods/one\n", v2) == 3
+    v1 = {"cpu,cpuacct/cpu.cfs_quota_us": "50000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}
+    assert available(tmp_path / "v1", "4:memory:/x\n1:cpu,cpuacct:/docker/x\n0::/\n", v1) == 1
+    assert available(tmp_path / "none", "1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}) == 64
+    assert available_cores(tmp_path / "absent", tmp_path) == 64
+
+
+def test_scripts_tell_openmp_to_spin_briefly_unless_the_user_says_how_to_wait() -> None:
+    """It reads this when torch loads it; two threads that spin for milliseconds take each other's core on a busy machine."""
+    show = "import os, sys, megacore.cli; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    for given, wanted in (({}, "3000 False"), ({"OMP_WAIT_POLICY": "active"}, "None False"), ({"GOMP_SPINCOUNT": "7"}, "7 False")):
+        environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
+        assert subprocess.check_output([sys.executable, "-c", show], env=environment, text=True).strip() == wanted
