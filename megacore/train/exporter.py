@@ -4,6 +4,7 @@ Figures change at logged steps, when the run has them anyway: a scrape reads hos
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -80,7 +81,7 @@ class Exporter:
         try:
             self.server = ScrapeServer(port, partial(generate_latest, registry))
         except OSError as error:
-            wrong = f"port {port} cannot be served: {error.strerror}"
+            wrong = f"port {port} cannot be served: {os.strerror(error.errno or 0)}"
             raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
 
     def watch(self, ranks: Sequence[int]) -> None:

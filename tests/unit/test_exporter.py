@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"log.prometheus_port: port {port} cannot be served: Address already in use"):
+        with pytest.raises(ConfigError, match=f"log.prometheus_port: port {port} cannot be served: Address already in use \\("):
             Exporter(port, Place(), CPU)
 
 
