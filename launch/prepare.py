@@ -88,8 +88,14 @@ def run(argv: list[str]) -> None:
         print(f"    {meaning} {split.unigram_entropy:.4f} nats a token")
     if training:
         print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
-    if prepared.skipped:
-        print(f"left out {prepared.skipped} binary file{'s' if prepared.skipped > 1 else ''}")
+    if prepared.end is not None and not args.chat:
+        print(f"every document ends with {prepared.end}")
+    elif not args.chat and args.tokenizer != "bytes":
+        print(f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one", file=sys.stderr)
+    whole = prepared.input_bytes + sum(entry.size for entry in prepared.left_out)
+    for entry in prepared.left_out:
+        share = f"{entry.size:,} bytes, {entry.size / whole:.1%} of the input"
+        print(f"warning: left out {entry.path!r}, which is {entry.what}: {share}", file=sys.stderr)
     words = [f"data.train={args.output}", *([f"data.valid={args.output}_valid"] if args.valid_fraction else [])]
     imported = Path(prepared.tokenizer).parents[1:2]  # an import has its tokenizer in a folder beside its config
     config = next((str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None)

@@ -22,6 +22,7 @@ import numpy as np
 from megacore.data.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.data.chat import encode as encode_chat
 from megacore.data.indexed import MASK, IndexedWriter, Sidecar
+from megacore.data.input_files import LeftOut
 from megacore.data.order import derive_key, permute
 from megacore.data.sources import Block, Piece, Texts, line_number, read_block
 from megacore.data.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
@@ -40,7 +41,9 @@ class Prepared:
 
     splits: dict[str, Sidecar]
     tokenizer: str  # as a config's data.tokenizer would name it
-    skipped: int  # binary files in folders, left out
+    left_out: list[LeftOut]  # what folders hold and was not read
+    input_bytes: int  # of what was read
+    end: str | None  # the token that ends every document; None: there is none
 
 
 @dataclass
@@ -112,6 +115,7 @@ def prepare(
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
     texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None, chat=form)
     try:
+        texts.divide(None if chat else text_key)
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             name = tokenizer
@@ -142,7 +146,8 @@ def prepare(
             written.save(p)
     except OSError as error:
         raise DataError(prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
-    return Prepared(sidecars, name, texts.skipped)
+    end = None if loaded.end_of_document is None else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()
+    return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end)
 
 
 def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, trains: bool, chat: Chat | None) -> Texts:

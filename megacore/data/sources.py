@@ -4,40 +4,38 @@ A block is a span of bytes with a number. Its reader moves both ends to the next
 without communicating, and no process passes text to another.
 """
 
-import glob
 import json
+import math
 import os
-import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
-from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from megacore.data.input_files import LINES, find_files
 from megacore.errors import DataError
 from megacore.files import open_plain
 
-STDLIB = "python-stdlib"
-NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
 CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
 HEAD_BYTES = 64 << 10  # of a document, whose hash decides whether it is for validation
+ALL = 1 << 64  # beyond every hash
 
 
 @dataclass(frozen=True)
 class Source:
     """A span of a file's bytes: one document, or with `jsonl` one document a line.
 
-    A hash chooses `valid_fraction` of its documents for validation; 0 means none and 1 all.
+    Its documents whose hash is below `valid_below` are for validation; 0 means none and `ALL` all.
     """
 
     path: str
     start: int
     stop: int
     jsonl: bool
-    valid_fraction: float
+    valid_below: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Piece:
     """A document's text, or a part of it; `ends` marks the last part. Of a line it is the text under the key, or the line itself."""
 
     text: str
+    drawn: int  # the hash of the document's beginning
     valid: bool
     ends: bool
     start: int = 0  # the byte of the file at which the line begins
@@ -64,7 +63,7 @@ class Texts:
 
     Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction is, chosen by a hash of each
     document's beginning. This choice needs no count of documents, does not depend on their order, and puts exact copies of a document
-    on the same side.
+    on the same side. Where it would leave one side empty, the document that is nearest to it goes there (`divide`).
 
     Raises:
         DataError: an input is missing, cannot be read or names no text file, or all text is empty.
@@ -72,19 +71,48 @@ class Texts:
 
     def __init__(self, inputs: list[str], valid_fraction: float = 0.0) -> None:
         try:
-            paths, self.skipped = find_files(inputs)
+            paths, self.left_out = find_files(inputs)
             sizes = [os.stat(path).st_size for path in paths]
-            self.sources = [Source(p, 0, size, p.endswith(".jsonl"), valid_fraction) for p, size in zip(paths, sizes, strict=True)]
+            below = math.ceil(valid_fraction * ALL)
+            self.sources = [Source(p, 0, size, p.endswith(LINES), below) for p, size in zip(paths, sizes, strict=True)]
             for path in paths:
                 open_plain(path).close()
             if len(paths) == 1 and not self.sources[0].jsonl:
-                self.sources = _split(self.sources[0])
+                self.sources = _split(self.sources[0], valid_fraction)
         except OSError as error:
             raise DataError(str(error.filename), f"cannot be read: {error.strerror}", "text that this user may read") from None
         self.num_bytes = sum(s.stop - s.start for s in self.sources)
         if self.num_bytes == 0:
             raise DataError(", ".join(inputs), "the text is empty", "at least one character")
         self._first = [0, *accumulate(-(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
+
+    def divide(self, text_key: str | None) -> None:
+        """Moves the bound between training and validation, if all documents are on one side of it and not all are alike.
+
+        It reads until it has met a document of each side: of a large corpus a little, of a small one all. Raises `DataError`.
+        """
+        below = self.sources[0].valid_below
+        if len({source.valid_below for source in self.sources}) > 1 or not 0 < below < ALL:
+            return
+        least, most = ALL, -1
+        for drawn in (drawn for source in self.sources for drawn in self._drawn(source, text_key)):
+            least, most = min(least, drawn), max(most, drawn)
+            if least < below <= most:
+                return
+        if least < most:
+            below = least + 1 if least >= below else most
+            self.sources = [replace(source, valid_below=below) for source in self.sources]
+
+    def _drawn(self, source: Source, text_key: str | None) -> Iterator[int]:
+        """The hash of each document of a source."""
+        if not source.jsonl:
+            with open(source.path, "rb") as file:
+                head = file.read(HEAD_BYTES)
+            yield from [_hash(head)] if head else []
+        else:
+            for start in range(source.start, source.stop, BLOCK_BYTES):
+                block = Block(source, start, min(start + BLOCK_BYTES, source.stop))
+                yield from (piece.drawn for piece in read_block(block, text_key))
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -108,8 +136,8 @@ def read_block(block: Block, text_key: str | None) -> Iterator[Piece]:
                 yield from _read_lines(source, start, raw, text_key)
             elif raw:
                 file.seek(source.start)
-                valid = _for_validation(file.read(HEAD_BYTES), source.valid_fraction)
-                yield Piece(_decode(raw, source.path, start), valid, ends=stop == source.stop)
+                drawn = _hash(file.read(HEAD_BYTES))
+                yield Piece(_decode(raw, source.path, start), drawn, drawn < source.valid_below, ends=stop == source.stop)
     except OSError as error:
         raise DataError(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
 
@@ -118,68 +146,31 @@ def _read_lines(source: Source, start: int, raw: bytes, text_key: str | None) ->
     """The documents of the lines in `raw`, which begins at byte `start` of the file."""
     for line in raw.split(b"\n"):
         if line.strip():
+            text = record = _decode(line, source.path, start)
             try:
-                text = _decode(line, source.path, start)
-                text = text if text_key is None else json.loads(text)[text_key]
+                if text_key is not None:
+                    record = json.loads(text)
+                    text = record[text_key]
                 head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
-            except DataError:
-                raise
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
-                wrong = f"line {line_number(source.path, start)} {_why(error, text_key)}"
-                raise DataError(source.path, wrong, f'one object a line, such as {{"{text_key or "messages"}": …}}') from None
+                wrong, right = _why(error, record, text_key)
+                raise DataError(source.path, f"line {line_number(source.path, start)} {wrong}", right) from None
             if text:
-                yield Piece(text, _for_validation(head, source.valid_fraction), True, start)
+                drawn = _hash(head)
+                yield Piece(text, drawn, drawn < source.valid_below, True, start)
         start += len(line) + 1
 
 
-def _for_validation(head: bytes, fraction: float) -> bool:
-    return int.from_bytes(blake2b(head, digest_size=8).digest(), "little") < fraction * 2**64
+def _hash(head: bytes) -> int:
+    """A number below `ALL` for the beginning of a document."""
+    return int.from_bytes(blake2b(head, digest_size=8).digest(), "little")
 
 
-def find_files(inputs: list[str]) -> tuple[list[str], int]:
-    """Returns the files that the inputs name, each once, and the number of binary files in folders, which are left out.
-
-    Folders are read recursively in the order of their paths, without hidden entries.
-    """
-    paths: dict[str, None] = {}
-    skipped = 0
-    for name in inputs:
-        found, binary = _expand(name)
-        if not found:
-            raise DataError(name, "names no text file", f"a file, a folder with text files, a glob or {STDLIB}")
-        paths.update(dict.fromkeys(found))
-        skipped += binary
-    return list(paths), skipped
-
-
-def _expand(name: str) -> tuple[list[str], int]:
-    """The files that one input names, and the number of binary ones left out."""
-    if name == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [p for p in root.rglob("*.py") if NOT_STDLIB.isdisjoint(p.relative_to(root).parts)]
-        return sorted(map(str, files)), 0
-    if os.path.isdir(name):
-        files = [p for p in Path(name).rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.relative_to(name).parts)]
-        texts = [str(p) for p in sorted(files) if _looks_like_text(p)]
-        return texts, len(files) - len(texts)
-    if os.path.exists(name):
-        return [name], 0
-    if glob.has_magic(name):
-        return sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p)), 0
-    raise DataError(name, "missing", f"a file, a folder, a glob or {STDLIB}")
-
-
-def _looks_like_text(path: Path) -> bool:
-    """Whether git would call it text: the first 8000 bytes have no NUL."""
-    with open(path, "rb") as file:
-        return b"\0" not in file.read(8000)
-
-
-def _split(source: Source) -> list[Source]:
+def _split(source: Source, valid_fraction: float) -> list[Source]:
     """Cuts a text file into its first and last part, between two characters."""
     with open(source.path, "rb") as file:
-        middle = _character(file, int(source.stop * (1 - source.valid_fraction)))
-    return [replace(source, stop=middle, valid_fraction=0.0), replace(source, start=middle, valid_fraction=1.0)]
+        middle = _character(file, int(source.stop * (1 - valid_fraction)))
+    return [replace(source, stop=middle, valid_below=0), replace(source, start=middle, valid_below=ALL)]
 
 
 def _cut(file: BinaryIO, offset: int, source: Source) -> int:
@@ -215,12 +206,17 @@ def line_number(path: str, offset: int) -> int:
     return lines
 
 
-def _why(error: Exception, text_key: str | None) -> str:
+def _why(error: Exception, record: Any, text_key: str | None) -> tuple[str, str]:
+    """What is wrong with a line, and what would be right."""
+    right = f'one object a line, such as {{"{text_key or "messages"}": "…"}}'
     if isinstance(error, UnicodeEncodeError):
-        return "holds half a surrogate pair, which is no text"
+        return "holds half a surrogate pair, which is no text", right
     if isinstance(error, ValueError | RecursionError):
-        return why_not_json(error)
-    return f"has no text under the key {text_key}"
+        return why_not_json(error), right
+    wrong = f"has no text under the key {text_key}"
+    if isinstance(record, dict) and (keys := [key for key, value in record.items() if isinstance(value, str)]):
+        return wrong, f"--text-key with the key of its text; there {'are' if len(keys) > 1 else 'is'} {', '.join(keys)[:200]}"
+    return wrong, right
 
 
 def why_not_json(error: ValueError | RecursionError) -> str:
