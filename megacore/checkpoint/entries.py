@@ -28,6 +28,11 @@ ContentDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
 
 
+Counted = Annotated[float, Field(ge=0, le=LARGEST)]
+MOST_SAMPLES = 2**61  # of a run, as its config allows
+MOST_NORMS = 128  # of the last steps, as `engine.guard` remembers them
+
+
 class Entry(BaseModel):
     # From JSON a tuple is a list; numbers are not coerced, nor unknown keys dropped.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -55,13 +60,31 @@ class Logical(Entry):
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
+class EngineState(Entry, extra="allow"):
+    """What an engine's `load_state` gets; of what stands here, each engine has some."""
+
+    updates: Counted  # steps that were taken
+    skipped: Counted  # and those that were not
+    loss_scale: Annotated[float, Field(ge=2.0**-100, le=2.0**100)] = 1
+    good_steps: Counted = 0
+    norms: Annotated[list[Annotated[float, Field(ge=0, le=1e300)]], Field(max_length=MOST_NORMS, default_factory=list)]
+
+
+class RunState(Entry, extra="allow"):
+    """What a run takes from the state of a checkpoint that it resumes, which says so by its `engine`."""
+
+    samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)]  # read, or passed over
+    rollbacks: Size = 0
+    engine: EngineState
+
+
 class Head(Entry):
     """What every version says."""
 
     format_version: int
     megacore_version: str
     step: Size
-    state: dict[str, Any]  # of the run, whose `model` entry is the config's model section
+    state: dict[str, Any]  # of the run, whose `model` entry is the config's model section; see `RunState`
     files: dict[FileName, File]
 
 

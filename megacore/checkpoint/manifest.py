@@ -23,7 +23,7 @@ from megacore.checkpoint.disk import plain_size
 from megacore.checkpoint.earlier import EarlierText
 from megacore.checkpoint.entries import DTYPES, File, Logical, Text
 from megacore.checkpoint.slices import Numbers, Slice, Slices
-from megacore.checkpoint.tiling import overlapping, tiles
+from megacore.checkpoint.tiling import overlapping, tiled
 from megacore.distributed.shard import Box, piece_name
 from megacore.errors import CheckpointError
 
@@ -55,6 +55,7 @@ class Manifest:
         ends = list(accumulate(tensor.slices for tensor in self.tensors.values()))
         starts = [0, *ends[:-1]]
         self.names, self.file_names, self.ends = list(self.tensors), list(self.files), np.array(ends, np.int64)
+        self.places = {name: place for place, name in enumerate(self.file_names)}
         self.spans = {name: slice(start, end) for name, start, end in zip(self.names, starts, ends, strict=True)}
 
     @classmethod
@@ -119,47 +120,77 @@ class Manifest:
             return f"has files of {self.nbytes} bytes"
         if int(self.slices.file.max(initial=0)) >= len(self.files) and len(self.slices):
             return f"has a slice in file {self.slices.file.max()} of {len(self.files)}"
-        room = np.array([file.bytes for file in self.files.values()], np.int64)
         for name, tensor in self.tensors.items():
-            if fault := self._tensor_fault(name, tensor, room):
-                return f"tensor {name} {fault}"
-        return None
+            if tensor.dtype not in DTYPES:
+                return f"tensor {name} has the unknown dtype {tensor.dtype}"
+            if "#" in name:
+                return f"tensor {name} has the name of a slice"
+            if tensor.nbytes > LARGEST_CHECKPOINT:
+                return f"tensor {name} has {tensor.nbytes} bytes"
+        return self._fault_of_slices()
 
-    def _tensor_fault(self, name: str, tensor: Logical, room: Numbers) -> str | None:
-        """Why a tensor cannot be read in whole; takes its bytes from the `room` in each file."""
-        if tensor.dtype not in DTYPES:
-            return f"has the unknown dtype {tensor.dtype}"
-        if "#" in name:
-            return "has the name of a slice"
-        if tensor.nbytes > LARGEST_CHECKPOINT:
-            return f"has {tensor.nbytes} bytes"
-        rows, dims = self.slices[self.spans[name]], len(tensor.shape)
-        offsets, shapes = rows.offset[:, :dims].astype(np.int64), rows.shape[:, :dims].astype(np.int64)
-        outside = (offsets + shapes > np.array(tensor.shape, np.int64)).any(axis=1)
-        outside |= rows.offset[:, dims:].any(axis=1) | (rows.shape[:, dims:] != 1).any(axis=1)
+    def _fault_of_slices(self) -> str | None:
+        """The first reason why a tensor cannot be read in whole. All tensors are looked at together: there may be a million."""
+        rows, tensors = self.slices, list(self.tensors.values())
+        dims = np.array([len(tensor.shape) for tensor in tensors], np.int64)
+        most = rows.offset.shape[1]
+        shapes = np.array([(*tensor.shape, *(1,) * (most - len(tensor.shape))) for tensor in tensors], np.int64).reshape(len(tensors), most)
+        owners = np.repeat(np.arange(len(tensors)), np.diff(self.ends, prepend=0))
+        offset, shape = rows.offset.astype(np.int64), rows.shape.astype(np.int64)
+        beyond = np.arange(most) >= dims[owners, None]  # dims that a tensor does not have
+        outside = (offset + shape > shapes[owners]).any(axis=1) | (beyond & ((offset != 0) | (shape != 1))).any(axis=1)
         if outside.any():
-            first = self._first(name, outside)
-            return f"has a slice {first.shape} at {first.offset} in {first.file}, outside its shape {tensor.shape}"
-        if not tiles(tensor.shape, offsets, shapes):
-            boxes = [(tuple(offset), tuple(shape)) for offset, shape in zip(offsets.tolist(), shapes.tolist(), strict=True)]
-            if pair := overlapping(boxes):
-                a, b = (piece for _, piece in self.named(self.spans[name].start + np.array(pair)))
-                return f"has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in {b.file}"
-            return f"has slices for {sum(prod(shape) for _, shape in boxes)} of its {prod(tensor.shape)} elements only"
-        if digest_text(int(rows.digest.sum(dtype=np.uint64))) != tensor.digest:
-            return "has another digest than its slices together"
-        keys = rows.file.astype(np.uint64) << np.uint64(32) | rows.number.astype(np.uint64)
-        if len(np.unique(keys)) < len(keys) or not rows.number.all():
-            return "has two slices of one name in one file"
-        np.subtract.at(room, rows.file, shapes.prod(axis=1) * DTYPES[tensor.dtype].itemsize)
-        if (full := room[rows.file] < 0).any():
-            file = self._first(name, full).file
-            return f"does not fit in the {self.files[file].bytes} bytes of {file}"
+            name, first = self._first(outside)
+            return (
+                f"tensor {name} has a slice {first.shape} at {first.offset} in {first.file}, outside its shape {self.tensors[name].shape}"
+            )
+        for count in np.unique(dims).tolist():
+            own = np.flatnonzero(dims == count)
+            mine = np.flatnonzero(dims[owners] == count)
+            whole = tiled(shapes[own, :count], np.searchsorted(own, owners[mine]), offset[mine, :count], shape[mine, :count])
+            if not whole.all():
+                return self._untiled(self.names[own[np.argmin(whole)]])
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(rows.digest, dtype=np.uint64)])  # modulo 2⁶⁴, as digests add up
+        for name, tensor, digest in zip(self.names, tensors, np.diff(sums[np.concatenate([[0], self.ends])]).tolist(), strict=True):
+            if digest_text(digest) != tensor.digest:
+                return f"tensor {name} has another digest than its slices together"
+        return self._fault_of_places(owners, shape.prod(axis=1) * np.array([DTYPES[t.dtype].itemsize for t in tensors], np.int64)[owners])
+
+    def _untiled(self, name: str) -> str:
+        """Why the slices of a tensor do not make it up."""
+        tensor, rows = self.tensors[name], self.slices[self.spans[name]]
+        offsets, shapes, dims = rows.offset.tolist(), rows.shape.tolist(), len(tensor.shape)
+        boxes = [(tuple(offset[:dims]), tuple(shape[:dims])) for offset, shape in zip(offsets, shapes, strict=True)]
+        if pair := overlapping(boxes):
+            a, b = (piece for _, piece in self.named(self.spans[name].start + np.array(pair)))
+            return f"tensor {name} has overlapping slices, at {a.offset} in {a.file} and at {b.offset} in {b.file}"
+        elements = sum(prod(shape) for _, shape in boxes)
+        return f"tensor {name} has slices for {elements} of its {prod(tensor.shape)} elements only"
+
+    def _fault_of_places(self, owners: Numbers, nbytes: Numbers) -> str | None:
+        """Two slices in one place, or more in a file than fits there; `owners`, `nbytes`: of each slice its tensor and its size."""
+        file, number = self.slices.file, self.slices.number
+        order = np.lexsort((number, file, owners))
+        same = [column[order][1:] == column[order][:-1] for column in (number, file, owners)]
+        again = np.zeros(len(order), bool)
+        again[order[1:]] = same[0] & same[1] & same[2]
+        again |= number == 0
+        if again.any():
+            return f"tensor {self._first(again)[0]} has two slices of one name in one file"
+        order = np.argsort(file, kind="stable")
+        filled = np.cumsum(nbytes[order], dtype=np.float64)  # exact as far as a file may be large
+        begins = np.searchsorted(file[order], np.arange(len(self.files)))
+        before = np.concatenate([[0.0], filled])[begins][file[order]]
+        full = np.zeros(len(order), bool)
+        full[order] = filled - before > np.array([one.bytes for one in self.files.values()], np.float64)[file[order]]
+        if full.any():
+            name, first = self._first(full)
+            return f"tensor {name} does not fit in the {self.files[first.file].bytes} bytes of {first.file}"
         return None
 
-    def _first(self, name: str, rows: Numbers) -> Slice:
-        """The first slice of a tensor for which `rows` are true."""
-        return next(self.named(self.spans[name].start + np.flatnonzero(rows)[:1]))[1]
+    def _first(self, rows: Numbers) -> tuple[str, Slice]:
+        """The first slice for which `rows` are true, with the name of its tensor."""
+        return next(self.named(np.flatnonzero(rows)[:1]))
 
 
 # The text begins with its own digest: of an opening brace and everything behind this head.

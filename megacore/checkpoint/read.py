@@ -174,7 +174,7 @@ class Reader:
 
     def _slices_in(self, file: str) -> list[tuple[str, Slice]]:
         """What the manifest says is in a file, with the names of the tensors."""
-        (order, starts), place = self._by_file, self.manifest.file_names.index(file)
+        (order, starts), place = self._by_file, self.manifest.places[file]
         return list(self.manifest.named(order[starts[place] : starts[place + 1]]))
 
     def _verify_slice(self, name: str, piece: Slice, stored: Any) -> None:

@@ -1,17 +1,21 @@
 """Opens and checks all that a run reads, before any rank waits for another."""
 
-import math
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from megacore import checkpoint
+from megacore.checkpoint.entries import RunState
 from megacore.checkpoint.weights import check_weights, recorded_sections
 from megacore.config import Config
+from megacore.config.rules import MOST_SAMPLES
 from megacore.config.schema import resolved
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
 from megacore.plan.optimizers import STATES
+from megacore.records import complaint
 
 
 class Inputs:
@@ -96,13 +100,6 @@ class Inputs:
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
             raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
-        engine = reader.state["engine"] if isinstance(reader.state["engine"], dict) else {}
-        numbers = {"rollbacks": reader.state.get("rollbacks", 0), "engine.updates": None, "engine.skipped": None}
-        numbers |= {f"engine.{name}": engine[name] for name in ("updates", "skipped", "loss_scale", "good_steps") if name in engine}
-        for name, number in numbers.items():
-            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-                wrong = f"{name} in its state is {number!r:.40}"
-                raise CheckpointError(str(reader.path), wrong, "a number that is not negative; use an earlier checkpoint")
         reader.check_model(self.config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
         kinds, kind = {name.partition("/")[0] for name in reader.names}, self.config.optim.kind
         if lacking := [state for state in STATES[kind] if state not in kinds]:
@@ -110,10 +107,26 @@ class Inputs:
             right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
             raise CheckpointError(str(reader.path), wrong, right)
         self._check_samples(self.config, reader)
+        self._check_counts(reader)
         steps = self.config.train.steps
         if reader.step > steps:
             wrong = f"is of step {reader.step}, beyond train.steps {steps}"
             raise CheckpointError(str(reader.path), wrong, "more steps, or checkpoint.resume=never")
+
+    def _check_counts(self, reader: checkpoint.Reader) -> None:
+        """Refuses a state that is none, and counts that training cannot have reached by the checkpoint's step."""
+        step, batch, right = reader.step, self.config.train.global_batch_size, "use an earlier checkpoint"
+        try:
+            state = RunState.model_validate(reader.state)
+        except ValidationError as error:
+            raise CheckpointError(str(reader.path), f"its state is damaged: {complaint(error)}", right) from None
+        for name in ("updates", "skipped", "good_steps"):
+            if (count := getattr(state.engine, name)) > step:
+                raise CheckpointError(str(reader.path), f"engine.{name} in its state is {count:g}, beyond its step {step}", right)
+        if state.samples % batch or not step * batch <= state.samples <= MOST_SAMPLES - self.config.train.steps * batch:
+            done = f"its step {step} × train.global_batch_size {batch} = {step * batch}"
+            wrong = f"samples in its state is {state.samples}, and {done}"
+            raise CheckpointError(str(reader.path), wrong, f"as many, or more by whole batches; {right}")
 
     def _weights(self, config: Config) -> Path | None:
         if config.checkpoint.weights is None:

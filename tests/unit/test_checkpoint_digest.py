@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from megacore.checkpoint import tiling
 from megacore.checkpoint.digest import content_digest, digest_text, identity_word
-from megacore.checkpoint.tiling import tiles
+from megacore.checkpoint.tiling import tiled
 
 
 def test_content_digests_add_up_however_a_tensor_is_cut() -> None:
@@ -83,15 +84,22 @@ def test_a_content_digest_says_what_the_tensor_is() -> None:
     assert len(digests) == 4
 
 
-def tiled(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """`tiles`, of pairs of offset and size."""
-    offsets, sizes = (np.array([box[i] for box in boxes], np.uint8).reshape(len(boxes), len(shape)) for i in (0, 1))
-    return tiles(shape, offsets, sizes)
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # pairs of offset and size
+
+
+def verdicts(cases: list[tuple[tuple[int, ...], Boxes]]) -> list[bool]:
+    """`tiled`, of shapes of as many dims each with its boxes, all at once."""
+    dims = len(cases[0][0])
+    owners = np.repeat(np.arange(len(cases)), [len(boxes) for _, boxes in cases])
+    every = [box for _, boxes in cases for box in boxes]
+    offsets, sizes = (np.array([box[i] for box in every], np.int64).reshape(len(every), dims) for i in (0, 1))
+    return tiled(np.array([shape for shape, _ in cases], np.int64).reshape(len(cases), dims), owners, offsets, sizes).tolist()
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_tiling_is_exact(seed: int) -> None:
-    """Random boxes: `tiles` says what counting every element says, for tilings and for what has a hole, an overlap, or one of each."""
+def test_tiling_is_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random boxes: `tiled` says what counting every element says, for tilings and for what has a hole, an overlap, or one of each; for
+    many tensors, however few of them it looks at together."""
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 3)))
     boxes = [((0,) * len(shape), shape)]
@@ -104,7 +112,7 @@ def test_tiling_is_exact(seed: int) -> None:
             boxes.append(((*offset[:dim], offset[dim] + first, *offset[dim + 1 :]), (*size[:dim], size[dim] - first, *size[dim + 1 :])))
         else:
             boxes.append((offset, size))
-    assert tiled(shape, boxes)
+    cases, counted = [(shape, boxes)], [True]
     for _ in range(10):
         spoilt = list(boxes)
         for _ in range(rng.randint(1, 2)):
@@ -114,4 +122,8 @@ def test_tiling_is_exact(seed: int) -> None:
         counts = torch.zeros(shape)
         for offset, size in spoilt:
             counts[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
-        assert tiled(shape, spoilt) == bool((counts == 1).all())
+        cases.append((shape, spoilt))
+        counted.append(bool((counts == 1).all()))
+    assert verdicts(cases) == counted
+    monkeypatch.setattr(tiling, "MOST_CORNERS", rng.choice((1, 16, 64, 256)))
+    assert verdicts(cases) == counted
