@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.survive.beats import MOST_BYTES, Beat, behind_token, open_datagrams, resolve, same_user, unpacked
+from megacore.survive.beats import MOST_BYTES, Beat, behind_token, keep_out, open_datagrams, resolve, same_user, unpacked
 
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats
@@ -81,6 +81,7 @@ class Heartbeat:
         self.door.bind("")  # the kernel gives it a name that is in no folder
         self.door.listen(1024)
         self.datagrams = open_datagrams()
+        keep_out(self.datagrams, self.token)
         self.port: int = self.datagrams.getsockname()[1]
         self.selector = selectors.DefaultSelector()
         for each, method in ((self.door, self._accept), (self.datagrams, self._receive)):

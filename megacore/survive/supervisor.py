@@ -251,7 +251,8 @@ class Supervisor:
     def _listen(self, lines: IO[str]) -> None:
         assert self.listener is not None
         for line in lines:
-            self.listener(line)
+            with contextlib.suppress(OSError, ValueError):  # nobody hears it any more; but a run whose pipe is full would wait for ever
+                self.listener(line)
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

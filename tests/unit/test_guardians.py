@@ -85,6 +85,16 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_supervisor(tmp_path: P
     assert watched.asked() and "STOP cannot be written, so the run does not hear of it: Not a directory" in capfd.readouterr().err
 
 
+def test_what_a_run_prints_is_read_though_nobody_hears_it(tmp_path: Path) -> None:
+    """A run waits for ever once its pipe is full."""
+
+    def deaf(line: str) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    code = "for _ in range(20000): print('a line of a run')"
+    assert Supervisor([sys.executable, "-c", code], tmp_path, listener=deaf, stall=5.0, restarts=0).run() == 0
+
+
 def test_a_file_system_that_does_not_answer_is_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank looks for the file STOP between steps."""
 
