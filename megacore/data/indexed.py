@@ -81,11 +81,11 @@ class IndexedTokens:
         self.num_documents = boundaries - 1
         self._pointers = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
         self._boundaries = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(boundaries,))
-        if not 0 <= self._boundaries[0] <= self._boundaries[-1] <= sequences:  # the others when they are read
+        if not 0 <= self._boundaries[0] <= self._boundaries[-1] <= sequences:  # the others in `check_index`, and when they are read
             raise self._disorder()
-        last_size = np.memmap(idx_path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))[-1]
+        self._sizes = np.memmap(idx_path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
         # Only the end of the last sequence is checked: checking each would read an index of many GB.
-        end = int(self._pointers[-1]) + int(last_size) * self.dtype.itemsize
+        end = int(self._pointers[-1]) + int(self._sizes[-1]) * self.dtype.itemsize
         if end != bin_size:
             raise DataError(bin_path, f"has {bin_size} bytes, but its .idx ends at byte {end}", f"{end} bytes; {PREPARE_AGAIN}")
         self._tokens = np.memmap(bin_path, dtype=self.dtype.newbyteorder("<"), mode="r")
@@ -116,10 +116,50 @@ class IndexedTokens:
         if self.masked and not any(self.learned(start, min(SCAN_BLOCK, self.num_tokens - start)).any() for start in starts):
             raise DataError(self.prefix + MASK, "leaves out every token, so nothing is learned", "a corpus with answers")
 
+    def check_index(self) -> None:
+        """Raises `DataError` unless sequences and documents follow one another. Reads up to 256 MiB of the index: all of it, or of a
+        larger one as much in evenly spread blocks."""
+        for count, check in ((len(self._pointers), self._check_sequences), (len(self._boundaries), self._check_boundaries)):
+            blocks = -(-count // SCAN_BLOCK)
+            most = SCAN_BYTES // (SCAN_BLOCK * 20)  # of a sequence 12 bytes are read, and of a document 8
+            for block in np.linspace(0, blocks - 1, num=min(blocks, most), dtype=np.int64).tolist():
+                check(block * SCAN_BLOCK, min((block + 1) * SCAN_BLOCK, count))
+
+    def _check_sequences(self, first: int, stop: int) -> None:
+        """Raises `DataError` unless each of the sequences `first` to `stop - 1` ends where the next one begins."""
+        sizes, begins = self._sizes[first:stop].astype(np.int64), self._pointers[first : stop + 1]
+        if stop == len(self._pointers):
+            begins = np.append(begins, self.num_tokens * self.dtype.itemsize)
+        ends = begins[:-1] + sizes * self.dtype.itemsize
+        if sizes.min() < 0 or (first == 0 and begins[0]) or (ends != begins[1:]).any():
+            raise self._disorder()
+
+    def _check_boundaries(self, first: int, stop: int) -> None:
+        """The same of documents' boundaries."""
+        bounds = self._boundaries[first : stop + 1]
+        if bounds.min() < 0 or bounds.max() > len(self._pointers) or (np.diff(bounds) < 0).any():
+            raise self._disorder()
+
+    def _sequence_at(self, position: int) -> int:
+        """The number of the sequence with the token at `position`. Raises `DataError` if the index leads elsewhere."""
+        byte = position * self.dtype.itemsize
+        sequence = int(np.searchsorted(self._pointers, byte, side="right") - 1)
+        if not 0 <= byte - int(self._pointers[sequence]) < int(self._sizes[sequence]) * self.dtype.itemsize:
+            raise self._disorder()
+        return sequence
+
     def document_at(self, position: int) -> int:
-        """The number, from 0, of the document with the token at `position` of the stream."""
-        sequence = np.searchsorted(self._pointers, position * self.dtype.itemsize, side="right") - 1
-        return int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
+        """The number, from 0, of the document with the token at `position` of the stream.
+
+        Raises:
+            DataError: the documents do not follow one another.
+        """
+        sequence = self._sequence_at(position)
+        document = int(np.searchsorted(self._boundaries, sequence, side="right") - 1)
+        begin, end = self._boundaries[max(document, 0)], self._boundaries[document + 1 : document + 2]
+        if not 0 <= begin <= sequence or (end <= sequence).any() or (end > len(self._pointers)).any():
+            raise self._disorder()
+        return document
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:
         """The positions from `first` up to `stop`, which is left out, at which a document begins; ascending.
@@ -129,10 +169,14 @@ class IndexedTokens:
         """
         if first >= stop:
             return np.empty(0, dtype=np.int64)
-        documents = self._boundaries[self.document_at(first) : self.document_at(stop - 1) + 1]
-        if not len(documents) or documents.min() < 0 or documents.max() >= len(self._pointers) or np.diff(documents).min(initial=0) < 0:
+        sequences = self._sequence_at(first), self._sequence_at(stop - 1)
+        if sequences[0] > sequences[1]:
             raise self._disorder()
-        starts = np.unique(self._pointers[documents] // self.dtype.itemsize)
+        self._check_sequences(sequences[0], sequences[1] + 1)
+        documents = self._boundaries[self.document_at(first) : self.document_at(stop - 1) + 1]
+        if not len(documents) or documents.max() > sequences[1] or np.diff(documents).min(initial=0) < 0:
+            raise self._disorder()
+        starts = np.unique(self._pointers[documents[documents >= sequences[0]]] // self.dtype.itemsize)
         return starts[starts >= first]
 
     def documents(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

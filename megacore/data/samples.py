@@ -20,7 +20,7 @@ Spec = str | list[tuple[float, str]]  # a prefix, or weighted prefixes
 def open_corpora(spec: Spec, vocab_size: int, scan: bool) -> list[tuple[float, IndexedTokens]]:
     """Opens the corpora of a `data.train` or `data.valid`; returns each with its share of the samples (the sum is 1).
 
-    With `scan` it also reads them for tokens beyond the vocabulary.
+    With `scan` it also reads their indices, for disorder, and them, for tokens beyond the vocabulary.
     """
     weighted = [(1.0, spec)] if isinstance(spec, str) else spec
     total = sum(weight for weight, _ in weighted)
@@ -31,6 +31,7 @@ def open_corpora(spec: Spec, vocab_size: int, scan: bool) -> list[tuple[float, I
             wrong = f"is missing, and {tokens.prefix}.json says that only {known.learned} tokens are learned"
             raise DataError(tokens.prefix + MASK, wrong, "the file that launch/prepare.py --chat wrote beside them")
     for _, tokens in corpora if scan else ():
+        tokens.check_index()
         check_vocabulary(tokens, vocab_size)
     return corpora
 
