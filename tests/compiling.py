@@ -24,7 +24,7 @@ def graphs_counted(backend: str = QUICK) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     as_it_is = nn.Module.compile
     try:
-        with mock.patch.object(nn.Module, "compile", lambda self: as_it_is(self, backend=backend)):
+        with mock.patch.object(nn.Module, "compile", lambda self, **_: as_it_is(self, backend=backend)):
             yield found
         found["graphs"] = counters["stats"]["unique_graphs"]
         found["breaks"] = [reason.splitlines()[0] for reason in counters["graph_break"]]

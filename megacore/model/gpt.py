@@ -32,6 +32,12 @@ BLOCKS: dict[str, type[nn.Module]] = {"gpt": Block}  # by `model.block`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
+def inductor_options(group: Group) -> dict[str, bool] | None:
+    """How Inductor compiles a block. It may time variants of a reduction or a product and keep the fastest, and some of these round
+    differently. Each tensor rank would choose by itself, and what all hold alike would drift apart: there it must not measure."""
+    return {"deterministic": True} if group.size > 1 else None
+
+
 class Stage(nn.Module):
     """Blocks ``layers`` of a GPT, with the embeddings before the first block and the head after the last.
 
@@ -70,7 +76,7 @@ class Stage(nn.Module):
         if compiles(config):
             keep_inductor_private()
             for block in self.blocks.values():
-                block.compile()
+                block.compile(options=inductor_options(group))
 
     def compute_on(self, device: torch.device) -> None:
         """Makes all but the parameters on the device. The engine brings these when they are used."""

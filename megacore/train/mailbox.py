@@ -19,6 +19,7 @@ class Figures:
     failures: float  # ranks on which the save under way has failed
     grad_norm: float
     skipped: float  # steps skipped so far
+    drifted: float = 0.0  # tensor ranks on which parameters differ that all hold alike
 
 
 class Mailbox:
@@ -30,10 +31,10 @@ class Mailbox:
     def __init__(self, device: torch.device) -> None:
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self.pinned = [torch.empty(5, dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
+        self.pinned = [torch.empty(6, dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
 
     def post(self, step: int, figures: Tensor) -> None:
-        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped]`, fp64 on the device, to the host."""
+        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, drifted]`, fp64 on the device, to the host."""
         if not self.lag:
             self.waiting.append((step, figures, None))
             return

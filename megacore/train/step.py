@@ -21,6 +21,7 @@ from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan.choices import masks_targets
 from megacore.plan.partition import plan_of
 from megacore.tensor_parallel.cross_entropy import IGNORED
+from megacore.train.drift import Drift
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Figures:
     grad_norm: Tensor  # global, before clipping
     skipped: Tensor  # steps skipped so far: their loss or gradient was not finite, or a spike
     lr: float  # the rate of this step's update
+    drifted: Tensor  # tensor ranks on which parameters differ that all hold alike, see `drift`
 
 
 class TrainStep:
@@ -45,6 +47,7 @@ class TrainStep:
         self.runtime = Runtime(self.stages, self.engine, mesh.pp)
         self.plan = plan_of(config)
         self.masks_targets = masks_targets(config)
+        self.drift = Drift(self.stages, mesh)
         self.number = 0  # of the step that is being done
         self.threads = fitting_threads(config, mesh.place.world_size) if mesh.device.type == "cpu" else None
         if draw:
@@ -81,11 +84,13 @@ class TrainStep:
             self.threads.fit()
         part = self.forward_backward(batch)
         flags = [torch.full_like(part, vote) for vote in votes()]
-        loss, *counts = all_reduce(torch.stack([part, *flags]), self.mesh.world)
+        sums = self.drift.sums(number)
+        loss, *rest = all_reduce(torch.stack([part, *flags, *sums]), self.mesh.world)
+        counts, sums = rest[: len(flags)], rest[len(flags) :]
         before_update()
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
         statistics = self.engine.step(lr, loss)
-        return Figures(loss, counts, statistics.grad_norm, statistics.skipped, lr)
+        return Figures(loss, counts, statistics.grad_norm, statistics.skipped, lr, self.drift.seen(sums))
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Runs the microbatches forward and backward. The engine then has the reduced gradients.

@@ -19,6 +19,7 @@ from megacore.pipeline.runtime import Microbatch
 from megacore.plan.choices import why_whole
 from megacore.plan.generators import GENERATORS, generated
 from megacore.plan.partition import placement_of, stage_layers
+from megacore.train.drift import Drifted
 from megacore.train.evaluation import evaluate
 from megacore.train.exporter import Exporter
 from megacore.train.garbage import Garbage
@@ -153,7 +154,7 @@ class Trainer:
             self.step += 1
             batch = self.next_batch()
             done = self.train_step(self.step, batch, self.votes, self.saving.saver.hold_update)
-            self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped]))
+            self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted]))
             self.timer.steps += 1
             self.pairs.add(batch)
             garbage.step()
@@ -164,6 +165,7 @@ class Trainer:
             self.saving.look(failed=any(figures.failures for figures in due))
             if logging:
                 self.report(due[-1], done.lr)
+            self.check_drift(due)
             if self.went_around(due):
                 continue
             if any(figures.stops for figures in due) and not last:
@@ -177,6 +179,13 @@ class Trainer:
                     self.save()
             if (evaluating or saving) and not last:
                 self.obey()
+
+    def check_drift(self, due: list[Figures]) -> None:
+        """Raises `Drifted` on all ranks if parameters differ that tensor ranks hold alike."""
+        for figures in due:
+            if figures.drifted:
+                where = self.train_step.drift.named()
+                raise Drifted(f"parameters that tensor ranks hold alike have drifted apart, seen in step {figures.step}: {where}")
 
     def obey(self) -> None:
         """Raises `StopAgreed` on all ranks if any rank must end. Waits for the device."""

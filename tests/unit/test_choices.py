@@ -82,7 +82,7 @@ def test_compilations_auto_is_no_and_excludes_nothing(device: str, excluded: dic
 def test_blocks_are_compiled_where_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch, asked: bool | str, compiled: int) -> None:
     """`auto` is a word, and so true: a model that took it for a boolean would compile everywhere."""
     blocks: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda block: blocks.append(block))
+    monkeypatch.setattr(nn.Module, "compile", lambda block, **_: blocks.append(block))
     whole_model(config_of({}, compile=asked))
     assert len(blocks) == compiled
 

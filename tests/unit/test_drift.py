@@ -1,0 +1,55 @@
+"""What keeps tensor ranks' copies of a parameter alike, and what compares them: without a process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacore.config import load
+from megacore.distributed.mesh import SOLO, Group
+from megacore.model.gpt import Stage, whole_model
+from megacore.train.drift import EVERY, MODULUS, Drift
+from tests import training
+from tests.unit.test_synchronisation import META, refusing
+
+
+def drift_of(device: torch.device, folder: Path, rank: int, dtype: str = "fp32") -> Drift:
+    config = load(training.write_config(folder, "nothing"), [f"train.precision={dtype}"], 1).config
+    mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), rank), device=device)
+    return Drift([Stage(config, range(2), SOLO, device)], mesh)
+
+
+def test_a_comparison_does_not_wait_for_its_device(tmp_path: Path) -> None:
+    drift = drift_of(META, tmp_path, 1)
+    with refusing():
+        assert drift.sums(EVERY - 1) == [] and drift.seen([]).device == META
+        sums = drift.sums(EVERY)
+        assert len(sums) == 2 and drift.seen(sums).device == META
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_one_bit_shows_in_the_sum_of_many_ranks(tmp_path: Path, dtype: str) -> None:
+    """Of a hundred thousand ranks the sums must be exact, or equal copies would be called different, and one bit be lost."""
+    a, b = (drift_of(torch.device("cpu"), tmp_path, rank, dtype) for rank in (0, 1))
+    (a_sum, _), (_, b_sum) = a.sums(EVERY), b.sums(EVERY)
+    assert 0 < a_sum < MODULUS and a_sum == b_sum
+    others = 100_000 * (MODULUS - 1.0)
+    assert a.seen([a_sum + others, b_sum + others]) == 0
+    weight = b.alike["blocks.0.norm1.weight"].detach()
+    weight[3], weight[4] = torch.nextafter(weight[3], weight[3] + 1), torch.nextafter(weight[4], weight[4] - 1)
+    assert a.seen([a_sum + others, b.sums(EVERY)[1] + others]) == 1
+
+
+def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would keep the reduction that was fastest on it, and some of these round differently."""
+    asked: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, options=None: asked.append(options))
+    config = load(training.write_config(tmp_path, "nothing"), ["train.compile=true"], 1).config
+    whole_model(config)
+    Stage(config, range(1), Group("tp", (0, 1), 0), META)
+    layers = config.model.num_layers
+    assert asked == [None] * layers + [{"deterministic": True}]
+    torch.compile(lambda x: x, options=asked[-1])  # raises where Inductor knows no such option
