@@ -22,6 +22,7 @@ from megacore.plan.plan_file import read_plan
 from megacore.plan.schedule import Placement, Plan, looped, lower, unsplit, v_shaped
 from megacore.plan.simulate import Timeline, peak_held, simulate
 
+_SETTLED: dict[str, int] = {}  # of the candidates of `settled`, the fastest, by config: each takes a search, and many functions ask
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
 
@@ -95,12 +96,15 @@ def settled(config: Config) -> Config:
     parallel = config.parallel
     if parallel.schedule != "auto" or parallel.chunks is not None:
         return config
-    chosen: list[tuple[float, Config]] = []
-    for chunks in (1,) if one_chunk(config) else (1, 2):
-        if parallel.pipeline * chunks <= config.model.num_layers and (chunks == 1 or parallel.pipeline > 1):
-            other = config.model_copy(update={"parallel": parallel.model_copy(update={"chunks": chunks})})
-            chosen.append((simulated(other, plan_of(other)).makespan, other))
-    return min(chosen, key=lambda each: each[0])[1]
+    counts = [n for n in ((1,) if one_chunk(config) else (1, 2)) if parallel.pipeline * n <= config.model.num_layers]
+    candidates = [config.model_copy(update={"parallel": parallel.model_copy(update={"chunks": n})}) for n in counts]
+    if parallel.pipeline == 1:
+        return candidates[0]
+    key = config.model_dump_json()
+    if key not in _SETTLED:
+        spans = [simulated(other, plan_of(other)).makespan for other in candidates]
+        _SETTLED[key] = spans.index(min(spans))
+    return candidates[_SETTLED[key]]
 
 
 def _searched(config: Config) -> Plan:

@@ -255,7 +255,7 @@ def _data(s: Setting, machine: Machine, stages: list[Stage], held: list[list[Sta
     if size == 1:
         return 0.0, 0.0
     parameters = max(_rank_parameters(s, held))
-    gradients, weights = parameters * s.gradient_bytes, parameters * min(s.element, 2)
+    gradients, weights = parameters * s.gradient_bytes, parameters * s.element
     if s.zero == 0:
         return 0.0, machine.collective(2.0, gradients, size, stride)
     return machine.collective(1.0, weights, size, stride), machine.collective(1.0, gradients, size, stride)

@@ -105,5 +105,8 @@ def test_schedules_suit_the_engine(engine: list[str], refused: set[str], monkeyp
         return _search(placements, *args, **options)
 
     monkeypatch.setattr(partition, "_search", search)
+    monkeypatch.setattr(partition, "_SETTLED", {})
     assert settled(auto).chunks == (1 if engine is DEEPSPEED else 2), "two are faster here"
     assert (v_shaped(2) in tried) == (not refused)
+    monkeypatch.setattr(partition, "simulate", lambda *_, **__: pytest.fail("each stage's layers, costs and memory would simulate anew"))
+    assert settled(auto).chunks == settled(auto.model_copy()).chunks

@@ -209,6 +209,8 @@ def test_gradients_are_summed_behind_the_backward() -> None:
     assert sums == pytest.approx(2 * (ring + 4 * parameters * 3 / 4 / 100))
     divided = predict(replace(data, zero=1), SMOOTH, CLUSTER, PLAIN).terms["data"]
     assert divided == pytest.approx((ring + 4 * parameters * 3 / 4 / 100) + (ring + 2 * parameters * 3 / 4 / 100))
+    exact = predict(replace(data, zero=1, precision="fp32"), replace(SMOOTH, peak_flops={"fp32": 1e12}), CLUSTER, PLAIN).terms["data"]
+    assert exact == pytest.approx(2 * (ring + 4 * parameters * 3 / 4 / 100)), "fp32 parameters are gathered as they are"
     slow = replace(SMOOTH, peak_flops={"bf16": 1.0})  # so slow that its backward hides anything
     assert predict(data, slow, CLUSTER, replace(PLAIN, data_hidden=1.0)).terms["data"] == 0.0
 
