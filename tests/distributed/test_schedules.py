@@ -1,7 +1,10 @@
 """Every schedule trains as one process does, in pairs with all that goes with it; `python -m tests.schedules` proves the product."""
 
+import contextlib
+from collections.abc import Callable
 from itertools import combinations, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,18 +13,14 @@ from megacore.config import load
 from megacore.config.schema import CHUNKS, V_SHAPED
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import place_from_environment
+from megacore.engine.gather import ParameterGatherer, start_gather
 from megacore.verify.layouts import parse
 from tests import training
 from tests.steps import Found, apart, as_one, train
 
 TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, over three steps
 LAYOUTS = ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2")
-ENGINES = {
-    "native": [],
-    "sharded": ["engine.shard_optimizer=true"],
-    "fsdp": ["engine.kind=fsdp"],
-    "fsdp, gathered for every pass": ["engine.kind=fsdp", "engine.reshard=true"],
-}
+ENGINES = {"native": [], "sharded": ["engine.shard_optimizer=true"], "fsdp": ["engine.kind=fsdp"]}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -35,7 +34,7 @@ def rows() -> list[dict[str, Any]]:
                 row["layers"] = 8
             found += [row | {"engine": engine} for engine in (ENGINES if layout == "pp2dp2" else ["native"])]
     for i, row in enumerate(found):  # fsdp cannot divide an embedding that both ends of a V on one rank share
-        if row["schedule"] in V_SHAPED and row["engine"].startswith("fsdp"):
+        if row["schedule"] in V_SHAPED and row["engine"] == "fsdp":
             found[i] = row | {"tied": False}
     return found
 
@@ -49,10 +48,22 @@ def overrides_of(row: dict[str, Any]) -> list[str]:
     return [*model, f"train.recompute={row['recompute']}", *layout.overrides(), *ENGINES[row["engine"]]]
 
 
-def run_row(config_path: str, overrides: list[str]) -> Found:
+def run_row(config_path: str, overrides: list[str], fault: Callable[[], contextlib.AbstractContextManager[Any]] | None = None) -> Found:
     place = place_from_environment()
     config = load(config_path, overrides, place.world_size).config
-    return train(config, Mesh(config, place, torch.device("cpu")))
+    with contextlib.nullcontext() if fault is None else fault():
+        return train(config, Mesh(config, place, torch.device("cpu")))
+
+
+def second_chunk_not_gathered() -> contextlib.AbstractContextManager[Any]:
+    """Of a rank's chunks only the first one's parameters are gathered."""
+
+    def start(self: ParameterGatherer) -> None:
+        for i, (buffer, bucket) in enumerate(self.buckets):
+            if buffer.chunk == 0:
+                self.work[i] = start_gather(buffer.values[bucket.start : bucket.stop], self.levels)
+
+    return mock.patch.object(ParameterGatherer, "start", start)
 
 
 def test_pairs_are_all_there() -> None:
@@ -85,3 +96,11 @@ def test_a_schedule_trains_as_one_process(pool: Any, config_path: str, known: di
     if alone not in known:
         (known[alone],) = pool.run(1, as_one, config_path, list(alone))
     assert apart(pool.run(parse(row["layout"]).world, run_row, config_path, overrides), known[alone]) < TOLERANCE
+
+
+def test_a_mistake_of_one_pair_is_noticed(pool: Any, config_path: str) -> None:
+    """The planted fault: only an interleaved schedule has it, and only with a sharded optimizer."""
+    (row,) = (row for row in rows() if row["schedule"] == "interleaved" and row["engine"] == "sharded")
+    overrides = overrides_of(row)
+    (alone,) = pool.run(1, as_one, config_path, overrides[:3])
+    assert apart(pool.run(4, run_row, config_path, overrides, second_chunk_not_gathered), alone) > 1e6 * TOLERANCE
