@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.config.rules import check, check_extent, derive
+from megacore.config.rules import check, check_paths, derive
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.files import read_text
+from megacore.records import LARGEST
 
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
@@ -55,7 +56,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
         set_value(raw, key, value)
         origins[key] = "override"
     config = validate(raw)
-    check_extent(config)
+    check_paths(config)
     derived = derive(config, name, world_size)
     for key, value in derived.items():
         set_value(raw, key, value)
@@ -165,7 +166,8 @@ def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
         return str(part["title"])
     if "const" in part or "enum" in part:
         return " or ".join(map(str, part.get("enum") or [part["const"]]))
-    bounds = [f"{word} {part[bound]:g}" for bound, word in BOUNDS.items() if bound in part]
+    known = {bound: part[bound] for bound in BOUNDS if part.get(bound, LARGEST) != LARGEST}
+    bounds = [f"{BOUNDS[bound]} {value:{',' if isinstance(value, int) else 'g'}}" for bound, value in known.items()]
     return f"{TYPES[part['type']]} {' and '.join(bounds)}".strip()
 
 

@@ -12,7 +12,6 @@ from megacore.errors import ConfigError
 from megacore.files import read_text
 
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
-LARGEST = 2**53  # the largest whole number that all readers of JSON keep exact
 MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
 MOST_TOKENS = 2**31  # of a microbatch
 MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
@@ -68,12 +67,10 @@ def chunks_of(config: Config) -> int:
     return CHUNKS[schedule]
 
 
-def check_extent(config: Config) -> None:
-    """Refuses numbers beyond any run, and paths that no file can have, before other rules compute with them."""
+def check_paths(config: Config) -> None:
+    """Refuses paths that no file can have."""
     for section, values in config.model_dump(by_alias=True).items():
         for name, value in values.items():
-            if isinstance(value, int) and value > LARGEST:
-                raise ConfigError(f"{section}.{name}", f"{len(str(value))} digits are more than any run needs", f"at most {LARGEST}")
             texts = [prefix for _, prefix in value] if isinstance(value, list) else [value]
             if any(isinstance(text, str) and "\0" in text for text in texts):
                 raise ConfigError(f"{section}.{name}", "holds a NUL, which no path can have", "a path")

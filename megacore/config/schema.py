@@ -6,10 +6,21 @@ Its classes hold values and check one section alone. Rules over several sections
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+from megacore.records import LARGEST
+
+# Bounds far around any run: no number in a config may make a script count, wait or allocate without end, or compute with infinities.
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(gt=0, le=LARGEST)]
+Ranks = Annotated[int, Field(gt=0, le=2**20)]
+Width = Annotated[int, Field(gt=0, le=2**20)]  # heads, or features of one token
+Rows = Annotated[int, Field(gt=0, le=2**28)]  # of a table, or of a wide matrix
+Positions = Annotated[int, Field(gt=0, le=2**31)]
+NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
+Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
+Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
 Prefix = Annotated[str, Field(min_length=1)]
@@ -43,7 +54,7 @@ class LinearRope(Section):
     """Divides rotary frequencies by `factor`, which interpolates positions (Chen et al. 2023)."""
 
     type: Literal["linear"]
-    factor: Positive
+    factor: Factor
 
 
 class Llama3Rope(Section):
@@ -54,10 +65,10 @@ class Llama3Rope(Section):
     """
 
     type: Literal["llama3"]
-    factor: Positive
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    original_max_position_embeddings: PositiveInt
+    factor: Factor
+    low_freq_factor: Factor
+    high_freq_factor: Factor
+    original_max_position_embeddings: Positions
 
 
 class NtkRope(Section):
@@ -67,7 +78,7 @@ class NtkRope(Section):
     """
 
     type: Literal["ntk"]
-    factor: Positive
+    factor: Factor
 
 
 class YarnRope(Section):
@@ -79,11 +90,11 @@ class YarnRope(Section):
     """
 
     type: Literal["yarn"]
-    factor: Positive
-    original_max_position_embeddings: PositiveInt
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None
+    factor: Factor
+    original_max_position_embeddings: Positions
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
     truncate: bool = True
 
 
@@ -92,31 +103,31 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(disc
 
 class Model(Section):
     block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
-    num_layers: PositiveInt = 12
-    hidden_size: PositiveInt = 768
-    num_heads: PositiveInt = 12
-    num_kv_heads: PositiveInt | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
-    head_size: PositiveInt | None = Field(None, description="features of one attention head; null: hidden_size / num_heads")
-    ffn_size: PositiveInt | None = Field(
+    num_layers: Count = 12
+    hidden_size: Width = 768
+    num_heads: Width = 12
+    num_kv_heads: Width | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
+    head_size: Width | None = Field(None, description="features of one attention head; null: hidden_size / num_heads")
+    ffn_size: Rows | None = Field(
         None, description="null: 4 × hidden_size for gelu; 8/3 × hidden_size, rounded up to a multiple of 64, for swiglu"
     )
-    vocab_size: PositiveInt = 50304
+    vocab_size: Rows = 50304
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     activation: Literal["gelu", "gelu_erf", "swiglu"] = Field("gelu", description="gelu: its tanh form, as in GPT-2; gelu_erf: exact")
     position: Literal["learned", "rope"] = "learned"
-    max_positions: PositiveInt | None = Field(
+    max_positions: Positions | None = Field(
         None, description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len"
     )
-    rope_theta: Positive = Field(10000.0, description="base of the rotary frequencies")
+    rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched for longer texts")
-    norm_eps: Positive = Field(1e-5, description="added to the variance inside the square root of every norm")
+    norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
     bias: bool = Field(True, description="biases in the linear layers and layernorms")
     qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
     qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
-    attention_scale: Positive | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
-    embedding_scale: Positive = Field(1.0, description="factor on the token vectors that enter the first block")
-    residual_scale: Positive = Field(1.0, description="factor on what each half of a block adds to the residual")
-    logit_scale: Positive = Field(1.0, description="factor on the logits")
+    attention_scale: Factor | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
+    embedding_scale: Factor = Field(1.0, description="factor on the token vectors that enter the first block")
+    residual_scale: Factor = Field(1.0, description="factor on what each half of a block adds to the residual")
+    logit_scale: Factor = Field(1.0, description="factor on the logits")
     tie_embeddings: bool = True
     dropout: Fraction = Field(
         0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
@@ -130,14 +141,14 @@ class Model(Section):
     chunked_loss: bool = Field(
         False, description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole"
     )
-    init_std: Positive = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
+    init_std: Factor = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
 
 
 class Parallel(Section):
-    tensor: PositiveInt = 1
-    pipeline: PositiveInt = 1
-    data: PositiveInt | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline × context)")
-    context: PositiveInt = Field(1, description="ranks that divide the tokens of every sample among themselves, in every layer")
+    tensor: Ranks = 1
+    pipeline: Ranks = 1
+    data: Ranks | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline × context)")
+    context: Ranks = Field(1, description="ranks that divide the tokens of every sample among themselves, in every layer")
     context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
         "auto",
         description="how context ranks attend: gather all keys and values; pass them round; exchange sequences for heads; "
@@ -149,15 +160,13 @@ class Parallel(Section):
         description="docs/schedules.md compares them; some leave weights' gradients for gaps in the pipeline; "
         "auto: the fastest that a search finds; file: a plan of your own",
     )
-    chunks: PositiveInt | None = Field(
-        None, description="model chunks a rank; null: as many as the schedule needs at least, or as auto chooses"
-    )
+    chunks: Ranks | None = Field(None, description="model chunks a rank; null: as many as the schedule needs at least, or as auto chooses")
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     shared_memory: bool = Field(
         True, description="tensor ranks on one machine's CPU communicate through memory, not through gloo's sockets"
     )
-    timeout_seconds: Positive = Field(1800.0, le=1e8, description="for every collective of every group; more than 4 × hang_seconds")
-    hang_seconds: Annotated[Positive, Field(le=1e8)] | None = Field(
+    timeout_seconds: Seconds = Field(1800.0, description="for every collective of every group; more than 4 × hang_seconds")
+    hang_seconds: Seconds | None = Field(
         300.0,
         description="a rank that does nothing for so long ends the job with a verdict on the cause; longer than saving takes; "
         "before the first step it may take four times as long; null: never",
@@ -168,16 +177,16 @@ class Parallel(Section):
 
 
 class Train(Section):
-    steps: PositiveInt = 1000
-    seq_len: PositiveInt = 1024
-    micro_batch_size: PositiveInt = 1
-    global_batch_size: PositiveInt = 8
+    steps: Count = 1000
+    seq_len: Positions = 1024
+    micro_batch_size: Count = 1
+    global_batch_size: Count = 8
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"
     offload_activations: bool = Field(
         False, description="what blocks keep for their backward waits in host memory, copied while the device computes"
     )
-    seed: NonNegativeInt = 0
+    seed: Whole = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | Literal["auto"] = Field(
         "auto", description="torch.compile for every block: one graph, which all blocks share; auto: not on any device so far"
@@ -185,8 +194,8 @@ class Train(Section):
     deterministic: bool = Field(
         False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"
     )
-    eval_every: NonNegativeInt = Field(0, description="steps between validations; 0: only after the last step")
-    eval_batches: NonNegativeInt = Field(
+    eval_every: Whole = Field(0, description="steps between validations; 0: only after the last step")
+    eval_batches: Whole = Field(
         20, description="global batches that a validation reads, the same each time, spread evenly over the validation set; 0: all of it"
     )
 
@@ -195,24 +204,24 @@ class Optim(Section):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="sgd: with momentum; both with decoupled weight decay")
     lr: NonNegative = 3e-4
     min_lr: NonNegative = 0.0
-    warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = Field(
+    warmup_steps: Whole = 0
+    decay_steps: Count | None = Field(
         None, description="cosine, linear: the step that reaches min_lr (null: train.steps); wsd: length of the last decay (null: a tenth)"
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     beta1: Fraction = Field(0.9, description="adamw: decay rate of the first moment")
     beta2: Fraction = Field(0.95, description="adamw: of the second")
-    eps: Positive = Field(1e-8, description="adamw: added to the square root of the second moment")
+    eps: Epsilon = Field(1e-8, description="adamw: added to the square root of the second moment")
     momentum: Fraction = Field(0.9, description="sgd: the part of the last update that is added to the next")
     weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
     grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
-    spike_threshold: Positive | None = Field(
+    spike_threshold: Annotated[float, Field(ge=1e-3, le=1e12)] | None = Field(
         None,
         description="skip a step whose gradient norm exceeds the median of the last 128 by more than this many robust deviations "
         "(1.4826 × the median absolute deviation), say 10; null: skip only what is not finite",
     )
-    max_skips: PositiveInt = Field(100, description="after so many skipped steps in a row the run rolls back, or fails")
-    max_rollbacks: NonNegativeInt = Field(
+    max_skips: Count = Field(100, description="after so many skipped steps in a row the run rolls back, or fails")
+    max_rollbacks: Whole = Field(
         0, description="how often a run may go back to its last checkpoint and on from there with the samples behind the skipped ones"
     )
 
@@ -230,10 +239,10 @@ class Data(Section):
 
 
 class Checkpoint(Section):
-    every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one")
+    every: Whole = Field(0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one")
     last: bool = Field(True, description="a checkpoint after the last step, whatever `every` is")
-    keep: PositiveInt = Field(2, description="newest whole checkpoints kept")
-    keep_every: NonNegativeInt = Field(0, description="checkpoints of steps that are multiples of it are kept for good; 0: none")
+    keep: Count = Field(2, description="newest whole checkpoints kept")
+    keep_every: Whole = Field(0, description="checkpoints of steps that are multiples of it are kept for good; 0: none")
     async_: bool = Field(
         False, alias="async", description="copy to host memory and go on training, while a thread writes; takes as much host memory"
     )
@@ -252,7 +261,7 @@ class Engine(Section):
     shard_optimizer: bool = Field(
         False, description="native: each data rank keeps and updates a part of the optimizer's state only (ZeRO stage 1)"
     )
-    shard_size: PositiveInt | None = Field(
+    shard_size: Ranks | None = Field(
         None, description="fsdp: neighbouring data ranks that divide one copy of the state; others hold copies of it; null: all data ranks"
     )
     reshard: bool | None = Field(
@@ -261,7 +270,7 @@ class Engine(Section):
         "not once a step (least traffic); null: where there is no pipeline",
     )
     cpu_offload: bool = Field(False, description="fsdp: parameters, gradients and optimizer state rest, and are updated, in host memory")
-    bucket_mib: Positive | None = Field(
+    bucket_mib: Factor | None = Field(
         None,
         description="native: size of a gradient bucket, reduced as a whole, in MiB of fp32; null: 25, or 4 a data rank if that is more",
     )
@@ -283,12 +292,12 @@ class Cpu(Section):
 
 class Log(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
-    every: PositiveInt = Field(10, description="steps between log lines; the only steps that wait for the device")
+    every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = Field(
         "off", description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb sync sends later, or online"
     )
-    prometheus_port: PositiveInt | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
+    prometheus_port: Count | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
 
 
 class Config(Section):

@@ -20,12 +20,12 @@ CONFIGS: list[Row] = [
     ("plan", ("--config", ""), "config error: --config: cannot read : No such file"),
     ("plan", ("--config", "@latin.json"), "@latin.json is not UTF-8 text"),
     ("plan", ("--config", "@deep.json"), "config error: --config: @deep.json cannot be read"),
-    ("pretrain", config("train.steps=1" + "0" * 23), "config error: train.steps: 24 digits are more than any run needs"),
+    ("pretrain", config("train.steps=1" + "0" * 23), "is not valid: input should be less than or equal to 9007199254740992"),
     ("pretrain", config(f"train.steps={2**53}", "train.global_batch_size=1024"), "samples cannot be counted in 64 bits (at most"),
-    ("pretrain", config(f"model.hidden_size={HUGE}"), "config error: model.hidden_size: 31 digits"),
-    ("pretrain", config("model.num_layers=1" + "0" * 400), "config error: model.num_layers: 401 digits"),
-    ("plan", config(f"model.hidden_size={4 * 10**9}"), "tensor of 1.28e+20 elements (tensors of at most 2.81e+14)"),
-    ("plan", config("train.seq_len=10000000000", "model.max_positions=10000000000"), "is 10,000,000,000 tokens (at most 2,147,483,648)"),
+    ("pretrain", config(f"model.hidden_size={HUGE}"), "equal to 1048576 (a whole number above 0 and at most 1,048,576)"),
+    ("pretrain", config("model.num_layers=1" + "0" * 400), "… is not valid: input should be less than or equal to 9007199254740992"),
+    ("plan", config("model.hidden_size=1048576", "model.num_heads=1048576", "model.head_size=1024"), "tensor of 3.38e+15 elements"),
+    ("plan", config("train.seq_len=2000000000", "train.micro_batch_size=4"), "is 8,000,000,000 tokens (at most 2,147,483,648)"),
     ("plan", config("pipeline.schedule=gpipe"), "config error: pipeline.schedule: unknown key (did you mean parallel.schedule or"),
     ("plan", config("parallel.schedule=zb_h9"), "(1f1b or gpipe or interleaved or zb_h1 or"),
     ("plan", config("--world", "7", "parallel.tensor=2"), "= 6 ranks, but there are 7 (a multiple of tensor × pipeline = 2 ranks)"),
@@ -82,15 +82,15 @@ CONTENTS: list[Row] = [
         ("more_layers", "too few for model.num_layers=10000")) for script, words, more in (
             ("generate", ("--checkpoint",), ()), ("evaluate", ("--checkpoint",), ()), ("checkpoint", ("export",), EXPORT[2:]))),
     *((script, ("--checkpoint", f"@run_{name}"), line) for script in ("generate", "evaluate") for name, line in (
-        ("wide", "config error: model.hidden_size: 19 digits"), ("bare", "does not hold the run's config"),
+        ("wide", "config error: model.hidden_size: 4611686018427387904 is not valid"), ("bare", "does not hold the run's config"),
         ("text", "does not hold the run's config"), ("nul", "config error: data.tokenizer: holds a NUL"))),
     *(("checkpoint", ("info", f"@run_{name}"), "none of its 1 checkpoints is whole; in the newest, step_00000003, ") for name in (
         "folder", "link", "pipe")),
     *(("checkpoint", ("import", f"@{path}", "--format", kind, "--output", "@out"), line) for path, kind, line in (
         ("hf_layers", "hf", "has 1 tensors, too few for 10000 layers"), ("hf_kinds", "hf", "layer_types is 3"),
-        ("hf_kinds2", "hf", "layer_types has other layers"), ("hf_wide", "hf", "24 digits"), ("hf_nan", "hf", "model.norm_eps"),
+        ("hf_kinds2", "hf", "layer_types has other layers"), ("hf_wide", "hf", "above 0 and at most"), ("hf_nan", "hf", "model.norm_eps"),
         ("hf_theta", "hf", "model.rope_theta"), ("hf_names", "hf", "has no weight_map from tensors to files of this folder"),
-        ("nano_layers.pt", "nanogpt", "has 1 tensors, too few for 10000 layers"), ("nano_wide.pt", "nanogpt", "24 digits"),
+        ("nano_layers.pt", "nanogpt", "has 1 tensors, too few for 10000 layers"), ("nano_wide.pt", "nanogpt", "above 0 and at most"),
         ("pipe", "nanogpt", "checkpoint error: @pipe: cannot be read: Not a plain file"))),
 ]  # fmt: skip
 
