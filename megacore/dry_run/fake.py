@@ -55,7 +55,7 @@ def playing(config: Config, rank: int, watch: Watch, host_size: int = 8) -> Iter
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(mock.patch.object(ActivationOffload, "__init__", offload_nowhere))
-        stack.enter_context(mock.patch.object(Mesh, "_hosts", lambda mesh: [other // host_size for other in range(world)]))
+        stack.enter_context(mock.patch.object(Mesh, "_hosts", lambda mesh: [divmod(other, host_size) for other in range(world)]))
         stack.enter_context(mock.patch.object(Wire, "start_all_to_all", watch.exchanging(Wire.start_all_to_all)))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
         if divides_parameters(config):

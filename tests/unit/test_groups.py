@@ -91,11 +91,12 @@ def recorded() -> Iterator[tuple[Made, set[Any]]]:
         yield made, connected
 
 
-def made_by(config: Config, ranks: Iterable[int]) -> tuple[dict[int, Made], dict[int, int]]:
+def made_by(config: Config, ranks: Iterable[int], host_size: int | None = None) -> tuple[dict[int, Made], dict[int, int]]:
     """The communicators that each rank makes when it builds its mesh, and how many NCCL would; a host has two data ranks."""
     made, counts = {}, {}
+    host_size = host_size or 2 * config.parallel.context * config.parallel.tensor
     for rank in ranks:
-        with recorded() as (own, connected), playing(config, rank, Watch(), host_size=2 * config.parallel.context * config.parallel.tensor):
+        with recorded() as (own, connected), playing(config, rank, Watch(), host_size):
             made[rank], counts[rank] = own, len(connected)
     return made, counts
 
@@ -132,6 +133,13 @@ def test_so_do_the_ranks_of_the_configs(path: str) -> None:
     made, counts = made_by(config, range(0, world, config.parallel.tensor))
     assert complaints(made) == []
     assert max(counts.values()) == max(communicators_of(config)) <= 7
+
+
+def test_hosts_divide_all_sums_or_none(tmp_path: Path) -> None:
+    """On hosts of three ranks, the four that sum the second stage's gradients are two and two, and those of the first three and one."""
+    config = config_of(training.write_config(tmp_path, "nothing"), "pipeline=2 data=4 levels")
+    made, _ = made_by(config, range(8), host_size=3)
+    assert complaints(made) == [] and {len(own) for own in made.values()} == {3}, "dp, pp (which is tied too), and pp downward"
 
 
 def test_a_rank_that_makes_one_less_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
