@@ -176,7 +176,11 @@ def block_of(config: Config, ranks: int, rows: Rows) -> Callable[[], None]:
     """Forward and backward of a block in the middle of the model, of one of so many tensor ranks; nothing is exchanged."""
     device = device_of(rows)
     own = load_like(config, ranks)
-    stage = Stage(own, range(1, 2), Group("tp", tuple(range(ranks)), 0), device)
+    stage = Stage(own, range(1, 2), Group("tp", tuple(range(ranks)), 0), "meta")
+    stage.to_empty(device=device)
+    stage.compute_on(device)
+    for parameter in stage.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(own.rank_tokens, own.model.hidden_size, device=device, dtype=DTYPES[own.train.precision], requires_grad=True)
     grad = torch.randn_like(x)
 
@@ -288,6 +292,7 @@ def predicted(rows: Rows) -> None:
 
             def beside(config: Config = config) -> dict[str, Any]:
                 own = predict(setting_of(config), known, ALONE, constants())
+                speed.clear(rows.dry)
                 job = Training(config, join(config, Place()))
                 for _ in range(1 if rows.dry else 3):
                     job.step()

@@ -19,10 +19,11 @@ import torch
 
 from benchmarks.gpu import right
 from benchmarks.gpu.running import Rows, said
+from benchmarks.gpu.speed import clear
 from benchmarks.kernel_bandwidth import TOLERANCE, error, measure
 from benchmarks.kernel_inputs import Size
 from benchmarks.kernel_operations import CONFIGS, OPERATIONS
-from benchmarks.kernels import COMPILED_WIDTH, sizes
+from benchmarks.kernels import sizes
 from benchmarks.rounds import ROOT
 from benchmarks.training import Training, join
 from megacore.config import Config, load
@@ -41,7 +42,10 @@ def tests(rows: Rows) -> None:
 
 
 def bandwidth(rows: Rows) -> None:
-    """Every operation against fp64, then timed beside a copy of as many bytes, eager PyTorch and Inductor; until time runs out."""
+    """Every operation against fp64, then timed beside a copy of as many bytes and eager PyTorch, until time runs out.
+
+    Inductor takes part in the step, where it can join a kernel with what stands beside it.
+    """
     device, dtype = torch.device("cpu" if rows.dry else "cuda"), torch.bfloat16
     todo = [(name, Size(16, 32, head=8)) for name in OPERATIONS] if rows.dry else sizes(list(OPERATIONS), dtype)
     for number, (name, size) in enumerate(todo):
@@ -49,9 +53,8 @@ def bandwidth(rows: Rows) -> None:
             rows.add(operation="and no time was left for", size=", ".join(f"{name} {size}" for name, size in todo[number:]))
             return
         rows.attempt(lambda n=name, s=size: wrong(n, s, dtype, device), operation=name, size=str(size))  # type: ignore[misc]
-        compiled = not rows.dry and (size.width == COMPILED_WIDTH or bool(OPERATIONS[name].measured_at))
         try:
-            for found in measure(name, size, dtype, device, 1 if rows.dry else ROUNDS, compiled):
+            for found in measure(name, size, dtype, device, 1 if rows.dry else ROUNDS, False):
                 shares = {contender: found.share(contender) for contender in found.seconds if contender != "copy"}
                 milliseconds = {f"{contender}_ms": 1e3 * seconds for contender, seconds in found.seconds.items()}
                 speed = {} if found.moved is None else {"GB_a_second": found.moved / found.seconds["triton"] / 1e9}
@@ -75,7 +78,7 @@ SIXTEEN = ("train.micro_batch_size=16", "train.global_batch_size=32")
 FEW = ("engine.kind=native", "model.num_layers=2", "train.seq_len=4096", "train.micro_batch_size=2", "train.global_batch_size=4")
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "gpt_124m": ("gpt_124m", SIXTEEN, ("gelu", *BOTH)),
-    "llama_8b, 2 layers": ("llama_8b", FEW, ("swiglu", "rope", *BOTH)),
+    "llama_8b, 2 layers": ("llama_8b", FEW, ("swiglu", "rope", "layernorm")),
     "gpt_124m, dropout": ("gpt_124m", (*SIXTEEN, "model.dropout=0.1"), ("dropout",)),
 }
 TINY = (
@@ -187,8 +190,7 @@ def in_the_step(rows: Rows) -> None:
 
 def step_ms(config: Config, dry: bool) -> float:
     """Median milliseconds of a step."""
-    if not dry:
-        torch.compiler.reset()
+    clear(dry)
     job = Training(config, join(config, Place()))
     for _ in range(0 if dry else 3):
         job.step()
@@ -226,9 +228,10 @@ def sanitizer(rows: Rows) -> None:
         rows.add(tool="compute-sanitizer", skipped_because="it is not installed here (it comes with CUDA's toolkit)")
         return
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("PYTORCH_ALLOC_CONF", None)
     for tool in TOOLS[:1] if rows.dry else TOOLS:
         limit = max(5.0, (rows.left() - 5) / (len(TOOLS) - TOOLS.index(tool)))
-        command = [] if rows.dry else [str(found), "--tool", tool, "--print-limit", "20"]
+        command = [] if rows.dry else [str(found), "--tool", tool, "--print-limit", "20", "--report-api-errors", "no"]
         log = rows.path.with_suffix(f".{tool}")
         with log.open("w") as out:
             try:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import machine
 from benchmarks.gpu.running import Rows
 from benchmarks.rounds import ROOT
 from benchmarks.training import RandomStream, Training, join
@@ -31,6 +33,7 @@ from megacore.train.mailbox import Mailbox
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 SMALL = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.seq_len=64", "model.vocab_size=515")
+PROCESSES = 6  # of tests: they compile more than they compute
 QUEUES, MILLISECOND = 24, 2_000_000  # streams that are to run side by side; about so many cycles of a GPU's clock
 
 
@@ -78,8 +81,9 @@ class Outcomes:
 
 
 def tests(rows: Rows, *files: str) -> None:
-    """Some files of tests/gpu. Those that need a GPU skip themselves in a dry run."""
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(str(ROOT / "tests/gpu" / file) for file in files)]
+    """Some files of tests/gpu, several at a time where pytest-xdist is installed. Those that need a GPU skip themselves in a dry run."""
+    several = ["-n", str(PROCESSES)] if find_spec("xdist") and not rows.dry else ["-p", "no:xdist"]
+    arguments = ["-q", "-p", "no:cacheprovider", *several, *(str(ROOT / "tests/gpu" / file) for file in files)]
     status = pytest.main(arguments, plugins=[Outcomes(rows)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         rows.add(test="pytest", failed=f"{status!r}")
@@ -101,7 +105,7 @@ def queues(rows: Rows) -> dict[str, Any]:
         torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    seconds(1)
+    machine.measured_peak(torch.bfloat16, torch.device("cuda"), 0.5)  # the clock goes up
     one, all_of_them = seconds(1), seconds(QUEUES)
     found = {"one_ms": 1e3 * one, "together_ms": 1e3 * all_of_them, "streams": QUEUES}
     return found | ({"failed": f"{QUEUES} streams take turns"} if all_of_them > 1.8 * one else {})
@@ -137,11 +141,11 @@ def communicator(rows: Rows) -> None:
     prepare_flight_recorder()
     if not rows.dry:
         torch.cuda.set_device(0)
-    options = {"timeout": timedelta(seconds=30), "pg_options": prioritised(backend)}
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+    store, timeout = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False), timedelta(seconds=30)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, pg_options=prioritised(backend))
     # As the mesh makes its groups.
-    group = dist.new_group([0], backend=backend, use_local_synchronization=True, group_desc="alone", **options)
+    made = {"backend": backend, "pg_options": prioritised(backend), "timeout": timeout}
+    group = dist.new_group([0], use_local_synchronization=True, group_desc="alone", **made)
     assert isinstance(group, dist.ProcessGroup)
     wire, shape = Wire(group, 1), (1, 4096)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
@@ -319,7 +323,8 @@ def late_offload() -> Iterator[None]:
         return store(self, *args)
 
     def late_load(self: Any, away: Any) -> None:
-        late(self.back)
+        if away.back is None:
+            late(self.back)
         load_back(self, away)
 
     with mock.patch.object(ActivationOffload, "_store", late_store), mock.patch.object(ActivationOffload, "_load", late_load):

@@ -163,12 +163,10 @@ def read(rows: Path) -> list[dict[str, Any]]:
 def end(process: Any) -> None:
     """Ends a part, and whatever it has started."""
     if process.pid is not None:
-        for target in (os.killpg, os.kill):  # a process that has just begun has no session yet
-            try:
-                target(process.pid, signal.SIGKILL)
-                break
-            except ProcessLookupError:
-                continue
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # nothing is left, or it has just begun and has no session yet
+            process.kill()
     process.join()
 
 

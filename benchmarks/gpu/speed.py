@@ -1,8 +1,10 @@
 """How fast steps are: three models, compiled or not, at several micro batches; where their time goes; a plain GPT beside them."""
 
 import argparse
+import gc
 import re
 from collections import defaultdict
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -47,12 +49,18 @@ def config_of(rows: Rows, name: str, compiled: str, micro_batch: int, seq_len: i
     return load(str(CONFIGS / f"{name}.json"), [*sizes, *(TINY if rows.dry else ()), *shorter], 1).config
 
 
-def measured(config: Config, dry: bool) -> dict[str, Any]:
-    """Speed and memory of some steps. A micro batch that does not fit is no failure."""
+def clear(dry: bool) -> None:
+    """Forgets the training before: its memory, its peaks, its compiled blocks."""
     if not dry:
+        gc.collect()  # a training refers to itself
         torch.compiler.reset()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def measured(config: Config, dry: bool) -> dict[str, Any]:
+    """Speed and memory of some steps. A micro batch that does not fit is no failure."""
+    clear(dry)
     try:
         job = Training(config, join(config, Place()))
         first = job.step()
@@ -76,6 +84,7 @@ def measured(config: Config, dry: bool) -> dict[str, Any]:
 
 def hosts(config: Config, dry: bool) -> dict[str, Any]:
     """What the host needs for a layer of a microbatch, forward and backward: with so few tokens the device waits for it."""
+    clear(dry)
     job = Training(config, join(config, Place()))
     for _ in range(1 if dry else WARM_UP):
         job.step()
@@ -117,6 +126,7 @@ def classes(rows: Rows, config: Config, label: str) -> list[dict[str, Any]]:
 
     The trace of the last model comes with the results; ui.perfetto.dev opens it.
     """
+    clear(rows.dry)
     try:
         job = Training(config, join(config, Place()))
         for _ in range(1 if rows.dry else WARM_UP):
@@ -166,7 +176,7 @@ def beside(rows: Rows) -> None:
         own = [*overrides, f"train.compile={compiled}"]
         wanted = argparse.Namespace(config=config, overrides=own, before=None, peers=["plain-gpt-compiled"])
         running, absent = contenders(wanted, "one", precision, OWN, None)
-        running = [contender for contender in running if contender.name != PRODUCTS]
+        running = [replace(each, threads=1) if rows.dry else each for each in running if each.name != PRODUCTS]
         result = race(running, config, 1 if rows.dry else 7, print, limit=max(10.0, rows.left() - 5))
         found = summary(result, absent)
         for name, entry in found["contenders"].items():
