@@ -73,15 +73,15 @@ def work(part: Part, dry: bool, rows: Path, log: Path, seconds: float, folder: P
 
 def set_up(dry: bool) -> None:
     """As a run sets up a process on a GPU, before CUDA starts; in a dry run one thread."""
-    import torch
+    if dry:
+        import torch
 
+        torch.set_num_threads(1)
+        return
     from megacore.caches import keep_inductor_private, keep_triton_local
     from megacore.config.load import resolve
     from megacore.distributed.gpu import set_up_environment
 
-    if dry:
-        torch.set_num_threads(1)
-        return
     set_up_environment(resolve({}, [], "benchmarks.gpu", 1).config)
     keep_triton_local()
     keep_inductor_private()
@@ -104,8 +104,11 @@ class Report:
             new.replace(path)
 
 
-def run_slice(name: str, folder: Path, dry: bool, only: list[str], machine: dict[str, Any], say: Callable[[str], None]) -> list[str]:
-    """Runs a slice's parts, as long as it has time; returns the names of those that failed."""
+def run_slice(
+    name: str, folder: Path, dry: bool, only: list[str], machine: dict[str, Any], say: Callable[[str], None], patience: float = 1.0
+) -> list[str]:
+    """Runs a slice's parts, as long as it has time; returns the names of those that failed. `patience`: how many times as long all may
+    take as they should."""
     whole, began = SLICES[name], time.monotonic()
     report = Report(name, folder, dry, machine)
     for part in whole.parts:
@@ -114,7 +117,7 @@ def run_slice(name: str, folder: Path, dry: bool, only: list[str], machine: dict
         entry: dict[str, Any] = {"status": "under way", "seconds": 0.0, "rows": []}
         report.content["parts"][part.name] = entry
         report.write()
-        limit = min(part.seconds, whole.seconds - (time.monotonic() - began))
+        limit = min(patience * part.seconds, patience * whole.seconds - (time.monotonic() - began))
         if limit < 5:
             entry["status"] = "no time was left"
         else:

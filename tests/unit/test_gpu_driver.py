@@ -15,14 +15,14 @@ from benchmarks.gpu import parts, running, wheels
 from benchmarks.gpu.kernels import Calls, eager, said_by
 from benchmarks.gpu.parts import SLICES, Part, Slice
 from benchmarks.gpu.right import same, timed
-from benchmarks.gpu.running import Rows, run_slice
+from benchmarks.gpu.running import run_slice
 from benchmarks.gpu.speed import class_of
 from megacore.errors import ConfigError
 from megacore.kernels.gelu import bias_gelu
 from tests.pool import ROOT
 
 MACHINE = {"date": "today", "machine": {"gpus": [], "processor": "none"}, "versions": {"torch": "none"}}
-HERE = "tests.unit.test_gpu_driver"
+HERE = "tests.planted_parts"
 
 
 def test_all_slices_run_dry(tmp_path: Path) -> None:
@@ -51,35 +51,11 @@ def test_the_budget() -> None:
 # --- parts that do not do what they should -----------------------------------------------------------------------------
 
 
-def good(rows: Rows) -> None:
-    rows.add(number=1.5, name="a")
-    rows.add(number=None, name="b | c")
-
-
-def broken(rows: Rows) -> None:
-    rows.add(name="before")
-    raise OSError("a disk is gone\nsecond line")
-
-
-def wrong(rows: Rows) -> None:
-    rows.attempt(lambda: {"failed": "off by 3"}, name="x")
-    rows.attempt(lambda: {"found": 2}, name="y")
-
-
-def endless(rows: Rows, file: str) -> None:
-    child = subprocess.Popen(["sleep", "100"])
-    rows.add(child=child.pid)
-    while "child" not in json.loads(Path(file).read_text())["parts"]["endless"]["rows"][0:1].__repr__():
-        time.sleep(0.05)
-    rows.add(seen=True)
-    time.sleep(100)
-
-
 def test_a_slice_goes_on_after_failures_and_writes_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a part found before it failed, hung or was killed must be in the files, and others must still run."""
     own = (
         Part("broken", 30, f"{HERE}:broken"),
-        Part("endless", 8, f"{HERE}:endless", (str(tmp_path / "gpu_right.json"),)),
+        Part("endless", 10, f"{HERE}:endless", (str(tmp_path / "gpu_right.json"),)),
         Part("wrong", 30, f"{HERE}:wrong"),
         Part("good", 30, f"{HERE}:good"),
     )
@@ -90,7 +66,7 @@ def test_a_slice_goes_on_after_failures_and_writes_as_it_goes(tmp_path: Path, mo
     found = report["parts"]
     assert found["broken"]["rows"] == [{"name": "before"}, {"failed": "OSError: a disk is gone"}]
     assert "second line" in found["broken"]["log"], "the whole traceback is kept"
-    assert found["endless"]["status"] == "out of time (8 s)" and found["endless"]["rows"][1] == {"seen": True}
+    assert found["endless"]["status"] == "out of time (10 s)" and found["endless"]["rows"][1] == {"seen": True}
     with pytest.raises(ProcessLookupError):  # what it had started is gone too
         for _ in range(50):
             state = Path(f"/proc/{found['endless']['rows'][0]['child']}/stat")
