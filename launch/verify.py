@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=("fp64", "bf16"),
         help="bf16: each difference must be explained by what bf16 itself costs (default: %(default)s)",
     )
+    changed = "also run layouts that files which differ from this commit, such as HEAD, may break (megacore/verify/layouts.py: BESIDES)"
+    parser.add_argument("--changed", metavar="COMMIT", help=changed)
     against = "compare with another version of the code, layout by layout, instead of one process"
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
     plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
@@ -47,11 +50,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+def changed_since(commit: str) -> list[str]:
+    """The files of this checkout that differ from a commit, and those that git does not know yet."""
+    root = Path(__file__).resolve().parents[1]
+    found = []
+    for command in (["diff", "--name-only", commit, "--"], ["ls-files", "--others", "--exclude-standard"]):
+        try:
+            done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
+        except OSError as error:
+            raise ConfigError("--changed", f"git cannot be started: {error}", "an installed git; or --layouts") from error
+        if done.returncode:
+            raise ConfigError("--changed", f"git says: {done.stderr.strip().splitlines()[0]}", "a commit or branch, such as main")
+        found += done.stdout.splitlines()
+    return found
+
+
 def main(argv: list[str]) -> int:
     """Runs the proof, and returns the exit status."""
     from rich.console import Console
 
-    from megacore.verify.layouts import DEFAULT, SCHEDULES
+    from megacore.verify.layouts import DEFAULT, SCHEDULES, besides
     from megacore.verify.layouts import parse as parse_layout
     from megacore.verify.report import show
     from megacore.verify.run import Options, prove
@@ -59,6 +77,8 @@ def main(argv: list[str]) -> int:
 
     args = parse(argv)
     given = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)
+    if args.changed is not None:
+        given += besides(changed_since(args.changed))
     names = [layout for name in given for layout in (SCHEDULES if name == "schedules" else [name])]
     if not names:
         raise ConfigError("--layouts", "names none", "such as tp2,pp2")

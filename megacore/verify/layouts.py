@@ -1,6 +1,7 @@
 """Reads layouts by name: tp2pp2dp2cp2sp is tensor, pipeline, data and context 2 with sequence parallelism, pp4@zb_v has a schedule."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megacore.config import Config
@@ -11,14 +12,38 @@ from megacore.errors import ConfigError
 AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
 MAX_WORLD = 64  # processes that one machine is asked for
 
-# Every axis alone, in twos and fours, and together up to eight ranks.
+# Every axis alone, in twos and fours, and together up to eight ranks. Three data ranks divide no bucket and no row evenly.
 DEFAULT = (
-    "one", "tp2", "tp2sp", "tp4", "tp4sp", "pp2", "pp4", "dp2", "dp4",
+    "one", "tp2", "tp2sp", "tp4", "tp4sp", "pp2", "pp4", "dp2", "dp3", "dp4", "cp4", "cp2tp2sp",
     "tp2pp2", "tp2pp2sp", "tp2dp2sp", "pp2dp2", "tp4pp2sp", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2sp",
 )  # fmt: skip
 
 # Every schedule in pipelines of two and four, and with each other axis.
 SCHEDULES = tuple(f"{layout}@{schedule}" for schedule in CHUNKS for layout in ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2"))
+
+CONTEXT = ("cp2", "cp4", "cp2tp2", "cp2tp2sp", "cp2pp2", "cp2dp2", "cp2tp2pp2sp")
+DATA = ("dp3", "cp2dp2", "tp2dp3sp", "pp2dp3", "pp2dp2@interleaved", "pp2dp2@zb_v")
+# What a change in a folder or file may break besides: layouts that are run in addition to the default ones.
+BESIDES = {
+    "megacore/context_parallel/": CONTEXT,
+    "megacore/model/": ("cp2tp2", "cp2pp2", "pp4@interleaved"),
+    "megacore/tensor_parallel/": ("cp2tp2", "tp2dp3sp", "tp2pp2sp@zb_h1"),
+    "megacore/pipeline/": (*SCHEDULES, "cp2pp2"),
+    "megacore/plan/generators.py": SCHEDULES,
+    "megacore/plan/schedule.py": SCHEDULES,
+    "megacore/plan/partition.py": ("pp2@interleaved", "pp4@zb_v", "pp2@v_half"),
+    "megacore/engine/": DATA,
+    "megacore/data/": ("dp3", "cp2dp2", "pp2dp3"),
+    "megacore/train/": ("dp3", "cp2dp2", "pp2dp3"),
+    "megacore/distributed/": (*CONTEXT, *DATA),
+    "kernels/": ("cp2tp2sp",),
+}
+
+
+def besides(changed: Iterable[str]) -> list[str]:
+    """The layouts of `BESIDES` for files that a change touches, by their paths in the repository, each once."""
+    touched = [layouts for path in changed for place, layouts in BESIDES.items() if path.startswith(place)]
+    return list(dict.fromkeys(name for layouts in touched for name in layouts))
 
 
 @dataclass(frozen=True)

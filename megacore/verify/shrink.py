@@ -23,6 +23,7 @@ LAYERS = 4  # if the model has as many: blocks may differ by their index
 LAYERS_A_STAGE = 4  # the most that are tried to find a split like the user's
 MICROBATCHES = 8  # of the global batch, if the user has as many: a pipeline of four stages fills and empties
 CHUNK = 128  # tokens in the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
+DRAWS = 200  # corpora that are tried, until documents are cut where it shows; in small batches some have none
 RATE = 1e-3  # large enough that fp32 resolves a step's weight decay, small enough that bf16's errors do not grow in three steps
 DECAY = 0.1
 
@@ -139,7 +140,7 @@ def microbatches(user: Config, layouts: list[Layout]) -> int:
     users = user.train.global_batch_size // user.train.micro_batch_size
     unit = math.lcm(*(layout.data for layout in layouts))
     full = [layout.data * layout.pipeline for layout in layouts]  # with a microbatch for each stage of each data rank
-    count = min(users, 2 * unit * -(-MICROBATCHES // (2 * unit)))
+    count = min(users, unit * -(-max(MICROBATCHES, 2 * max(layout.data for layout in layouts)) // unit))
     count = max(count, *(size for size in full if size <= users), 1)
     count = -(-count // unit) * unit
     least_full = min((size for size in full if size > users), default=count + 1)
@@ -199,27 +200,66 @@ def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool =
 
     The tokens are uniform, so that every row of the vocabulary occurs. The validation set ends within a sample, and
     within a batch. With `masked` some tokens are not learned, and some ranks learn nothing in a step.
+
+    Where attention or packing heeds documents, a document is cut by the end of a sample that is learned, and targets beside the cut are
+    learned in both its parts: corpora are drawn until it is so.
     """
     path = folder / "verify.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     config = load(str(path)).config
+    data = {name: str(folder / name) for name in ("train", "valid")}
+    path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
+    for seed in range(DRAWS):
+        rng = np.random.default_rng(seed)
+        write_corpora(config, folder, rng)
+        written = load(str(path)).config
+        if masked:
+            write_masks(written, rng)
+        if not heeds_documents(config) or all(learned_at_cuts(written)):
+            return path
+    raise AssertionError(f"{DRAWS} corpora have no document that is cut in a learned sample")
+
+
+def heeds_documents(config: Config) -> bool:
+    """Whether anything depends on where documents end."""
+    return config.data.document_mask or config.data.packing == "best_fit"
+
+
+def learned_at_cuts(config: Config) -> tuple[int, int]:
+    """Of the pieces of documents in the samples of all steps: how many end within a document, with a last token that is learned; and how
+    many begin within one, with a second token that is learned (nothing predicts the first)."""
+    train, stream = config.train, training_stream(config)
+    (corpus,), (cut,) = stream.corpora, stream.cuts
+    before = behind = 0
+    for sample in stream.locate(np.arange(train.steps * train.global_batch_size))[2].tolist():
+        for start, length in cut.spans(sample):
+            last, stop = start + length - 1, start + length
+            before += stop < corpus.num_tokens and together(corpus, last - 1, last, stop) and bool(corpus.learned(last, 1)[0])
+            behind += start > 0 and together(corpus, start - 1, start, start + 1) and bool(corpus.learned(start + 1, 1)[0])
+    return before, behind
+
+
+def together(corpus: IndexedTokens, *positions: int) -> bool:
+    """Whether tokens are of one document."""
+    return len({corpus.document_at(position) for position in positions}) == 1
+
+
+def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> None:
+    """Writes the tokens for training and for validation. Packed documents would fit into samples, so now and then one is longer."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
-    rng = np.random.default_rng(0)
-    documents = config.data.document_mask or config.data.packing == "best_fit"
     lengths = {"train": (config.train.steps + 1) * batch * seq_len + 1, "valid": (batch + 3) * seq_len + 1 + seq_len // 3}
     for name, length in lengths.items():
         with IndexedWriter(str(folder / name), np.uint16) as writer:
             tokens = rng.integers(0, config.model.vocab_size, length)
-            starts = np.flatnonzero(rng.random(length) < 4 / seq_len) if documents else np.arange(1, 5) * length // 5
+            begins = rng.random(length) < 4 / seq_len
+            begins[0] = False  # the first document begins there in any case
+            if config.data.packing == "best_fit":
+                begins &= np.arange(length) // (2 * seq_len) % 3 > 0  # none in the first third of six samples' tokens
+            starts = np.flatnonzero(begins) if heeds_documents(config) else np.arange(1, 5) * length // 5
             starts.astype(np.int64).tofile(folder / f"{name}.starts")  # for the reference
             for document in np.split(tokens, starts):
                 writer.write(document.astype(np.uint16))
                 writer.end_document()
-    data = {name: str(folder / name) for name in lengths}
-    path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
-    if masked:
-        write_masks(load(str(path)).config, rng)
-    return path
 
 
 def write_masks(config: Config, rng: np.random.Generator) -> None:

@@ -23,6 +23,11 @@ class SeenGradient(MainGradient):
         self.main = main
         self.parts: list[Tensor] = []
 
+    def add_rows(self, grad: Tensor, rows: Tensor) -> None:
+        part = torch.zeros(self.total.shape, dtype=torch.float64, device=grad.device)
+        self.parts.append(part.index_put_((rows,), grad.double(), accumulate=True))
+        self.main.add_rows(grad, rows)
+
     def add_product(self, grad: Tensor, x: Tensor) -> None:
         a, b = (grad.double(), x.double()) if self.is_exact(x) else (grad, x)
         self.parts.append((a.t() @ b).double())

@@ -55,6 +55,16 @@ def data_reduction_over_tensor_ranks() -> Any:
     return patch(native, "GradientReducer", over_tensor_ranks)
 
 
+@fault("a sum by recursive doubling leaves out the ranks beyond a power of two", "dp3", SUM_APART)
+def odd_rank_left_out() -> Any:
+    right = comm.all_reduce_start
+
+    def doubling(x: Tensor, group: Any) -> Any:
+        return right(x if group.rank < 1 << group.size.bit_length() - 1 else x.zero_(), group)
+
+    return patch(reduce, "all_reduce_start", doubling)
+
+
 @fault(
     "a bucket is reduced before its last gradient has arrived",
     "dp2",

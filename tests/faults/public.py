@@ -129,7 +129,7 @@ def not_a_number_taken() -> Any:
 @fault(
     "a document that is cut into pieces loses a target at each cut",
     "one",
-    "module embedding, its input, microbatch 5, forward",
+    "module embedding, its input, microbatch 1, forward",
     PACKED,
     DOCUMENTS,
 )
@@ -141,3 +141,28 @@ def targets_lost_at_cuts() -> Any:
         return [(s, n) if b or n < 2 else (s + 1, n - 1) for (s, n), b in zip(right(self, sample), begins, strict=True)]
 
     return patch(packing.WholeDocuments, "spans", apart)
+
+
+def not_learned_at_cuts() -> Any:
+    """The second token of a piece that goes on with a document is no target, as if the piece were a document of its own."""
+    right = samples.learned
+
+    def as_begun(corpus: Any, spans: Any, row: int) -> Any:
+        found, at = right(corpus, spans, row), 0
+        for start, length in spans:
+            if length > 1 and corpus.document_and_offset(start)[1]:
+                found[at + 1] = False
+            at += length
+        return found
+
+    return patch(samples, "learned", as_begun)
+
+
+@fault("a cut document's second piece loses its first target, in packed samples", "one", "the loss, microbatch 6, forward", PACKED, MASKED)
+def target_behind_a_cut_lost() -> Any:
+    return not_learned_at_cuts()
+
+
+@fault("… in samples of consecutive tokens", "one", "the loss, microbatch 0, forward", DOCUMENTS, MASKED)
+def target_behind_a_sample_s_edge_lost() -> Any:
+    return not_learned_at_cuts()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from launch.verify import changed_since
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS, Optim
 from megacore.distributed.shard import Shard
@@ -23,15 +24,17 @@ from megacore.model.gpt import whole_model
 from megacore.plan.optimizers import STATES
 from megacore.plan.partition import stage_layers
 from megacore.survive.ledger import Ledger
+from megacore.tensor_parallel.gradient import MainGradient
 from megacore.verify.bounds import Bounds
 from megacore.verify.compare import Difference, Records, against_reference, missing
 from megacore.verify.flight import Flight, Flights, in_flight, memory_of
-from megacore.verify.layouts import DEFAULT, SCHEDULES, Layout, impossible, parse
+from megacore.verify.layouts import BESIDES, DEFAULT, SCHEDULES, Layout, besides, impossible, parse
 from megacore.verify.locate import apart
 from megacore.verify.record import Record, noise
 from megacore.verify.replay import RULES, Replay, cancelled, directions, rate, rounded
 from megacore.verify.report import tables, verdict
-from megacore.verify.shrink import load_whole, shrink, unevenness, with_stages, write_case
+from megacore.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
+from megacore.verify.trace import SeenGradient
 from tests.pieces import piece
 
 CONFIGS = sorted(Path(__file__).resolve().parents[2].glob("configs/*.json"))
@@ -45,7 +48,19 @@ def test_layout_names() -> None:
     assert {parse(name).schedule for name in SCHEDULES} == set(CHUNKS)
     layouts = [parse(name) for name in DEFAULT]
     assert max(layout.world for layout in layouts) == 8
-    assert len({(layout.tensor, layout.pipeline, layout.data, layout.sequence) for layout in layouts}) == len(layouts)
+    assert len({(layout.tensor, layout.pipeline, layout.data, layout.context, layout.sequence) for layout in layouts}) == len(layouts)
+
+
+def test_changed_files_choose_layouts() -> None:
+    """A change of context parallelism would be proved in two layouts that have it, and one of schedules in the config's alone."""
+    root = Path(__file__).resolve().parents[2]
+    for place, names in BESIDES.items():
+        assert (root / place).exists(), f"{place} is no more, so nothing is chosen for what became of it"
+        assert [parse(name).name for name in besides([f"{place}ring.py"])] == list(dict.fromkeys(names))
+    assert besides(["README.md", "docs/proof.md"]) == [] and set(besides(["megacore/pipeline/runtime.py"])) > set(SCHEDULES)
+    assert {"cp4", "dp3", "cp2tp2sp"} < set(DEFAULT)
+    with pytest.raises(ConfigError, match="--changed: git says"):
+        changed_since("no-such-commit")
 
 
 def test_a_ds_config_stays_in_the_small_config() -> None:
@@ -148,6 +163,21 @@ def test_a_chunked_loss_keeps_several_chunks(micro_batch: int, tmp_path: Path) -
     train = load(str(write_case(tmp_path, shrink(load_whole("configs/gpt_1b.json", overrides), [parse("tp4sp")], 3, "fp64")))).config.train
     tokens = train.micro_batch_size * train.seq_len
     assert default_chunk(tokens, "cpu") < tokens < 3 * default_chunk(tokens, "cpu")
+
+
+DOCUMENTS, PACKED = "data.document_mask=true", "data.packing=best_fit"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("data", [[DOCUMENTS], [PACKED], [DOCUMENTS, PACKED]])
+def test_a_document_is_cut_in_a_learned_sample(data: list[str], masked: bool, tmp_path: Path) -> None:
+    """docs/proof.md says that cut documents are exercised. Where no target beside a cut is learned, any mistake there would pass."""
+    for batch, micro_batch in ((1, 1), (2, 1), (16, 2), (24, 3)):
+        overrides = [*data, f"train.micro_batch_size={micro_batch}", f"train.global_batch_size={batch}"]
+        folder = tmp_path / str(batch)
+        folder.mkdir()
+        sections = shrink(load_whole("configs/gpt_1b.json", overrides), [parse("dp2")] if batch > 1 else [parse("one")], 3, "fp64")
+        assert min(learned_at_cuts(load(str(write_case(folder, sections, masked))).config)) > 0
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
@@ -324,6 +354,20 @@ def test_a_rank_s_part_of_an_activation_is_recognised(rank: int) -> None:
     assert relative is not None and relative > 0.5
     uneven = np.random.default_rng(1).normal(size=(6, 5))
     assert apart(uneven[:, 3 * rank : 3 * rank + 3], uneven, rank, 2) == 0
+
+
+def test_what_watches_a_gradient_hands_it_on() -> None:
+    """Whatever way a layer has of adding: otherwise the run that is watched computes something else, and every verdict is a race."""
+    grad, x, rows = torch.randn(5, 4).double(), torch.randn(5, 3).double(), torch.tensor([0, 2, 2, 1, 0])
+    ways = {"add_product": (grad, x), "add_rows": (x, rows), "add": (torch.randn(4, 3).double(),)}
+    assert ways.keys() == {name for name in vars(MainGradient) if name.startswith("add")}, "a new way"
+    for way, given in ways.items():
+        main, alone = MainGradient(torch.randn(4, 3).double()), MainGradient(torch.zeros(4, 3).double())
+        seen = SeenGradient(main)
+        for _ in range(2):
+            getattr(seen, way)(*given)
+            getattr(alone, way)(*given)
+        assert torch.equal(main.total, alone.total) and torch.allclose(sum(seen.parts, torch.zeros(())), alone.total), way
 
 
 def test_noise_is_that_of_every_checkout() -> None:
