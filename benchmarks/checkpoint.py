@@ -31,6 +31,8 @@ from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
+from megacore.errors import ConfigError
+from megacore.files import check_folder
 from megacore.survive.failure import fail
 
 EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
@@ -47,7 +49,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to save (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="blocks of each kind (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if not 1 <= args.rounds <= 1000:
+        raise ConfigError("--rounds", f"{args.rounds} is not usable", "from 1 to 1000")
+    check_folder("--folder", args.folder)
+    return args
 
 
 def clock() -> float:

@@ -14,7 +14,7 @@ from megacore.cli import Parser, exit_rank_with, exit_with
 from megacore.config.load import load, smallest_world
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
-from megacore.files import check_folder
+from megacore.files import check_folder, write_json
 
 if TYPE_CHECKING:
     from megacore.survive.drills import Drill, Outcome
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
         return 0 if found["as_expected"] else 1
     outcomes = drilled(drill, faults)
     show(outcomes)
-    (args.output / "drill.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n", encoding="utf-8")
+    write_json("--output", args.output / "drill.json", [asdict(outcome) for outcome in outcomes])
     return 0 if all(outcome.as_expected for outcome in outcomes) else 1
 
 

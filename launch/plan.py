@@ -16,6 +16,7 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.config.rules import unexchanged
 from megacore.errors import ConfigError
+from megacore.files import check_output
 from megacore.plan.buckets import data_ranks_of_a_host
 from megacore.plan.calibrate import calibrate
 from megacore.plan.context_time import CLUSTER, DEVICE, METHODS
@@ -290,6 +291,8 @@ def run(argv: list[str]) -> int:
     if args.compare_schedules:
         refuse_beside("--compare-schedules", args, ("cluster", "calibrate"))
     cluster = None if args.cluster is None else read_cluster(args.cluster)
+    if args.write is not None:
+        check_output("--write", args.write)
     if args.plot is not None:
         check_plot("--plot", args.plot)
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:

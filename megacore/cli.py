@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -70,8 +71,12 @@ def exit_rank_with(script: Callable[[list[str], Place], int | None]) -> NoReturn
     place = Place()
     try:
         place = place_from_environment()
-        if hostfile := missing_hostfile():
-            raise ConfigError("--hostfile", f"{hostfile} does not exist", "a file with lines such as `localhost slots=4`, or no --hostfile")
+        if (hostfile := missing_hostfile()) is not None:
+            raise ConfigError(
+                "--hostfile",
+                f"{hostfile or 'a file without a name'} does not exist",
+                "a file with lines such as `localhost slots=4`, or no --hostfile",
+            )
         status = script(sys.argv[1:], place) or 0
     except UserError as error:
         say_once(error, place)
@@ -144,7 +149,19 @@ class Stream(io.FileIO):
 
 
 def guard_streams() -> None:
-    """Puts a `Stream` under standard output and error."""
+    """Puts a `Stream` under standard output and error. Where one was closed by whoever started this, no file that is opened later takes
+    its number: what is said on standard output is lost, as on a full disk, and on standard error it is dropped."""
+    for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:
+            with suppress(OSError):
+                os.fstat(descriptor)
+                continue
+            found = os.open(os.devnull, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)
+            os.dup2(found, descriptor)
+            if found != descriptor:
+                os.close(found)
+    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
+    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8", write_through=True)
     sys.stdout, sys.stderr = guarded(sys.stdout, 1), guarded(sys.stderr, 2)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,18 +61,27 @@ def check_output(option: str, path: str) -> None:
         raise ConfigError(option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT) from None
 
 
-def write_json(option: str, path: str, value: Any) -> None:
-    """Writes a file whole or not at all. A device or a pipe, such as /dev/stdout, is written to and not replaced. Raises `ConfigError`,
-    naming the option."""
+def write_whole(path: str | Path, text: str) -> None:
+    """Writes a file whole or not at all. Raises `OSError`, and then leaves what was there. A device or a pipe, such as /dev/stdout, is
+    written to and not replaced."""
     in_place = os.path.exists(path) and not os.path.isfile(path)
-    aside = path if in_place else path + ASIDE.format(os.getpid())
+    aside = Path(path if in_place else f"{path}{ASIDE.format(os.getpid())}")
     try:
-        Path(aside).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
         if not in_place:
             os.replace(aside, path)
-    except OSError as error:
+    except OSError:
         if not in_place:
-            Path(aside).unlink(missing_ok=True)
+            with suppress(OSError):  # a name that is too long
+                aside.unlink(missing_ok=True)
+        raise
+
+
+def write_json(option: str, path: str | Path, value: Any) -> None:
+    """Writes a value as `write_whole` does. Raises `ConfigError`, naming the option."""
+    try:
+        write_whole(path, json.dumps(value, indent=2) + "\n")
+    except OSError as error:
         raise ConfigError(option, f"cannot write {path}: {error.strerror}", OUTPUT) from None
 
 

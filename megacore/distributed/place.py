@@ -120,11 +120,11 @@ def hostfile_of(arguments: list[str], folder: Path) -> str | None:
 
 
 def named_hostfile(command: list[str]) -> tuple[int, str] | None:
-    """The number of the word that names the hostfile in a command of the deepspeed launcher, and the file; None if it names none."""
-    for i, (word, following) in enumerate(zip(command, [*command[1:], ""], strict=True)):
+    """The number of the word that names the hostfile in a command of the deepspeed launcher, and the file, whose name may be empty;
+    None if it names none."""
+    for i, word in enumerate(command):
         if found := HOSTFILE.fullmatch(word):
-            file = found[3] if found[2] else following
-            return (i if found[2] else i + 1, file) if file else None
+            return (i, found[3]) if found[2] else (i + 1, command[i + 1]) if i + 1 < len(command) else None
     return None
 
 

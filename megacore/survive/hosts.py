@@ -15,7 +15,7 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.distributed.place import HOSTFILE, named_hostfile
 from megacore.errors import ConfigError
-from megacore.files import read_text
+from megacore.files import read_text, write_whole
 from megacore.plan.partition import plan_of
 
 PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
@@ -101,7 +101,10 @@ def write_hostfile(file: Path, hosts: Mapping[str, int], ranks: int) -> int:
         if used := min(slots, left):
             lines.append(f"{host} slots={used}\n")
         left -= used
-    file.write_text("".join(lines), encoding="utf-8")
+    try:
+        write_whole(file, "".join(lines))
+    except OSError as error:
+        raise ConfigError("log.dir", f"cannot write {file}: {error.strerror}", "a folder with room, that can be written") from None
     return len(lines)
 
 
@@ -114,6 +117,8 @@ def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
             raise ConfigError("--hostfile", f"only the deepspeed launcher's can be changed, not {command[0]}'s", right)
         return None
     named = named_hostfile(command)
+    if named is not None and not named[1]:
+        raise ConfigError("--hostfile", "its name is empty", "a file with lines such as `node1 slots=8`, or no --hostfile")
     return named and (named[0], Path(named[1]))
 
 
@@ -246,9 +251,12 @@ def layouts_like(shape: tuple[int, int], ranks: int) -> Iterator[tuple[int, int]
 
 def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int, pipeline: int) -> Planned | None:
     """The layout on exactly `ranks` ranks with the largest microbatch that the config allows there, if any."""
-    if ranks < 1 or ranks % (tensor * pipeline):
+    if ranks < 1:
         return None
     for context, size in product(*(reversed(divisors(most)) for most in (own.parallel.context, own.train.micro_batch_size))):
+        data, left = divmod(ranks, tensor * pipeline * context)  # `load` says so too, in a thousand times the time
+        if left or pipeline > own.model.num_layers or own.train.global_batch_size % (size * data):
+            continue
         laid = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", "parallel.data=auto", f"train.micro_batch_size={size}"]
         laid += [f"parallel.context={context}"] if own.parallel.context > 1 else []
         try:

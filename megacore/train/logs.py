@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megacore.cli import Stream
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.files import open_plain
+from megacore.errors import LogError
+from megacore.files import open_plain, write_whole
 from megacore.records import recorded
 from megacore.train.board import Board
 from megacore.train.mailbox import Figures
@@ -44,7 +45,11 @@ class Logs:
         self.tracker: Tracker | None = None
         self.metrics: IO[str]
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
-        self._open(first_step)
+        try:
+            self._open(first_step)
+        except OSError as error:
+            right = "a folder with room, that can be written"
+            raise LogError(str(self.directory), f"its records cannot be begun: {error.strerror}", right) from None
         if config.log.wandb != "off":
             self.tracker = Tracker(config, first_step, self.say)
         # mpirun gives rank 0 a terminal of its own, wherever its output goes.
@@ -115,7 +120,7 @@ class Logs:
     def _open(self, first_step: int) -> None:
         """Makes the run's folder and opens the files in it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "config.json").write_text(self.config.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+        write_whole(self.directory / "config.json", self.config.model_dump_json(by_alias=True, indent=2) + "\n")
         self.metrics = open_metrics(self.file, first_step)
         if self.config.log.tensorboard:
             self.board = Board(self.directory / "tensorboard", first_step, self.say)
@@ -181,7 +186,11 @@ def open_metrics(path: Path, first_step: int) -> IO[str]:
     """Opens metrics.jsonl to append. Drops lines of steps that will be run again, and what is no record."""
     if path.exists():
         aside = path.with_suffix(".partial")
-        with open_plain(path) as file, aside.open("wb") as kept:
-            kept.writelines(line + b"\n" for step, line in recorded(file) if step < first_step)
-        aside.replace(path)
+        try:
+            with open_plain(path) as file, aside.open("wb") as kept:
+                kept.writelines(line + b"\n" for step, line in recorded(file) if step < first_step)
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
     return path.open("a", encoding="utf-8")

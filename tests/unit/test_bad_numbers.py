@@ -8,6 +8,10 @@ from tests.conftest import Refused
 FLEET = ("--probe", "touch @started", "deepspeed")
 
 NUMBERS: list[Row] = [
+    *(("supervise", (*words, *SUPERVISED), "config error: --hostfile: its name is empty")
+      for words in (("deepspeed", "--hostfile", ""), ("deepspeed", "--hostfile="), ("deepspeed", "-H", ""))),
+    *(("plan", config("--write", f"@{'x' * length}.json"), "config error: --write: cannot write @xxx") for length in (236, 245, 250, 300)),
+    ("plan", config("--write", "@nowhere/x.json"), "config error: --write: cannot write @nowhere/x.json: No such file"),
     ("plan", config("train.global_batch_size=2000000000"), "2,000,000,000 microbatches a step (at most 262,144: a larger train.micro_"),
     ("plan", config("train.global_batch_size=300000", "parallel.pipeline=2"), "300,000 microbatches a step on 2 stages (at most 131,072"),
     ("plan", config("parallel.pipeline=10000", "model.num_layers=10000"), "10000 stages are more than any run has (at most 1024)"),

@@ -1,16 +1,22 @@
 """Paths that a clumsy or hostile user may give a script: see test_bad_inputs.py."""
 
+import errno
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from launch import checkpoint
 from megacore.checkpoint.manifest import MANIFEST
+from megacore.config import load
 from megacore.errors import UserError
+from megacore.train.logs import Logs
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
 from tests.conftest import Refused
 
@@ -104,3 +110,48 @@ def test_a_checkpoint_without_permission_is_one_line(closed: str, tree: Path) ->
             os.seteuid(0)
         (run / closed).chmod(0o755)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("launch/compare.py -h >&-", 2, "config error: stdout: cannot be written: Bad file descriptor"),
+        ("launch/compare.py -h 2>&-", 0, "example:"),
+        ("launch/compare.py one 2>&-", 2, ""),
+        ("launch/compare.py one >&- 2>&1", 2, ""),
+        ("launch/compare.py one <&- >&- 2>&-", 2, ""),
+    ],
+)
+def test_closed_streams_leave_the_status(command: str, status: int, said: str) -> None:
+    """A traceback, the status of success for a result that nobody got, or a mistake that is told on standard output."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(f"{sys.executable} {command}", shell=True, cwd=root, capture_output=True, text=True, timeout=60)
+    text = done.stdout + done.stderr
+    assert done.returncode == status and said in text and (said or not text) and "Traceback" not in text
+
+
+@pytest.mark.parametrize("full", ["config.json", "metrics.jsonl"])
+def test_a_disk_that_fills_while_records_begin_is_one_line(full: str, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 bytes free are enough to find the folder fit, and not for what a run writes first: a traceback, and half a file."""
+    write_text, folder = Path.write_text, tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text("before")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(path: Path, text: str, **options: str) -> int:
+        write_text(path, text[:10], **options)
+        raise no_space
+
+    def lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+        yield 1, b"{"
+        raise no_space
+
+    if full == "config.json":
+        monkeypatch.setattr(Path, "write_text", refuse)
+    else:
+        monkeypatch.setattr("megacore.train.logs.recorded", lines)
+    with pytest.raises(UserError, match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$"):
+        Logs(load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, True, 2)
+    assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == ["config.json", "metrics.jsonl"]

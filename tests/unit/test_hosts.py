@@ -3,11 +3,13 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config import load
 from megacore.errors import ConfigError
+from megacore.survive import hosts
 from megacore.survive.hosts import PROBE, Fleet, hostfile_option, plan, read_hostfile
 from megacore.train.lock import FolderLock
 from tests.commands import run_script
@@ -44,6 +46,18 @@ def test_a_layout_is_found_for_what_is_left(config: str, layout: tuple[int, int]
     assert there.train.global_batch_size == TRAIN["global_batch_size"]
 
 
+def test_thousands_of_slots_are_laid_out_at_once(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of ranks was tried with a whole config, for minutes and without a word, though arithmetic says that it cannot be."""
+    loaded, load_config = [0], hosts.load
+
+    def counted(*arguments: Any) -> Any:
+        loaded[0] += 1
+        return load_config(*arguments)
+
+    monkeypatch.setattr(hosts, "load", counted)
+    assert plan(config, [], 4096).ranks == 128 and loaded[0] < 200
+
+
 def test_context_ranks_become_fewer(config: str) -> None:
     """A run over long texts would end for good with the host that held a part of its sequences."""
     for ranks, context, data in ((4, 4, 1), (2, 2, 1), (1, 1, 1), (8, 4, 2)):
@@ -75,7 +89,6 @@ def test_no_machine_is_no_layout(config: str) -> None:
         ("deepspeed --hostfile hosts x.py", (2, "hosts")),
         ("deepspeed --hostfile=hosts x.py", (1, "hosts")),
         ("deepspeed -H hosts x.py", (2, "hosts")),
-        ("deepspeed --hostfile= x.py", None),
         ("torchrun x.py", None),
     ],
 )
