@@ -189,7 +189,9 @@ class Train(Section):
     seed: Whole = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | Literal["auto"] = Field(
-        "auto", description="torch.compile for every block: one graph, which all blocks share; auto: not on any device so far"
+        "auto",
+        description="torch.compile for every block: one graph, which all blocks share; "
+        "auto: on a CPU, what a long run measures before its first step; elsewhere not so far",
     )
     deterministic: bool = Field(
         False, description="the same command on the same machines gives the same bits; operations that cannot do so fail"

@@ -16,7 +16,7 @@ SPIN_COUNT = "GOMP_SPINCOUNT"  # of GCC's OpenMP, which PyTorch's wheels for Lin
 WAITING = {SPIN_COUNT: "3000"}  # bridges the gaps between one operation and the next; by itself it spins for milliseconds
 OPENMPS_OWN = {SPIN_COUNT: "300000"}  # what a process has without the variable
 EVERY = 1.0  # seconds between two looks
-GRANTED = 0.9  # of the time that its threads could run, from which a process has all of its cores
+GRANTED = 0.8  # of the time that its threads could run, from which a process has all of its cores: some program always runs for a moment
 TASKS = Path("/proc/self/task")
 
 

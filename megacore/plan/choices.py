@@ -100,9 +100,5 @@ def fuses(config: Config) -> bool:
 
 
 def compiles(config: Config) -> bool:
-    """Whether blocks are compiled: `train.compile`, or what its `auto` chooses, which so far is no on every device.
-
-    On CPUs compiled blocks gain 1 to 3 % over the formula's attention, need a C++ compiler, and start tens of seconds later.
-    On GPUs it is to be measured. What compiled blocks exclude (dropout, offloaded activations, other engines) `auto` must leave out.
-    """
+    """Whether blocks are compiled. A run settles what `train.compile=auto` stands for (`train.compiling`); here it stands for no."""
     return config.train.compile is True

@@ -19,6 +19,7 @@ from megacore.pipeline.runtime import Microbatch
 from megacore.plan.choices import why_whole
 from megacore.plan.generators import GENERATORS, generated
 from megacore.plan.partition import placement_of, stage_layers
+from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import evaluate
 from megacore.train.exporter import Exporter
@@ -68,6 +69,7 @@ class Trainer:
     """One rank's part in a run. Construction and every method are collective over all ranks."""
 
     def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, exporter: Exporter | None = None) -> None:
+        config, self.compile_choice = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
         self.config, self.mesh, self.inputs = config, mesh, inputs
         self.exporter = exporter or Exporter(None, mesh.place, mesh.device)
         if config.log.prometheus_port is not None:
@@ -256,6 +258,8 @@ class Trainer:
         held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
         layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
         self.logs.say(f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}")
+        if self.compile_choice:
+            self.logs.say(self.compile_choice)
         if self.apart:
             self.logs.say(f"WARNING: {self.apart}: this run can save no checkpoint, not even when it is asked to stop")
         if self.step == train.steps:

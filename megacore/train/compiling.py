@@ -1,0 +1,144 @@
+"""What `train.compile=auto` becomes, once, before the first step: what rank 0 measures, alike on every rank and at each resume.
+
+On CPUs blocks gain or lose some per cent by being compiled, which depends on processor and model. To know takes a minute or two, since
+Inductor writes and compiles C++. So short runs are not compiled, and not measured.
+"""
+
+import time
+from dataclasses import dataclass
+from shutil import which
+from statistics import median
+
+import torch
+
+from megacore.checkpoint import Reader
+from megacore.config import Config
+from megacore.distributed.comm import broadcast_text
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.place import Place
+from megacore.pipeline.runtime import Microbatch
+from megacore.plan.choices import splits_backward
+from megacore.train.step import TrainStep
+
+LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed
+WORTH_MEASURING = 1800.0  # seconds that they take at least: measuring and compiling are then a few per cent of the run
+LAYERS = 2  # of the model that is measured; all blocks share one graph
+SECONDS, ROUNDS = 10.0, 15  # at most, of the measurement itself
+GAIN = 0.98  # compiled blocks are taken where a step takes less than this part of a plain one's time
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of a step of one microbatch through `LAYERS` layers, the head and the optimizer."""
+
+    plain: float
+    compiled: float
+
+
+def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config, str]:
+    """The config with `train.compile` resolved, and in words why, if somebody measured; collective. `resumed`: the checkpoint that rank 0
+    is to go on from; its run has settled it before."""
+    if config.train.compile != "auto":
+        return config, ""
+    answer, why = "", ""
+    if can_compile(config, mesh.device):
+        if mesh.place.rank == 0:
+            chosen, why = recorded(resumed) if resumed is not None else measure(config, mesh)
+            answer = "true" if chosen else ""
+        answer = broadcast_text(answer, mesh.world, mesh.device)
+    return with_compile(config, bool(answer)), why
+
+
+def can_compile(config: Config, device: torch.device) -> bool:
+    """Whether compiled blocks come into question: on a CPU, where nothing else that the config asks for excludes them.
+
+    Tensor and context ranks' blocks wait for each other, so one rank could not measure them. GPUs are to be measured.
+    """
+    train, parallel = config.train, config.parallel
+    excluded = config.model.dropout or train.offload_activations or train.deterministic or train.precision == "fp64"
+    divided = parallel.tensor > 1 or parallel.context > 1 or config.engine.kind != "native"
+    split = parallel.pipeline > 1 and splits_backward(config) and parallel.schedule not in WHOLE
+    return device.type == "cpu" and not (excluded or divided or split) and train.steps >= LEAST_STEPS
+
+
+WHOLE = ("1f1b", "gpipe", "interleaved")  # schedules whose backwards are whole anyway
+
+
+def with_compile(config: Config, compiled: bool) -> Config:
+    """The same config otherwise."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": compiled})})
+
+
+def recorded(reader: Reader) -> tuple[bool, str]:
+    """What a checkpoint's run settled on. One that was written before there was a choice had no compiled blocks."""
+    return reader.state.get("config", {}).get("train", {}).get("compile") is True, ""
+
+
+def measure(config: Config, mesh: Mesh) -> tuple[bool, str]:
+    """Whether this machine is faster with compiled blocks, and in words what it measured, if anything."""
+    small = Small(config, mesh)
+    layers = config.model.num_layers / config.parallel.pipeline / min(LAYERS, config.model.num_layers)
+    run = small.seconds(with_compile(config, False)) * max(1.0, layers) * config.num_microbatches * config.train.steps
+    if run < WORTH_MEASURING:
+        return False, ""
+    started = time.monotonic()
+    if which("c++") is None and which("g++") is None and which("clang++") is None:
+        return False, "train.compile=auto is false: there is no C++ compiler"
+    mesh.progress("measuring compiled blocks")
+    try:
+        times = small.times(config)
+    except RuntimeError as error:  # Inductor's, where this machine lacks something to build with
+        return False, f"train.compile=auto is false: {str(error).splitlines()[0]}"
+    chosen = times.compiled < GAIN * times.plain
+    part, took, word = times.compiled / times.plain, time.monotonic() - started, str(chosen).lower()
+    return (
+        chosen,
+        f"train.compile=auto is {word}: a compiled step takes {part:.2f} of a plain one's time (measured in {took:.0f} s)",
+    )
+
+
+class Small:
+    """Steps of one microbatch of this model with few layers, on this rank alone."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.device, self.progress = mesh.device, mesh.progress
+        shape = config.train.micro_batch_size, config.train.seq_len + 1
+        tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        self.batch = [Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 0)]
+
+    def step(self, config: Config) -> TrainStep:
+        """Few layers, no other ranks."""
+        model = config.model.model_copy(update={"num_layers": min(LAYERS, config.model.num_layers)})
+        train = config.train.model_copy(update={"global_batch_size": config.train.micro_batch_size})
+        alone = {"data": 1, "pipeline": 1, "schedule": "1f1b", "chunks": 1, "sequence": False}
+        parallel, engine = config.parallel.model_copy(update=alone), config.engine.model_copy(update={"shard_optimizer": False})
+        data = config.data.model_copy(update={"document_mask": False, "packing": "none", "train": None})
+        small = config.model_copy(update={"model": model, "train": train, "parallel": parallel, "engine": engine, "data": data})
+        step = TrainStep(small, Mesh(small, Place(), self.device))
+        step.threads = None  # all are measured with the same number
+        return step
+
+    def timed(self, step: TrainStep) -> float:
+        """Seconds of one step."""
+        self.progress("measuring compiled blocks")
+        started = time.perf_counter()
+        step(1, self.batch)
+        step.engine.settle()
+        return time.perf_counter() - started
+
+    def seconds(self, config: Config) -> float:
+        """Of a step, the better of two behind a first one."""
+        step = self.step(config)
+        return min([self.timed(step) for _ in range(3)][1:])
+
+    def times(self, config: Config) -> Times:
+        """Plain and compiled steps in turns, so that whatever else the machine does meets both."""
+        steps = [self.step(with_compile(config, compiled)) for compiled in (False, True)]
+        for step in steps * 2:  # the compiled one's first takes tens of seconds
+            self.timed(step)
+        taken: list[list[float]] = [[], []]
+        until = time.monotonic() + SECONDS
+        while len(taken[0]) < ROUNDS and (time.monotonic() < until or not taken[0]):
+            for own, step in zip(taken, steps, strict=True):
+                own.append(self.timed(step))
+        return Times(*map(median, taken))
