@@ -81,10 +81,14 @@ def scale(wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[
     least, most = wanted or (max(1, room), max(1, room))
     if least > room:
         each = f"{cpus} CPU{'s' * (cpus > 1)}{' and a GPU' * gpu}"
-        has = " and ".join(f"{int(resources.get(name, 0))} {name}s" for name in ("CPU", "GPU"))
-        wrong = f"{least} workers of {each} do not fit on the cluster, which has {has}"
+        wrong = f"{least} workers of {each} do not fit on the cluster, which has {' and '.join(has(resources))}"
         raise ConfigError("--workers", wrong, f"at most {room}" if room else "machines that have them")
     return least, most
+
+
+def has(resources: dict[str, float]) -> list[str]:
+    """What a cluster has, in words."""
+    return [f"{int(resources.get(name, 0))} {name}s" for name in ("CPU", "GPU")]
 
 
 def run(argv: list[str]) -> int:
@@ -111,6 +115,8 @@ def run(argv: list[str]) -> int:
         folder = Path(resolved(config.log.dir)).absolute()
         check_folder("log.dir", folder)
         start = {"cwd": os.getcwd(), "config": args.config, "overrides": args.overrides, "folder": str(folder), "elastic": elastic}
+        wanted = f"{workers[0]} to {workers[1]} workers" if elastic else f"{workers[0]} workers"
+        print(f"ray_train: waiting for {wanted}; the cluster has {' and '.join(has(resources))}", file=sys.stderr, flush=True)
         status: int = trainer(start, workers, gpu, args.cpus, args.restarts).fit().return_value
         return status
     except TrainingFailedError as error:

@@ -56,6 +56,7 @@ class Runtime:
         self.hidden_shape = (tokens, first.config.model.hidden_size)
         self.dtype = DTYPES[train.precision]
         self.device = first.device
+        self.after_backward: Callable[[], None] | None = None  # called behind each that was launched
         self.peak_live = 0  # the most forwards whose activations, or a part of them, were held at once
         self.methods: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
@@ -139,6 +140,8 @@ class Runtime:
 
     def _pass_back(self, key: Key) -> None:
         """Hands the gradient of a chunk's input to the stage before."""
+        if self.after_backward is not None:
+            self.after_backward()
         if not self.stages[key[1]].first:
             grad = self.inputs.pop(key).grad
             assert grad is not None

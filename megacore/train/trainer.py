@@ -151,11 +151,16 @@ class Trainer:
     def loop(self, garbage: Garbage) -> None:
         """Runs step after step. Reports, validations and saves wait for the device, so they come only after some steps."""
         config, train = self.config, self.config.train
-        self.timer = StepTimer()
+        self.timer, runtime = StepTimer(), self.train_step.runtime
+        if self.is_writer:  # until the first step is done nothing else tells how long a step takes
+            runtime.after_backward = self.logs.within(
+                self.step + 1, config.num_microbatches * len(self.train_step.stages), self.mesh.device.type
+            )
         while self.step < train.steps:
             self.step += 1
             batch = self.next_batch()
             done = self.train_step(self.step, batch, self.votes, self.saving.saver.hold_update)
+            runtime.after_backward = None
             self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted]))
             self.timer.steps += 1
             self.pairs.add(batch)

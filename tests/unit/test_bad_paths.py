@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -155,3 +156,24 @@ def test_a_disk_that_fills_while_records_begin_is_one_line(full: str, tree: Path
     with pytest.raises(UserError, match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$"):
         Logs(load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, True, 2)
     assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == ["config.json", "metrics.jsonl"]
+
+
+HOOK = """import os, runpy, signal, sys
+class Finder:
+    def find_spec(name, *rest):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+sys.meta_path.insert(0, Finder)
+sys.path.insert(0, os.getcwd())
+runpy.run_path("launch/pretrain.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"), [("megacore.cli", "SIGTERM"), ("megacore.train.stopping", "SIGTERM"), ("megacore.config", "SIGHUP")]
+)
+def test_a_signal_during_imports_ends_what_has_begun_nothing(module: str, number: str, tmp_path: Path) -> None:
+    """The system's own end, at once: a handler would have to wait for imports, and there is nothing to save."""
+    words = [sys.executable, "-c", HOOK, module, number, f"log.dir={tmp_path / 'run'}"]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -getattr(signal, number) and not done.stdout + done.stderr and not (tmp_path / "run").exists()

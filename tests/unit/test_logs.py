@@ -49,6 +49,22 @@ def test_the_time_left_behind_a_rollback_to_before_the_start(
     assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["1090", "1000", "990"]
 
 
+def test_a_long_first_step_says_how_far_it_is(config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Minutes without a word: nobody could tell a slow machine from one that hangs."""
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    logs = Logs(config, True, 1)
+    for device in ("cpu", "cuda"):
+        note = logs.within(1, 16, device)
+        for _ in range(16):
+            now[0] += 10.0
+            note()
+    logs.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said[:3] == [f"step 1: {n} of 16 backwards of microbatches done on rank 0" for n in (4, 8, 12)]
+    assert said[3:] == [line.replace("done", "launched") for line in said[:3]]
+
+
 def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
     logs = Logs(config, True, 1)
