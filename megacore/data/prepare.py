@@ -11,6 +11,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -144,6 +145,8 @@ def prepare(
         sidecars = {split.prefix: sidecar(split, splits[0], name) for split in splits}
         for p, written in sidecars.items():
             written.save(p)
+    except BrokenProcessPool:
+        raise DataError(prefix, "cannot be prepared: one of its processes was ended", "enough memory, or fewer --workers") from None
     except OSError as error:
         raise DataError(prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
     end = None if loaded.end_of_document is None else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()

@@ -208,7 +208,7 @@ def line_number(path: str, offset: int) -> int:
 
 def _why(error: Exception, record: Any, text_key: str | None) -> tuple[str, str]:
     """What is wrong with a line, and what would be right."""
-    right = f'one object a line, such as {{"{text_key or "messages"}": "…"}}'
+    right = f'one object a line, such as {{"{text_key}": "…"}}'
     if isinstance(error, UnicodeEncodeError):
         return "holds half a surrogate pair, which is no text", right
     if isinstance(error, ValueError | RecursionError):

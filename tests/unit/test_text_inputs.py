@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from launch import prepare
+from megacore.data import prepare as prepare_module
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
 
@@ -131,6 +133,19 @@ def test_both_sides_get_a_document(kind: str, fraction: str, tmp_path: Path) -> 
         assert fraction == "0.1" or len(few) == 1
     run(folder, *inputs[::-1], more=("--valid-fraction", fraction, "--workers", "2"))
     assert (train, valid) == (documents(f"{folder}/out/x"), documents(f"{folder}/out/x_valid"))
+
+
+def ended(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_was_ended_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel, for one, when memory ends."""
+    monkeypatch.setattr(prepare_module, "encode_task", ended)
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    with pytest.raises(UserError, match=r"out/x: cannot be prepared: one of its processes was ended \(enough memory"):
+        run(tmp_path, "a.txt", more=("--workers", "2"))
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_no_token_that_ends_documents_is_said(tmp_path: Path, capsys: Any) -> None:
