@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megacore.config.rules import check, check_paths, derive
-from megacore.config.schema import Config
+from megacore.config.schema import MOST_RANKS, Config
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.records import LARGEST
@@ -57,6 +57,8 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
         origins[key] = "override"
     config = validate(raw)
     check_paths(config)
+    if world_size > MOST_RANKS:
+        raise ConfigError("parallel", f"{world_size:,} ranks are more than any run has"[:LONGEST], f"at most {MOST_RANKS:,}")
     derived = derive(config, name, world_size)
     for key, value in derived.items():
         set_value(raw, key, value)

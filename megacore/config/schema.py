@@ -13,7 +13,8 @@ from megacore.records import LARGEST
 # Bounds far around any run: no number in a config may make a script count, wait or allocate without end, or compute with infinities.
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(gt=0, le=LARGEST)]
-Ranks = Annotated[int, Field(gt=0, le=2**20)]
+MOST_RANKS = 2**20
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 Width = Annotated[int, Field(gt=0, le=2**20)]  # heads, or features of one token
 Rows = Annotated[int, Field(gt=0, le=2**28)]  # of a table, or of a wide matrix
 Positions = Annotated[int, Field(gt=0, le=2**31)]
