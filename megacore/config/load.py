@@ -58,7 +58,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     config = validate(raw)
     check_paths(config)
     if world_size > MOST_RANKS:
-        raise ConfigError("parallel", f"{world_size:,} ranks are more than any run has"[:LONGEST], f"at most {MOST_RANKS:,}")
+        raise ConfigError("parallel", f"{str(world_size)[:LONGEST]} ranks are more than any run has", f"at most {MOST_RANKS:,}")
     derived = derive(config, name, world_size)
     for key, value in derived.items():
         set_value(raw, key, value)
