@@ -37,7 +37,7 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.config.", "megacore.plan.",
     "megacore.distributed.place", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
-    "megacore.distributed.reasons",
+    "megacore.distributed.reasons", "megacore.distributed.crowd",
 )  # fmt: skip
 # Third-party packages that they may import: those in the second set not at import time, only where something is drawn.
 TORCH_FREE_PACKAGES = ({"pydantic"}, {"matplotlib", "rich"})
