@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from torch import Tensor
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
 from megacore.checkpoint.commit import set_aside
+from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.distributed.shard import Box, Shard
 from megacore.errors import CheckpointError
 from tests import crashes
@@ -107,6 +109,21 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
     os.utime(paths[2], None)
     newest = save_alone(tmp_path, 201, {"w": torch.ones(2)}, keep=2)
     assert checkpoints_in(tmp_path) == [newest, paths[0]]
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_columns_hold_every_number_up_to_their_width(column: str) -> None:
+    """A width too small by one: 256 in a byte is 0, and a slice of a file, or of a size, that was never written."""
+    numbers = [2**bits + more for bits in range(8, 64 if column == "digest" else 48, 8) for more in (-1, 0)] + [1]
+    for number in [*numbers, *([2**64 - 1] if column == "digest" else [])]:
+        row = {"file": 0, "number": 1, "offset": (3, 4), "shape": (5, 6), "digest": 7}
+        row[column] = (2, number) if column in ("offset", "shape") else number
+        slices = Slices.of([tuple(row.values()), (0, 1, (0,), (1,), 2)])
+        read = Slices.of_texts(slices.texts(), 2, 2)
+        for found in (slices, read, Slices.joined([slices[:1], slices[1:]])):
+            assert np.array_equal(getattr(found, column)[0], row[column]), number
+        if column == "file":
+            assert slices.behind(number).file.tolist() == [2 * number, number]
 
 
 def truncate(path: Path) -> None:

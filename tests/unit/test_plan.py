@@ -24,6 +24,7 @@ from megacore.distributed.shard import shard_of
 from megacore.kernels import layernorm
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.runtime import Microbatch
+from megacore.plan import activations
 from megacore.plan.activations import block_activations, rank_activations
 from megacore.plan.devices import peak_flops
 from megacore.plan.flops import (
@@ -35,6 +36,7 @@ from megacore.plan.flops import (
 from megacore.plan.memory import RankMemory, besides, rank_memory
 from megacore.plan.parameters import block_list, ends_list, parameters, rank_parameters
 from megacore.plan.partition import stage_layers
+from megacore.plan.traffic import rank_traffic
 from megacore.train.meters import PairsSeen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,6 +217,66 @@ def test_activations_are_what_autograd_keeps(monkeypatch: pytest.MonkeyPatch, mo
     three, one = make(model, **train), make(model | {"num_layers": 1}, **train)
     measured = (saved_bytes(three) - saved_bytes(one)) / 2
     assert block_activations(three, three.train.recompute) == pytest.approx(measured, rel=0.01)
+
+
+LAW_MODELS: list[dict[str, Any]] = [
+    {"vocab_size": 128, "attention": "sdpa"},
+    {
+        "vocab_size": 128,
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "position": "rope",
+        "num_kv_heads": 2,
+        "dropout": 0.1,
+        "attention": "sdpa",
+    },
+    {"vocab_size": 128, "attention": "sdpa", "qk_norm": True, "position": "rope"},
+]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", LAW_MODELS)
+def test_each_term_of_tokens_halves_with_twice_the_context_ranks(model: dict[str, Any], recompute: str) -> None:
+    """A term that forgets an axis is right wherever this axis has one rank. So every term is asked on its own, in each direction: with
+    twice the context ranks, half; with twice the sequences of a microbatch, double; with sequence parallelism and twice the tensor
+    ranks, half."""
+
+    def terms(sequences: int = 1, **parallel: Any) -> dict[str, Any]:
+        axes = {"context": 1, "context_method": "ring", "pipeline": 2, "tensor": 1, "sequence": True} | parallel
+        batch = {"micro_batch_size": sequences, "global_batch_size": 4 * sequences}
+        sections = {"model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "ffn_size": 256} | model, "parallel": axes | {"data": 1}}
+        train = {"seq_len": 256, "precision": "bf16", "device": "cpu", "recompute": recompute} | batch
+        world = axes["tensor"] * axes["pipeline"] * axes["context"]
+        config = resolve({**sections, "train": train}, [], "laws", world).config
+        last = len(stage_layers(config)) - 1
+        found: dict[str, Any] = {
+            "a block": block_activations(config, recompute),
+            "stages": activations.stage_kept(config),
+            "logits": activations.logits_kept(config),
+            "split backwards": activations.stage_waiting(config),
+            "messages": activations.transfer_buffers(config),
+            "peaks": [(peak.kept, peak.logits, peak.working, peak.transfers) for peak in rank_activations(config)],
+        }
+        for op in activations.AT_WORK:
+            found[f"{op.name} at work"] = [activations.working(config, op, stage) for stage in (0, last)]
+        for stage, transfers in enumerate(rank_traffic(config)):
+            found[f"traffic of stage {stage}"] = [t.elements for t in transfers if t.group in ("pp", "tp")]
+        return found
+
+    def scaled(value: Any, factor: int) -> Any:
+        return value * factor if isinstance(value, int | float) else [scaled(part, factor) for part in value]
+
+    def listed(value: Any) -> Any:
+        return value if isinstance(value, int | float) else [listed(part) for part in value]
+
+    one, two, four = (terms(context=c) for c in (1, 2, 4))
+    double = terms(sequences=2)
+    for name in one:
+        assert scaled(two[name], 2) == listed(one[name]) and scaled(four[name], 4) == listed(one[name]), name
+        assert listed(double[name]) == scaled(one[name], 2), name
+    tensor = terms(tensor=2)
+    for name in ("a block", "messages"):
+        assert scaled(tensor[name], 2) == listed(one[name]), name
 
 
 def test_activations_are_the_published_formula() -> None:

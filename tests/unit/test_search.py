@@ -1,5 +1,9 @@
 """The search counts every layout, offers only what runs and fits, and says why others lost."""
 
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +98,41 @@ def test_every_layout_is_counted_once() -> None:
     axes = {(c.parallel.tensor, c.parallel.pipeline, c.data_size) for c in found}
     assert axes == {(t, p, 8 // t // p) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 8}
     assert len({(c.parallel, c.train, c.engine.kind, c.engine.shard_optimizer) for c in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ffn", "decides"),
+    [(16, 256, "tensor ranks are on one node"), (2, 256, "they divide key/value heads"), (16, 130, "they divide the feed-forward part")],
+)
+def test_layouts_are_those_within_all_limits(kv_heads: int, ffn: int, decides: str) -> None:
+    """Of 16 devices on nodes of 4: a limit that the search forgets offers what is slow or cannot be divided; one too many hides layouts."""
+    world, layers, batch, tokens = 16, 4, 8, 32768
+    sizes = {"num_layers": layers, "hidden_size": 128, "num_heads": 16, "num_kv_heads": kv_heads, "ffn_size": ffn}
+    overrides = [*(f"model.{key}={size}" for key, size in sizes.items()), f"train.global_batch_size={batch}", f"train.seq_len={tokens}"]
+    config = load("configs/gpt_tiny.json", [*overrides, *ALONE], 1).config
+    nodes = read_cluster("dgx_h100")
+    nodes = replace(nodes, levels=(replace(nodes.levels[0], ranks=4), *nodes.levels[1:]))
+    limits: dict[str, Callable[[int, int, int, int], bool]] = {
+        "tensor ranks are on one node": lambda t, p, c, d: t <= 4,
+        "they divide key/value heads": lambda t, p, c, d: kv_heads % t == 0,
+        "they divide the feed-forward part": lambda t, p, c, d: ffn % t == 0,
+        "each stage has a layer": lambda t, p, c, d: p <= layers,
+        "a context rank has 8192 tokens": lambda t, p, c, d: tokens // c >= 8192,
+        "data ranks divide the batch": lambda t, p, c, d: batch % d == 0,
+    }
+    sizes_of_axes = [1, 2, 4, 8, 16]
+    every = [axes for axes in itertools.product(sizes_of_axes, repeat=4) if math.prod(axes) == world]
+    broken = {axes: [name for name, holds in limits.items() if not holds(*axes)] for axes in every}
+    alone = {names[0] for names in broken.values() if len(names) == 1}
+    assert alone == {decides, "each stage has a layer", "a context rank has 8192 tokens", "data ranks divide the batch"}, "what could fail"
+    found = list(layouts(config, world, nodes))
+    axes = {(c.parallel.tensor, c.parallel.pipeline, c.parallel.context, c.data_size) for c in found}
+    assert axes == {axes for axes, names in broken.items() if not names}
+    for c in found:
+        parallel, data = c.parallel, c.data_size
+        assert parallel.pipeline * c.chunks <= layers and batch % (c.train.micro_batch_size * data) == 0
+        assert parallel.sequence == (parallel.tensor > 1 and tokens // parallel.context % parallel.tensor == 0)
+        assert data * parallel.context > 1 or (c.engine.kind, c.engine.shard_optimizer) == ("native", False)
 
 
 def test_long_sequences_are_divided() -> None:
