@@ -31,7 +31,8 @@ LAYOUTS = {
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 259, "init_std": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
-    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2},
+    "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2}
+    | {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}},
 }
 
 

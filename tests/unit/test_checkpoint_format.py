@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,8 +22,12 @@ from launch.checkpoint import run
 from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
 from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.slices import COLUMNS, Slices
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.config.schema import Model
 from megacore.distributed.shard import Box, Shard
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, UserError
+from megacore.model.gpt import whole_model
 from tests import crashes
 from tests.checkpoints import Alone, find_latest, save
 from tests.manifests import edit_manifest, edit_text
@@ -109,6 +115,59 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
     os.utime(paths[2], None)
     newest = save_alone(tmp_path, 201, {"w": torch.ones(2)}, keep=2)
     assert checkpoints_in(tmp_path) == [newest, paths[0]]
+
+
+BASES: list[dict[str, Any]] = [
+    {"position": "rope", "num_kv_heads": 2, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False, "chunked_loss": True, "attention": "eager"},
+]
+
+
+def others_of(key: str, value: Any) -> list[Any]:
+    """Other values of a key of the model section."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [2 * value, value / 2 if isinstance(value, float) else value // 2, 0.5]
+    if key == "rope_scaling":
+        return [None, {"type": "ntk", "factor": 3.0}, {"type": "linear", "factor": 3.0}]
+    choices = get_args(Model.model_fields[key].annotation)
+    return [choice for choice in choices if choice not in (value, "triton")]  # which needs a GPU, and equals eager elsewhere
+
+
+@pytest.mark.parametrize("base", BASES, ids=["learned to rope", "without"])
+def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -> None:
+    """Another base of the rotary positions, another scale, another eps: the resumed run would train another function, from weights that
+    fit."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 53, "init_std": 0.2, "dropout": 0.1} | base
+    train = {"seq_len": 12, "precision": "fp64", "device": "cpu"}
+
+    def configured(model: dict[str, Any]) -> Config:
+        return resolve({"model": model, "train": train}, [], "test", 1).config
+
+    def logits(config: Config) -> Tensor:
+        model = whole_model(config).eval()
+        model.load_state_dict(weights)
+        return model.logits(model(tokens))
+
+    written = configured(sizes)
+    recorded, weights = written.model.model_dump(), whole_model(written).state_dict()
+    tokens = torch.randint(53, (2, 12), generator=torch.Generator().manual_seed(0))
+    right, refused, free = logits(written), set(), set()
+    reader: Any = SimpleNamespace(path=Path("step_00000001"), state={"model": recorded})
+    for key, value in recorded.items():
+        for other in others_of(key, value):
+            try:
+                changed = configured(recorded | {key: other})
+                Reader.check_model(reader, changed.model.model_dump())
+            except UserError:
+                refused.add(key)
+                continue
+            if (key, recorded["position"]) != ("max_positions", "learned"):  # whose table has another shape
+                assert float((logits(changed) - right).detach().abs().max()) < 1e-12, (key, other)
+            free.add(key)
+    assert refused | free >= recorded.keys() - {"block"}, "every key was tried"
+    assert {"attention", "dropout", "init_std", "chunked_loss"} <= free and {"rope_theta", "norm_eps", "logit_scale"} <= refused
 
 
 @pytest.mark.parametrize("column", COLUMNS)

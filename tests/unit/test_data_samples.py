@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from megacore.config import load
+from megacore.config.load import resolve
+from megacore.config.schema import MASK
 from megacore.data.indexed import IndexedWriter
-from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend
-from megacore.distributed.mesh import SOLO
+from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend, training_stream
+from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.place import Place
 from megacore.errors import DataError
-from megacore.train.loader import validation_batches
+from megacore.train.loader import Loader, validation_batches
+from megacore.verify.reference import Corpus
 
 
 def write(path: Path, values: np.ndarray) -> str:
@@ -110,6 +114,41 @@ def test_blend_far_into_a_run() -> None:
     corpora, visits = blend([0.6, 0.3, 0.1], 2**57 + np.arange(3000))
     for c in range(3):
         assert set(np.diff(visits[corpora == c]).tolist()) == {1}
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing: str) -> None:
+    """Tokens, targets, documents and positions of each sample are those of its own corpus, by the proof's reader: one corpus has long
+    documents, the other short ones, of which some tokens are not learned."""
+    rng, parts = np.random.default_rng(0), []
+    for share, name, length, often in ((0.6, "long", 900, 0.02), (0.4, "short", 500, 0.2)):
+        prefix, tokens = str(tmp_path / name), rng.integers(0, 61, length).astype(np.uint16)
+        starts = 1 + np.flatnonzero(rng.random(length - 1) < often)
+        starts.astype(np.int64).tofile(f"{prefix}.starts")
+        with IndexedWriter(prefix, np.uint16) as writer:
+            for document in np.split(tokens, starts):
+                writer.write(document)
+                writer.end_document()
+        parts.append([share, prefix])
+    (rng.random(length) < 0.5).astype(np.uint8).tofile(f"{prefix}{MASK}")
+    train = {"seq_len": 16, "micro_batch_size": 2, "global_batch_size": 4, "device": "cpu"}
+    data = {"train": parts, "document_mask": True, "packing": packing}
+    model = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 61}
+    config = resolve({"model": model, "train": train, "data": data}, [], "blend", 1).config
+    stream = training_stream(config)
+    plain = {prefix: Corpus(prefix, config) for _, prefix in parts}
+    loader, seen = Loader(config, Mesh(config, Place(), torch.device("cpu")), stream), set()
+    for index, microbatch in enumerate(microbatch for step in range(1, 11) for microbatch in loader.step(step)):
+        for row in range(2):
+            prefix, _, sample = stream.where(2 * index + row)
+            right = plain[prefix].batch([plain[prefix].training[sample]])
+            seen.add(prefix)
+            assert torch.equal(microbatch.inputs[row], right.inputs[0]) and torch.equal(microbatch.targets[row], right.targets[0])
+            assert microbatch.documents is not None and microbatch.positions is not None and right.documents[1] is not None
+            assert tuple(map(int, microbatch.documents[row])) == tuple(right.documents[0][0])
+            assert torch.equal(microbatch.positions[row], right.documents[1][0])
+    loader.close()
+    assert len(seen) == 2
 
 
 def test_too_short(corpus: str) -> None:

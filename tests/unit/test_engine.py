@@ -19,9 +19,11 @@ from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.distributed.place import Place
 from megacore.distributed.shard import Along, hold, shard_of
 from megacore.engine import reduce
+from megacore.engine.guard import ENOUGH
 from megacore.engine.native import NativeEngine
 from megacore.engine.optimizer import LossScale, fill_buffers, learning_rate
 from megacore.engine.reduce import GradientReducer
+from megacore.engine.rules import UPDATES
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.runtime import Microbatch, Runtime
 from megacore.plan import generators
@@ -188,6 +190,38 @@ def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, pre
     assert engine.step(1e-3).grad_norm.isfinite()
     assert engine.state()["updates"] == 2
     assert not torch.equal(engine.tensors()["model/norm.weight"][0], before["model/norm.weight"])
+
+
+@pytest.mark.parametrize("bad", ["weight", "loss", "gradient", "spike"])
+@pytest.mark.parametrize("kind", UPDATES)
+def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: str, bad: str) -> None:
+    """By every rule and for every reason: no weight, moment or momentum moves, no norm is remembered, and one step is one skip, also
+    where loss and gradient are both bad, as they are behind a weight that is not finite."""
+    config = configure(f"optim.kind={kind} optim.spike_threshold=6 optim.weight_decay=0.3")
+    stage, engine = engine_of(config)
+    loss = torch.ones((), dtype=torch.float64)
+    for _ in range(ENOUGH + 1):
+        backward_of(engine, stage, 1.0)
+        engine.step(1e-4, loss)
+    before = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
+    state = engine.state()
+    assert state["skipped"] == 0 and len(state["norms"]) == ENOUGH + 1
+    if bad == "weight":
+        kept = stage.embedding.weight.data.clone()
+        stage.embedding.weight.data.fill_(math.inf)
+        loss = accumulate(config, stage, engine, 1)
+        stage.embedding.weight.data.copy_(kept)
+        assert not loss.isfinite()
+    else:
+        backward_of(engine, stage, 1e4 if bad == "spike" else 1.0)
+    if bad == "loss":
+        loss = loss * math.nan
+    if bad == "gradient":
+        engine.buffers[0].gradients[3] = math.nan
+    statistics = engine.step(1e-4, loss)
+    assert statistics.grad_norm.isfinite() == (bad in ("loss", "spike")) and statistics.skipped == 1
+    assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
+    assert engine.state() == state | {"skipped": 1}
 
 
 def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:

@@ -30,7 +30,8 @@ SIZES = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2},
-    "scaled": {"position": "rope", "qk_norm": True, "attention_scale": 0.7, "logit_scale": 0.5, "tie_embeddings": False},
+    "scaled": {"position": "rope", "qk_norm": True, "attention_scale": 0.7, "logit_scale": 0.5, "tie_embeddings": False}
+    | {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}},
     "eager": {"attention": "eager", "num_kv_heads": 1},
     "fused": {"attention": "fused", "position": "rope"},
 }

@@ -1,13 +1,18 @@
 """launch/ray_train.py before Ray starts anything: how a config becomes workers, and what is refused."""
 
+import contextlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from launch.ray_train import end_of, figures, lay_out, parse, run, scale, workers_of
+from launch.ray_train import end_of, figures, lay_out, parse, run, scale, work, workers_of
+from megacore.config import Config
 from megacore.distributed.place import Place
 from megacore.errors import ConfigError
 from megacore.survive.failure import fail
@@ -86,6 +91,43 @@ def test_without_ray_and_with_a_layout_that_does_not_fit(config: str, monkeypatc
         run(["--config", config, "--workers", "2"])
     with pytest.raises(ConfigError, match="config error: parallel"):
         run(["--config", config, "--workers", "3", "parallel.tensor=2"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "elastic", "on_nodes"),
+    [((3, 1), False, (3, 1)), ((1, 3), False, (1, 3)), ((2, 2), False, (2, 2)), ((2, 1), True, (2, 0)), ((1, 2), True, (1, 1))],
+)
+def test_each_worker_has_its_place(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], elastic: bool, on_nodes: tuple[int, ...]
+) -> None:
+    """Nodes that have unequally many workers: ranks that are computed from one node's number would be there twice, or not at all. Of
+    three workers that may be elastic, one is no rank."""
+    places: list[Place] = []
+
+    def train(config: Config, place: Place, *_: object) -> int:
+        places.append(place)
+        return 0
+
+    reports = SimpleNamespace(during=lambda training: training(), send=lambda: None, waiting=SimpleNamespace(put=None))
+    monkeypatch.setattr("launch.ray_train.Reports", lambda rank, folder: reports)
+    monkeypatch.setattr("launch.pretrain.train", train)
+    start = {"cwd": str(tmp_path), "config": config, "overrides": [], "folder": str(tmp_path / "run"), "elastic": elastic}
+    workers = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
+    for rank, (node, local) in enumerate(workers):
+        own = {"world_rank": rank, "local_rank": local, "node_rank": node, "local_world_size": nodes[node], "world_size": len(workers)}
+        context = SimpleNamespace(**{f"get_{name}": lambda number=number: number for name, number in own.items()})
+        modules = {
+            "ray": SimpleNamespace(),
+            "ray.train": SimpleNamespace(get_context=lambda context=context: context),
+            "ray.train.collective": SimpleNamespace(broadcast_from_rank_zero=lambda value: ("10.0.0.1", 1234)),
+            "ray.util": SimpleNamespace(get_node_ip_address=lambda node=node: f"10.0.0.{node}"),
+        }
+        with mock.patch.dict(sys.modules, modules), mock.patch.dict(os.environ), contextlib.chdir(tmp_path):
+            assert work(start) == 0
+    expected = [(node, local) for node, count in enumerate(on_nodes) for local in range(count)]
+    assert places == [
+        Place(rank, len(expected), local, on_nodes[node], "10.0.0.1", 1234, guest=True) for rank, (node, local) in enumerate(expected)
+    ]
 
 
 def test_the_figures_of_a_checkpoint(tmp_path: Path) -> None:

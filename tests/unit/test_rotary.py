@@ -12,7 +12,7 @@ from megacore.config.load import resolve
 from megacore.config.schema import RopeScaling
 from megacore.errors import ConfigError
 from megacore.interchange.families import family_for_config, family_for_hf
-from megacore.model.rotary import frequencies, rope_tables
+from megacore.model.rotary import frequencies, rope_tables, yarn_ramp
 from tests.peers import LLAMA
 
 HEAD, THETA, POSITIONS = 16, 10000.0, 64
@@ -32,7 +32,7 @@ def scaling(values: dict[str, Any]) -> Any:
     return TypeAdapter(RopeScaling).validate_python(values)
 
 
-def of_transformers(method: dict[str, Any]) -> tuple[torch.Tensor, float]:
+def of_transformers(method: dict[str, Any], head: int = HEAD, theta: float = THETA) -> tuple[torch.Tensor, float]:
     """transformers' frequencies and the factor of its tables, of a text of POSITIONS · 3 for its NTK-aware scaling."""
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is not installed: pip install -e '.[test]'")
     from transformers import LlamaConfig
@@ -41,7 +41,7 @@ def of_transformers(method: dict[str, Any]) -> tuple[torch.Tensor, float]:
     if method["type"] == "ntk":  # its base for a length of n positions is that of a factor · n / positions - (factor - 1)
         own = {"rope_type": "dynamic", "factor": (method["factor"] - 1) / 2}
     config = LlamaConfig(
-        hidden_size=HEAD, num_attention_heads=1, max_position_embeddings=POSITIONS, rope_parameters={"rope_theta": THETA} | own
+        hidden_size=head, num_attention_heads=1, max_position_embeddings=POSITIONS, rope_parameters={"rope_theta": theta} | own
     )
     return rope_utils.ROPE_INIT_FUNCTIONS[own["rope_type"]](config, torch.device("cpu"), seq_len=3 * POSITIONS)
 
@@ -57,6 +57,24 @@ def test_tables_equal_transformers(method: dict[str, Any]) -> None:
     assert float((cos - factor * angles.cos()).abs().max()) < 1e-5 and float((sin - factor * angles.sin()).abs().max()) < 1e-5
     changed = frequencies(HEAD, THETA, scaling(method | {"factor": 1.1 * method["factor"]}))
     assert float((changed / right - 1).abs().max()) > 1e-2, "another factor must show, or the comparison would prove nothing"
+
+
+def test_any_settings_equal_transformers() -> None:
+    """A ramp that begins before the first pair, or ends behind the last, is where a bound is wrong and usual settings are right."""
+    rng, ends = np.random.default_rng(0), []
+    for _ in range(150):
+        head, theta = int(2 * rng.integers(2, 65)), float(10 ** rng.uniform(1, 7))
+        slow, factor, positions = float(2 ** rng.uniform(-2, 3)), float(rng.uniform(1, 40)), int(2 ** rng.uniform(2, 20))
+        fast = slow * float(2 ** rng.uniform(1, 6))
+        yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": positions, "beta_fast": fast, "beta_slow": slow}
+        llama3 = {"type": "llama3", "factor": factor, "original_max_position_embeddings": positions}
+        for method in (yarn | {"truncate": bool(rng.integers(2))}, llama3 | {"low_freq_factor": slow, "high_freq_factor": fast}):
+            right, _ = of_transformers(method, head, theta)
+            ours = frequencies(head, theta, scaling(method))
+            assert float((ours / right - 1).abs().max()) < 1e-4, (head, theta, method)
+        start, end = yarn_ramp(head, theta, scaling(yarn))
+        ends.append((start == 0, head // 2 < end <= head - 1, end == head - 1))
+    assert all(sum(kind) >= 5 for kind in zip(*ends, strict=True)), "bounds were met"
 
 
 def test_what_each_method_promises() -> None:
