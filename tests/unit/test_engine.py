@@ -204,7 +204,8 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
         backward_of(engine, stage, 1.0)
         engine.step(1e-4, loss)
     before = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
-    state = engine.state()
+    assert engine.spikes is not None
+    state, window = engine.state(), engine.spikes.recent.tolist()
     assert state["skipped"] == 0 and len(state["norms"]) == ENOUGH + 1
     if bad == "weight":
         kept = stage.embedding.weight.data.clone()
@@ -222,6 +223,7 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
     assert statistics.grad_norm.isfinite() == (bad in ("loss", "spike")) and statistics.skipped == 1
     assert all(torch.equal(tensor, before[name]) for name, (tensor, _) in engine.tensors().items())
     assert engine.state() == state | {"skipped": 1}
+    assert str(engine.spikes.recent.tolist()) == str(window), "a norm beyond those that count would move the median"
 
 
 def test_spikes_move_neither_their_own_bar_nor_the_loss_scale(configure: Configure) -> None:
