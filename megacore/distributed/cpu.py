@@ -57,7 +57,8 @@ def fitting_threads(config: Config, world_size: int) -> FittingThreads | None:
     """What fits this process's number of threads to the machine's load, where nothing speaks against it: the user has set the number;
     sums must come in one order, among all ranks or in every start of a run; or code was compiled for a number."""
     fixed = "OMP_NUM_THREADS" in os.environ or world_size > 1 or config.train.deterministic or compiles(config)
-    return None if fixed or torch.get_num_threads() == 1 or not TASKS.is_dir() else FittingThreads(torch.get_num_threads())
+    most = torch.get_num_threads()
+    return None if fixed or most == 1 or not TASKS.is_dir() else FittingThreads(most, torch.set_num_threads)
 
 
 def keep_freed_memory() -> None:

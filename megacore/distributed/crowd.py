@@ -8,7 +8,7 @@ stands in a queue. A process that trains alone therefore has as many threads as 
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import floor
 from pathlib import Path
 
@@ -56,8 +56,9 @@ def quotas(groups: Path, mount: Path) -> list[float]:
 class FittingThreads:
     """Sets a process's number of threads between steps, by how long its threads had to wait for a core since the last look."""
 
-    def __init__(self, most: int, tasks: Path = TASKS) -> None:
-        """`most`: the threads where nobody else wants a core."""
+    def __init__(self, most: int, set_threads: Callable[[int], object], tasks: Path = TASKS) -> None:
+        """`most`: the threads where nobody else wants a core. `set_threads`: PyTorch's, which every script's help can do without."""
+        self.set_threads = set_threads
         self.most, self.threads, self.tasks = most, most, tasks
         self.looked, self.before = time.monotonic(), run_and_waited(tasks)
         self.rest, self.patience = 0, 1  # looks to pass until more threads are tried; how many that will be next time
@@ -85,11 +86,9 @@ class FittingThreads:
         return wanted
 
     def _set(self, threads: int) -> None:
-        import torch  # every script imports this module, and needs no torch for its help
-
         if threads != self.threads:
             self.threads = threads
-            torch.set_num_threads(threads)
+            self.set_threads(threads)
 
 
 def run_and_waited(tasks: Path) -> Mapping[str, tuple[int, int]]:

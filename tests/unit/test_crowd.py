@@ -41,11 +41,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def numbers(machine: Machine, most: int, granted: list[float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def nowhere(threads: int) -> None:
+    """Takes a number of threads."""
+
+
+def numbers(machine: Machine, most: int, granted: list[float]) -> list[int]:
     """The threads that a process has behind each second."""
-    fitting = FittingThreads(most, machine.folder)
     set_numbers = [most]
-    monkeypatch.setattr(torch, "set_num_threads", set_numbers.append)
+    fitting = FittingThreads(most, set_numbers.append, machine.folder)
     found = []
     for part in granted:
         machine.pass_second(part)
@@ -55,16 +58,15 @@ def numbers(machine: Machine, most: int, granted: list[float], monkeypatch: pyte
     return found
 
 
-def test_threads_leave_when_cores_are_taken_and_come_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_leave_when_cores_are_taken_and_come_back(machine: Machine) -> None:
     """Two threads that share a core with others wait for each other: beside 15 busy loops a step took three times as long as with one."""
-    assert numbers(machine, 2, [1.0, 0.97, 0.12, 0.3, 0.12, 1.0, 1.0, 1.0], monkeypatch) == [2, 2, 1, 1, 1, 1, 2, 2]
-    assert numbers(machine, 64, [0.95, 0.8, 0.8], monkeypatch) == [64, 51, 51], "a large machine's threads all left for a few others"
+    assert numbers(machine, 2, [1.0, 0.97, 0.12, 0.3, 0.12, 1.0, 1.0, 1.0]) == [2, 2, 1, 1, 1, 1, 2, 2]
+    assert numbers(machine, 64, [0.95, 0.8, 0.8]) == [64, 51, 51], "a large machine's threads all left for a few others"
 
 
-def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine: Machine) -> None:
     """One busy loop beside two threads: alone the one thread waits for nobody, and would call the other back at each look."""
-    fitting, found = FittingThreads(2, machine.folder), []
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    fitting, found = FittingThreads(2, nowhere, machine.folder), []
     for _ in range(40):
         machine.pass_second(0.66 if fitting.threads == 2 else 1.0)
         fitting.fit()
@@ -74,15 +76,14 @@ def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine:
 
 def test_a_look_is_taken_once_a_second(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look reads a file for each thread."""
-    fitting = FittingThreads(2, machine.folder)
+    fitting = FittingThreads(2, nowhere, machine.folder)
     monkeypatch.setattr(crowd, "run_and_waited", pytest.fail)
     machine.now += 0.9
     fitting.fit()
 
 
-def test_threads_that_come_and_go_are_counted(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    fitting = FittingThreads(2, machine.folder)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+def test_threads_that_come_and_go_are_counted(machine: Machine) -> None:
+    fitting = FittingThreads(2, nowhere, machine.folder)
     machine.pass_second(0.99)
     (machine.folder / "2" / "schedstat").unlink()
     (machine.folder / "3").mkdir()
