@@ -13,9 +13,11 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.documents import AttentionOperations
-from megacore.context_parallel import blocks, packed
+from megacore.context_parallel import attention, blocks, packed
+from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.packed import Pack, grouped
-from megacore.context_parallel.pieces import Documents, Part, Run, parts, runs_of
+from megacore.context_parallel.pieces import Documents, Part, Run, parts, positions_of, runs_of
+from megacore.distributed.wire import Group
 from tests import attention_checks as checks
 
 ROWS: Documents = ((0, 1, 2, 9, 10, 16), (0, 16), (0, 5, 16))
@@ -176,3 +178,36 @@ def test_single_queries_are_not_packed() -> None:
     found = [Part(0, slice(i, i + 1), slice(10 * i, 10 * i + 10), False) for i in range(4)]
     with checks.standing_in():
         assert packed.packed(found, torch.zeros(4, 8), 40) == found
+
+
+@pytest.mark.parametrize("fault", [False, True], ids=["", "narrow sums"])
+def test_gradients_of_keys_in_many_parts_are_rounded_once(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long document among short ones: the queries of many pieces see the same keys. Added up in bf16, each part would round the sum."""
+    documents: Documents = ((0, *range(8, 96, 8), 96, 256),)
+    sequences = Sequences(256, Group("cp", (0, 1, 2, 3), 0), "gather", documents)
+    *whole, grad = (x.bfloat16() for x in checks.inputs(1, 256, 8))
+    own = torch.from_numpy(positions_of(sequences.own))
+    q, k, v = (x[:, :, own].requires_grad_() for x in whole)
+    found = parts(sequences.own, sequences.everything, documents)
+    seen, narrow = np.zeros(256, dtype=int), blocks.zeros_like
+    for part in found:
+        seen[part.keys] += 1
+    assert seen.max() > 4, "few parts show little"
+    sums: list[Tensor] = []
+    monkeypatch.setattr(attention, "gathered", lambda k, v, sequences: (whole[1], whole[2]))
+    monkeypatch.setattr(attention, "reduce_scatter", lambda x, group: [sums.append(x), x[:1]][1])
+    if fault:
+        monkeypatch.setattr(attention, "zeros_like", lambda x, *, wide=False: narrow(x))
+    out = attention.GatherAttention.apply(q, k, v, sequences, checks.SCALE)
+    lse = out.grad_fn.saved_tensors[4]
+    out.backward(grad[:, :, own])
+    exact = torch.zeros(2, *whole[1].shape, dtype=torch.float64)
+    for part in found:
+        at = [x[:, :, part.queries] for x in (grad[:, :, own], q.detach(), out.detach(), lse)]
+        keys, values = (x[:, :, part.keys] for x in whole[1:])
+        of_keys = blocks.backward(at[0], at[1], keys, values, at[2], at[3], part.causal, checks.SCALE)[1:]
+        for total, own_grad in zip(exact, of_keys, strict=True):
+            total[:, :, part.keys] += own_grad.double()
+    expected = torch.stack([attention.by_rank(total.transpose(1, 2), sequences) for total in exact], 1)
+    error = float((sums[0].double() - expected.bfloat16().double()).norm() / expected.norm())
+    assert (error < 1e-4) is not fault, error  # fp32 sums differ from fp64 where a rounding to bf16 is near its middle, one in 2^15
