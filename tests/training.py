@@ -63,10 +63,14 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     return status
 
 
+def lines(log_dir: str | Path) -> list[dict[str, Any]]:
+    """All that a run has logged."""
+    return list(map(json.loads, (Path(log_dir) / "metrics.jsonl").read_text().splitlines()))
+
+
 def metrics(log_dir: str | Path) -> list[dict[str, Any]]:
     """The logged training steps of a run."""
-    lines = (Path(log_dir) / "metrics.jsonl").read_text().splitlines()
-    return [figures for figures in map(json.loads, lines) if "loss" in figures]
+    return [figures for figures in lines(log_dir) if "loss" in figures]
 
 
 def write_weights(folder: Path, config: Config) -> Path:

@@ -1,0 +1,51 @@
+"""The layouts that run over a strict wire: every engine but DeepSpeed, every schedule, each context method, sums, generation."""
+
+from megacore.config.schema import CHUNKS
+from tests.strict.runs import Case
+
+HOSTS = "engine.reduce_levels=2"
+SHARD, FSDP = "engine.shard_optimizer=true", "engine.kind=fsdp"
+NARROW = ("engine.reduce_dtype=bf16", "train.precision=fp32")  # which fp64 refuses: over gloo it must be the same to 1e-9
+DOCUMENTS = "data.document_mask=true"
+SHALLOW = "model.num_layers=2"  # where ranks meet often in each layer
+UNTIED = "model.tie_embeddings=false"
+
+CASES = [
+    Case("dp2"),
+    Case("dp4", (SHARD,)),
+    Case("dp4", (HOSTS,)),
+    Case("dp4", (HOSTS, SHARD)),
+    Case("dp2", NARROW, "gloo"),
+    Case("dp4", (HOSTS, *NARROW), "gloo"),
+    Case("dp4", (HOSTS, *NARROW, SHARD), "gloo"),
+    Case("dp2", (FSDP,)),
+    Case("dp4", (FSDP, "engine.shard_size=2")),
+    Case("dp2", (FSDP, "engine.reshard=false")),
+    Case("tp2", (SHALLOW,)),
+    Case("tp4sp", (SHALLOW,)),
+    Case("tp2dp2sp", (SHALLOW, SHARD)),
+    Case("tp2dp2sp", (SHALLOW, FSDP)),
+    *(Case("cp2", (f"parallel.context_method={method}",)) for method in ("gather", "ring", "ulysses")),
+    Case("cp4", (SHALLOW, "parallel.context_method=ring", DOCUMENTS)),
+    Case("cp2dp2", ("parallel.context_method=gather", SHARD)),
+    Case(
+        "tp2cp2sp",
+        (
+            SHALLOW,
+            "parallel.context_method=ring",
+        ),
+    ),
+    *(Case(f"pp2@{schedule}") for schedule in CHUNKS),
+    *(Case(f"pp4@{schedule}", (UNTIED,) if i % 2 else ()) for i, schedule in enumerate(CHUNKS)),
+    Case("pp3dp2"),
+    Case("pp2dp2@zb_h1", (SHARD,)),
+    Case("pp2dp2@zb_v", (FSDP, UNTIED)),
+    Case("pp2dp2@interleaved", (HOSTS,)),
+    Case("tp2pp2dp2sp", (SHARD,)),
+    Case("pp2cp2", ("parallel.context_method=ring",)),
+    Case("tp2", (SHALLOW,), generates=True),
+    Case("pp3", generates=True),
+    Case("cp2pp2", ("parallel.context_method=gather",), generates=True),
+]
+# Of these the suite runs some, over each model of hardware queues in turn.
+EVERY_TIME = [3, 12, 34, 36, 39, 41]
