@@ -166,7 +166,8 @@ def guard_streams() -> None:
 
 
 def guarded(stream: Any, descriptor: int) -> Any:
-    """The same text stream over a `Stream`. A stream that is closed or not the process's own is returned unchanged."""
+    """The same text stream over a `Stream`, which writes as \\x.. or \\u.... what its encoding has not: a file's name may be any
+    bytes, and a terminal's encoding ASCII. A stream that is closed or not the process's own is returned unchanged."""
     try:
         if stream.fileno() != descriptor:
             return stream
@@ -177,7 +178,7 @@ def guarded(stream: Any, descriptor: int) -> Any:
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

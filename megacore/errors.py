@@ -3,6 +3,15 @@
 Programmer errors are `assert`s and ordinary exceptions; they keep their traceback.
 """
 
+MOST = 600  # characters of a part of a line: a key or a path may have any number of them
+
+
+def shown(text: str) -> str:
+    """The text for a terminal: on one line, without control characters, and of a long one its beginning and its end."""
+    if len(text) > MOST:
+        text = f"{text[: MOST // 2]}…{text[-MOST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 
 class UserError(ValueError):
     """An error that says what the user got wrong, where, and what would be right.
@@ -15,9 +24,7 @@ class UserError(ValueError):
     of_this_machine = False  # whether only this machine of the job may have it
 
     def __init__(self, where: str, wrong: str, right: str) -> None:
-        line = f"{self.kind} error: {where}: {wrong} ({right})"
-        # One line, whatever characters its names have.
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
+        super().__init__(f"{self.kind} error: {shown(where) or '``'}: {shown(wrong)} ({shown(right)})")
         self.where, self.wrong, self.right = where, wrong, right
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str, str]]:

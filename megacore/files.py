@@ -46,6 +46,21 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     return read_plain(path, most).decode("utf-8")
 
 
+def read_json(text: str) -> Any:
+    """The value of JSON that a person wrote. Raises `ValueError`, also for a key that stands twice, of which one value would be lost, or
+    `RecursionError`."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {key} stands twice in one object")
+            found[key] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
 def check_output(option: str, path: str) -> None:
     """Raises `ConfigError`, naming the option, unless `path` can be written. It is called before work whose result would be lost."""
     try:

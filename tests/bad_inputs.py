@@ -75,6 +75,8 @@ def write_texts(tree: Path) -> None:
     """JSON that is none, or says what it should not; and hostfiles."""
     (tree / "deep.json").write_text("[" * 200_000)
     (tree / "latin.json").write_bytes(b'{"model": "\xe9"}')
+    (tree / "twice.json").write_text('{"train": {"steps": 3, "steps": 4}}')
+    (tree / "twice_section.json").write_text('{"train": {"steps": 3}, "train": {"seq_len": 4}}')
     (tree / "deep.jsonl").write_text('{"text": "a"}\n' + '{"text": ' * 100_000 + "\n")
     (tree / "digits.jsonl").write_text('{"text": ' + "1" * 5000 + "}\n")
     answer = {"role": "assistant", "content": "b"}

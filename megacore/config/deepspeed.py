@@ -7,11 +7,12 @@ silently hangs or trains something else.
 import difflib
 import json
 import math
+import sys
 from typing import Any
 
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
-from megacore.files import read_text
+from megacore.files import read_json, read_text
 
 KEY = "engine.config"
 EXAMPLE = "configs/deepspeed/zero2.json"
@@ -72,6 +73,28 @@ REFUSED = {
     "data_types.param_dtype": ("parameters are in train.precision", "leave it out"),
 }  # fmt: skip
 
+# What DeepSpeed takes as a key's value. It looks late, and says so with a traceback on every rank, or takes a text for true.
+VALUES = {
+    "true or false": """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
+        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
+        ignore_unused_parameters parameter_alignment memory_efficient_linear override_module_apply log_trace_cache_warnings
+        enable_sanity_checks pin_memory pipeline_read pipeline_write fast_init check_grad_overflow immediate_grad_update
+        consecutive_hysteresis single_submit overlap_events use_gds adam_w_mode torch_adam bias_correction
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown memory_breakdown dump_state
+        disable_allgather disable_python_gc""",
+    "a whole number above 0": """reduce_bucket_size steps_per_print block_size queue_depth intra_op_parallelism loss_scale_window
+        hysteresis zero_hpz_partition_size""",
+    "a whole number, 0 or more": """allgather_bucket_size sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold
+        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
+        buffer_count buffer_size max_in_cpu initial_scale_power min_loss_scale""",
+    "a number, 0 or more": "loss_scale gradient_predivide_factor",
+    "fp32, bf16 or fp16": "communication_data_type grad_accum_dtype",
+    "an object": "timers comms_logger flops_profiler tensorboard wandb csv_monitor comet leaf_module",
+    "a text": "nvme_path log_level",
+}
+RIGHT = {name: right for right, names in VALUES.items() for name in names.split()}
+NULL_TOO = ("overlap_comm", "nvme_path", "grad_accum_dtype")  # in a section; at the top null leaves a key out
+
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -85,10 +108,10 @@ def ds_settings(config: Config) -> dict[str, Any]:
         check_key(path, value)
     check_optimizer(settings.pop("optimizer", {}), config)
     fill(settings, config)
-    check_stage(settings, config)
     for path, value in walk(settings):
         if value == "auto":
             raise ConfigError(f"{KEY}: {path}", '"auto" has nothing to be filled from here', "a value, or leave it out")
+    check_stage(settings, config)
     return settings
 
 
@@ -99,7 +122,7 @@ def read(source: str | dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(source, dict):
         return json.loads(json.dumps(source))
     try:
-        settings = json.loads(read_text(source))
+        settings = read_json(read_text(source))
     except OSError as error:
         raise ConfigError(KEY, f"cannot read {source}: {error.strerror}", f"an object, or a JSON file such as {EXAMPLE}") from None
     except (ValueError, RecursionError) as error:
@@ -132,6 +155,19 @@ def check_key(path: str, value: Any) -> None:
         raise ConfigError(f"{KEY}: {path}", "DeepSpeed has no such key", f"did you mean {nearest}?")
     if path in KNOWN and not isinstance(value, dict):
         raise ConfigError(f"{KEY}: {path}", f"{json.dumps(value)} is not valid", "an object")
+    right = RIGHT.get(name) if not section or section in KNOWN else None
+    left = value == "auto" or (value is None and (not section or name in NULL_TOO))
+    if right and not left and not fits(value, right):
+        raise ConfigError(f"{KEY}: {path}", f"{json.dumps(value)} is not valid", right)
+
+
+def fits(value: Any, right: str) -> bool:
+    """Whether a value is what `VALUES` calls `right`."""
+    if "number" in right:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and ("above 0" in right) <= value <= sys.maxsize
+        return number and ("whole" not in right or value == int(value))
+    kinds = {"true or false": bool, "an object": dict, "a text": str}
+    return isinstance(value, kinds[right]) if right in kinds else value in ("fp32", "bf16", "fp16")
 
 
 def same(given: Any, ours: Any) -> bool:
@@ -139,7 +175,7 @@ def same(given: Any, ours: Any) -> bool:
     if isinstance(ours, list):
         return given == "auto" or (isinstance(given, list) and len(given) == len(ours) and all(map(same, given, ours)))
     if isinstance(ours, float) and isinstance(given, int | float) and not isinstance(given, bool):
-        return math.isclose(given, ours, rel_tol=1e-9)
+        return abs(given) <= sys.float_info.max and math.isclose(given, ours, rel_tol=1e-9)
     return given == "auto" or (given == ours and isinstance(given, bool) == isinstance(ours, bool))
 
 

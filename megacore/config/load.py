@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megacore.config.rules import check, check_paths, derive
 from megacore.config.schema import MOST_RANKS, Config
 from megacore.errors import ConfigError
-from megacore.files import read_text
+from megacore.files import read_json, read_text
 from megacore.records import LARGEST
 
 LONGEST = 200  # characters of a value in a message
@@ -80,14 +80,14 @@ def smallest_world(path: str, overrides: list[str]) -> int:
 def read(path: str) -> dict[str, Any]:
     """Reads the config file's JSON object."""
     try:
-        raw = json.loads(read_text(path))
+        raw = read_json(read_text(path))
     except OSError as error:
         raise ConfigError("--config", f"cannot read {path}: {error.strerror}", "a JSON file, such as configs/gpt_tiny.json") from error
     except UnicodeDecodeError as error:
         raise ConfigError("--config", f"{path} is not UTF-8 text", "a JSON file") from error
     except json.JSONDecodeError as error:
         raise ConfigError("--config", f"{path}, line {error.lineno}: {error.msg}", "a JSON object") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+    except (ValueError, RecursionError) as error:  # a key twice, thousands of digits, brackets nested as deep
         raise ConfigError("--config", f"{path} cannot be read: {error}", "a JSON object") from error
     if not isinstance(raw, dict) or not all(isinstance(section, dict) for section in raw.values()):
         raise ConfigError("--config", f"{path} does not hold sections", 'an object of objects: {"model": {…}, "train": {…}}')
@@ -100,10 +100,10 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not equals or key.count(".") != 1 or key.startswith("-"):
         raise ConfigError(text, "is no override", "section.key=value, such as train.steps=20")
     try:
-        return key, json.loads(value)
+        return key, read_json(value)
     except json.JSONDecodeError:
         return key, value
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested as deep
+    except (ValueError, RecursionError) as error:  # a key twice, thousands of digits, brackets nested as deep
         raise ConfigError(key, f"cannot be read: {error}", "a JSON value") from error
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from launch import checkpoint
 from megacore.checkpoint.manifest import MANIFEST
+from megacore.cli import guarded
 from megacore.config import load
 from megacore.errors import UserError
 from megacore.train.logs import Logs
@@ -129,6 +130,13 @@ def test_closed_streams_leave_the_status(command: str, status: int, said: str) -
     done = subprocess.run(f"{sys.executable} {command}", shell=True, cwd=root, capture_output=True, text=True, timeout=60)
     text = done.stdout + done.stderr
     assert done.returncode == status and said in text and (said or not text) and "Traceback" not in text
+
+
+def test_a_name_that_a_terminal_cannot_write_is_written_in_its_letters(tmp_path: Path) -> None:
+    """A traceback behind a corpus that was whole: its name was no UTF-8, or the terminal's encoding ASCII and the name was not."""
+    with open(tmp_path / "said", "w", encoding="ascii") as stream:
+        print("a\udcff é", file=guarded(stream, stream.fileno()), flush=True)
+    assert (tmp_path / "said").read_text() == "a\\udcff \\xe9\n"
 
 
 @pytest.mark.parametrize("full", ["config.json", "metrics.jsonl"])

@@ -93,6 +93,13 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     (zero(2) | {"gradient_cliping": 1.0}, "", "gradient_cliping", "did you mean gradient_clipping?"),
     (zero(2, overlap_com=True), "", "zero_optimization.overlap_com", "did you mean overlap_comm?"),
     (zero(2) | {"steps_per_print": "auto"}, "", "steps_per_print", "nothing to be filled from"),
+    (zero(2, overlap_comm="false"), "", "zero_optimization.overlap_comm", '"false" is not valid (true or false)'),
+    (zero(2, reduce_bucket_size=0), "", "zero_optimization.reduce_bucket_size", "(a whole number above 0)"),
+    (zero(2, sub_group_size=1.5), "", "zero_optimization.sub_group_size", "1.5 is not valid (a whole number, 0 or more)"),
+    (zero(3, zero_hpz_partition_size="2"), "", "zero_optimization.zero_hpz_partition_size", "(a whole number above 0)"),
+    (zero(3, zero_hpz_partition_size="auto"), "", "zero_optimization.zero_hpz_partition_size", "nothing to be filled"),
+    (zero(2) | {"communication_data_type": "int8"}, "", "communication_data_type", "(fp32, bf16 or fp16)"),
+    (zero(2) | {"gradient_clipping": 10**400}, "", "gradient_clipping", "contradicts optim.grad_clip 0.5"),
     ({"zero_optimization": True}, "", "zero_optimization", "an object"),
     ("missing.json", "", "", "cannot read missing.json"),
     ("README.md", "", "", "is no JSON"),
@@ -107,6 +114,19 @@ def test_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch, ds_confi
         configure(ds_config, overrides)
     where = path if path.startswith(("train.", "engine.")) else f"engine.config: {path}" if path else "engine.config"
     assert str(error.value).startswith(f"config error: {where}: ") and says in str(error.value), error.value
+
+
+@pytest.mark.parametrize("section", KNOWN)
+def test_no_key_takes_any_value(configure: Configure, section: str) -> None:
+    """DeepSpeed took "false" for true, and said of most others with a traceback on every rank that they are none."""
+    for name in KNOWN[section].split():
+        for wrong in (["x"], -1, 10**400, float("nan")):
+            given: Any = {name: wrong}
+            for outer in reversed([part for part in section.split(".") if part]):
+                given = {outer: given}
+            with pytest.raises(ConfigError) as error:
+                configure(given | {"zero_optimization": {"stage": 3} | given.get("zero_optimization", {})} if "zero" in section else given)
+            assert name in error.value.where and "\n" not in str(error.value), (name, wrong, error.value)
 
 
 def test_an_equal_repetition_is_no_contradiction(configure: Configure) -> None:
