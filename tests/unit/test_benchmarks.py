@@ -1,8 +1,10 @@
 """What benchmarks compute from what they measure, without measuring."""
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +32,8 @@ from benchmarks.training import Training, random_batch
 from megacore.config import Config, load
 from megacore.config.load import resolve
 from megacore.context_parallel import attention, pieces
-from megacore.distributed.mesh import Mesh
+from megacore.distributed.axes import ranks_along
+from megacore.distributed.mesh import Mesh, sizes_of
 from megacore.distributed.place import Place
 from megacore.distributed.wire import Group
 from megacore.errors import ConfigError
@@ -90,6 +93,43 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
     piped = resolve(sections | {"parallel": {"pipeline": 2}}, [], "small", 4).config
     first, _ = rank_traffic(piped)
     assert seconds_by_group(first, piped, machine)["pp"] == pytest.approx(1 * (5.0 + size / 10.0)), "the next stage is on another machine"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel.tensor=2 parallel.pipeline=4 parallel.data=2",
+        "parallel.tensor=2 parallel.context=4 parallel.data=2 parallel.context_method=ring",
+        "parallel.tensor=2 parallel.context=4 parallel.data=2 parallel.context_method=gather",
+        "parallel.tensor=2 parallel.data=8 engine.reduce_levels=2",
+        "parallel.tensor=2 parallel.data=8 engine.kind=fsdp engine.shard_size=4",
+    ],
+)
+def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
+    """Ranks of a group that the planner takes for neighbours would have a machine's links where they are on several. Here each call takes
+    as many seconds as its ranks are apart, and the mesh says how far that is."""
+    plain = ["parallel.pipeline=1", "model.num_layers=4", "train.micro_batch_size=1"]
+    config = load("configs/gpt_tiny.json", [*plain, *layout.split()], 16).config
+    sizes, summing = sizes_of(config), ranks_along(("dp", "cp"), 0, sizes_of(config))
+    pipeline, context = (ranks_along((axis,), 0, sizes) for axis in ("pp", "cp"))
+    ring, within = config.parallel.context_method == "ring", 8 // 2  # data ranks of a host of 8 ranks
+    groups = {"tp": (0, 1), "pp": pipeline, "tied": (pipeline[0], pipeline[-1]), "dp": summing, "loss": (0, 1), "norm": (0, 1)}
+    groups |= {"cp": (context[0], context[-1]) if ring else context}  # a ring's last rank sends to the first
+    groups |= {
+        "dp within a host": summing,
+        "dp between hosts": summing[::within],
+        "shard": summing,
+        "replicate": summing[:: config.shard_size],
+    }
+    machine: Any = SimpleNamespace(
+        transfer=lambda moved, distance: distance, exchange=lambda *args: args[-1], collective=lambda *args: args[-1]
+    )
+    for transfers in rank_traffic(config, 8):
+        calls = Counter[str]()
+        for transfer in transfers:
+            calls[transfer.group] += transfer.calls
+        apart = {group: seconds / calls[group] for group, seconds in seconds_by_group(transfers, config, machine).items()}
+        assert apart == {group: groups[group][1] - groups[group][0] for group in apart}
 
 
 def test_the_first_layout_calibrates_and_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:

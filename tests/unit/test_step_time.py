@@ -372,6 +372,21 @@ def test_the_fastest_method_goes_by_links_heads_and_the_length_of_attention(monk
     assert best(many) == best(many, attention_rate=1e-11), "an estimate that knows no method says nothing"
 
 
+def test_a_forward_that_is_computed_again_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted once, auto would take under full recomputation what is fast only without it."""
+    seconds = {"gather": (2.0, 3.0), "ring": (1.0, 4.5), "ulysses": (9.0, 9.0)}
+    monkeypatch.setattr(context_time, "exposed", lambda own, method, machine, attention: seconds[method])
+    context_time.chosen.cache_clear()
+    found = {}
+    for recompute in ("none", "selective", "full"):
+        train = {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 1, "recompute": recompute}
+        model = {"num_layers": 1, "num_heads": 8, "hidden_size": 64, "vocab_size": 2}
+        config = resolve({"model": model, "train": train, "parallel": {"context": 4}}, [], "context", 4).config
+        found[recompute] = context_method_of(config)
+    context_time.chosen.cache_clear()
+    assert found == {"none": "gather", "selective": "gather", "full": "ring"}
+
+
 def test_on_a_cpu_auto_takes_what_was_fastest_there() -> None:
     """The constants of a CPU explain what `benchmarks.context` measured; auto must not take what was slowest, as a rule of thumb did."""
     report = json.loads((ROOT / "benchmarks" / "results" / "context_2026-11-22.json").read_text())
