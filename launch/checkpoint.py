@@ -14,7 +14,7 @@ from megacore.checkpoint.compare import compare
 from megacore.checkpoint.disk import size_text
 from megacore.cli import Parser, exit_with
 from megacore.config.load import flatten
-from megacore.errors import CheckpointError, ConfigError
+from megacore.errors import CheckpointError, ConfigError, shown
 from megacore.interchange.exporter import export_hf
 from megacore.interchange.importer import PEERS, import_model
 from megacore.model.gpt import DTYPES
@@ -35,14 +35,14 @@ def info(args: argparse.Namespace) -> None:
     reader = Reader(locate(args.path))
     tensors = reader.manifest.tensors
     total = sum(tensor.nbytes for tensor in tensors.values())
-    print(f"{reader.path}\nstep {reader.step}, written by megacore {reader.manifest.megacore_version}")
+    print(f"{reader.path}\nstep {reader.step}, written by megacore {shown(reader.manifest.megacore_version)}")
     print(f"{len(tensors)} tensors, {size_text(total)}, in {len(reader.manifest.files)} files" + ("" if args.tensors else LISTED))
     config = reader.state.get("config")
     for key, value in reader.state.items():
         if not isinstance(value, dict):
-            print(f"{key}: {json.dumps(value)}")
+            print(f"{shown(key)}: {json.dumps(value)}")
         elif not (isinstance(config, dict) and value == config.get(key)):  # else the config below says it
-            print(f"{key}:")
+            print(f"{shown(key)}:")
             settings = flatten(value) if all(isinstance(section, dict) for section in value.values()) else value
             print_table([(f"  {name}", json.dumps(setting)) for name, setting in settings.items()])
     if args.tensors:
@@ -98,6 +98,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
     """Print rows in columns that are as wide as their cells. Names stay whole in narrow terminals, for searching and copying."""
+    rows = [tuple(map(shown, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.cli import Parser, exit_with
-from megacore.errors import ConfigError, LogError
+from megacore.errors import ConfigError, LogError, shown
 from megacore.files import check_output, read_text, write_json
 from megacore.plan.plot import check_plot
 from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
@@ -166,7 +166,7 @@ def show(runs: list[Run], found: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 60 + 24 * len(runs))
-    results = Table("", *(run.name for run in runs), box=None)
+    results = Table("", *(shown(run.name) for run in runs), box=None)
     rows = {
         "steps": "{step:,}", "tokens": "{tokens:,}", "seconds": "{seconds:,.1f}", "loss": "{loss}",
         "best validation loss": "{best_valid_loss}", "tokens/s, median": "{tokens_per_second:,.0f}", "MFU, median": "{mfu}",
@@ -187,15 +187,15 @@ def show(runs: list[Run], found: dict[str, Any]) -> None:
     if not found["config"]:
         console.print("The configs are equal.")
         return
-    settings = Table("config", *(run.name for run in runs), box=None)
+    settings = Table("config", *(shown(run.name) for run in runs), box=None)
     for key, values in found["config"].items():
-        settings.add_row(key, *(json.dumps(value) for value in values))
+        settings.add_row(shown(key), *(json.dumps(value) for value in values))
     console.print(settings)
 
 
 def sentence(first: Run, other: Run, found: dict[str, Any], tolerance: float) -> str:
     """Where two runs part, in words."""
-    names, shared = f"{first.name} and {other.name}", found["shared_steps"]
+    names, shared = f"{shown(first.name)} and {shown(other.name)}", found["shared_steps"]
     if not shared:
         return f"{names} logged no step in common"
     if found["first_differing_step"] is None:

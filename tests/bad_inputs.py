@@ -133,6 +133,7 @@ def write_models(tree: Path) -> None:
 
     for name, sizes in (
         ("layers", {"num_layers": 10**8}), ("more_layers", {"num_layers": 10**4}), ("wide", {"hidden_size": 2**62, "head_size": 2**60}),
+        ("positions", {"max_positions": 2**31}),
     ):  # fmt: skip
         run_with(f"run_{name}", lambda state, sizes=sizes: (state["model"].update(sizes), state["config"]["model"].update(sizes)))
     run_with("run_bare", lambda state: state["config"].pop("data"))

@@ -32,7 +32,7 @@ READABLE = (2, 3, 4, FORMAT_VERSION)
 NAMELESS = (2, 3)  # versions whose content digests do not contain a tensor's name, dtype and shape
 MANIFEST = "manifest.json"
 # `.old` is a step that was saved anew. It counts only if a crash came before the new folder had its name.
-STEP_FOLDER = re.compile(r"step_(\d{8,})(\.old)?")
+STEP_FOLDER = re.compile(r"step_([0-9]{8,})(\.old)?")
 MANIFEST_BYTES = 2**31
 LARGEST_CHECKPOINT = 2**62  # bytes
 EARLIER = "use an earlier checkpoint"

@@ -69,8 +69,8 @@ class Stage(nn.Module):
             self.norm = Norm(model, group, self.sequence, dtype, device)
             if not model.tie_embeddings:
                 self.head = self._vocabulary(dtype, device)
-        self.compute_on(device)
         if device.type != "meta":
+            self.compute_on(device)
             held = {name: (parameter, shard_of(parameter)) for name, parameter in self.named_parameters()}
             initialise(held, {name: shard for name, (_, shard) in held.items()}, train.seed, dtype)
         if compiles(config):

@@ -89,6 +89,7 @@ CONTENTS: list[Row] = [
         ("more_layers", "too few for model.num_layers=10000")) for script, words, more in (
             ("generate", ("--checkpoint",), ()), ("evaluate", ("--checkpoint",), ()), ("checkpoint", ("export",), EXPORT[2:]))),
     *((script, ("--checkpoint", f"@run_{name}"), line) for script in ("generate", "evaluate") for name, line in (
+        ("positions", "tensor model/position has shape (16, 24), and the model of this config (2147483648, 24)"),
         ("wide", "config error: model.hidden_size: 4611686018427387904 is not valid"), ("bare", "does not hold the run's config"),
         ("text", "does not hold the run's config"), ("nul", "config error: data.tokenizer: holds a NUL"))),
     *(("checkpoint", ("info", f"@run_{name}"), "none of its 1 checkpoints is whole; in the newest, step_00000003, ") for name in (

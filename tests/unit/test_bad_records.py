@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from launch import compare
 from megacore.errors import ConfigError
 from megacore.plan.devices import read_cluster, read_device
 
@@ -50,3 +51,17 @@ def test_a_device_or_cluster_file(read: Callable[[str], Any], wrong: list[Any], 
             read(str(path))
     path.write_text(json.dumps(whole))
     assert read(str(path)).name == "x"
+
+
+def test_what_a_stranger_wrote_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal obeyed escape sequences in the name of a run, and of a key in its config."""
+    figures = dict.fromkeys(("loss", "grad_norm", "tokens_per_second", "step_seconds"), 1.0)
+    record = figures | {"step": 1, "mfu": None} | dict.fromkeys(("tokens", "memory_bytes", "skipped"), 1)
+    folders = [tmp_path / name for name in ("a", "b\x1b[31m\n")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        (folder / "config.json").write_text(json.dumps({"log": {"\x1b[31m": folder.name}}))
+    compare.run(list(map(str, folders)))
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and said.count("\\x1b[31m") >= 2

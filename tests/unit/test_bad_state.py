@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.checkpoint import Reader
+from launch import checkpoint as script
+from megacore.checkpoint import Reader, checkpoints_in
 from megacore.checkpoint.manifest import MANIFEST, sealed, unsealed
 from megacore.checkpoint.slices import Slices
 from megacore.config import Config, load
@@ -93,3 +94,25 @@ def test_a_manifest_of_many_tensors_is_read_at_once(run: tuple[Config, Path], mo
 
     monkeypatch.setattr(Slices, "__getitem__", counted)
     assert len(Reader(path).names) == 2003 and looked[0] < 10
+
+
+def test_what_a_stranger_wrote_moves_no_cursor(run: tuple[Config, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """A terminal obeyed escape sequences in the names of a checkpoint's state and in its version."""
+    path = run[1]
+
+    def edit(manifest: dict[str, Any]) -> None:
+        escape = "\x1b[31m\n"
+        manifest["megacore_version"] = escape
+        manifest["state"] |= {escape: 1, f"{escape}.": {escape: {escape: 1}}, f"{escape}_": {escape: 1}}
+
+    edit_text(path, edit)
+    script.run(["info", str(path)])
+    said = capsys.readouterr().out
+    assert "\x1b" not in said and said.count(r"\x1b[31m\n") == 7
+
+
+@pytest.mark.parametrize("digits", ["０００００００７", "٠٠٠٠٠٠٠٧"])
+def test_digits_of_another_script_name_no_step(run: tuple[Config, Path], digits: str) -> None:
+    """The folder was the run's newest checkpoint, damaged."""
+    (run[1].parent / f"step_{digits}").mkdir()
+    assert checkpoints_in(run[1].parent) == [run[1]]
