@@ -102,8 +102,12 @@ class MainGradient:
         if self.empty:
             self.total.zero_()
             self.empty = False
-        # Only these rows are touched, and nothing is rounded. With `accumulate` the sum has one order, on GPUs too.
-        self.total.index_put_((rows,), grad.to(self.total.dtype), accumulate=True)
+        # Only these rows are touched, and nothing is rounded. A row's sum has one order: on a CPU's threads `index_put_` has none, and on
+        # a GPU `index_add_` has none.
+        if grad.device.type == "cpu":
+            self.total.index_add_(0, rows, grad.to(self.total.dtype))
+        else:
+            self.total.index_put_((rows,), grad.to(self.total.dtype), accumulate=True)
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
         """Adds ``gradᵀ · x``, the gradient of a linear layer's weight; `grad` ``[tokens, outputs]``, `x` ``[tokens, inputs]``."""

@@ -60,6 +60,24 @@ def test_rows_that_were_looked_up_add_up() -> None:
     assert float((main.total - exact).abs().max()) < 1e-6
 
 
+def test_rows_add_up_in_one_order_whatever_threads_do() -> None:
+    """A run repeats bitwise on a CPU, and tensor ranks' copies stay alike: each row's sum is that of its tokens one behind the other."""
+    generator = torch.Generator().manual_seed(0)
+    grad, rows = torch.randn(2048, 64, generator=generator), torch.randint(4, (2048,), generator=generator)
+    exact = torch.zeros(4, 64)
+    for row, own in zip(rows.tolist(), grad, strict=True):
+        exact[row] += own
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(5):
+            main = MainGradient(torch.full((4, 64), torch.nan))
+            main.add_rows(grad, rows)
+            assert torch.equal(main.total, exact)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_gradient_that_never_comes_is_zero() -> None:
     """And not the sum of the step before."""
     parameter, main = nn.Parameter(torch.zeros(3)), MainGradient(torch.full((3,), torch.nan))
