@@ -70,7 +70,8 @@ class FittingThreads:
         now = run_and_waited(self.tasks)
         ran, waited = (sum(now[task][i] - self.before.get(task, (0, 0))[i] for task in now) for i in range(2))
         self.looked, self.before = time.monotonic(), now
-        self._set(self._next(ran / max(1, ran + waited)))
+        if ran + waited:  # else the kernel keeps no such books, as some containers' do not
+            self._set(self._next(ran / (ran + waited)))
 
     def _next(self, granted: float) -> int:
         """The number of threads, after one that ran in this part of the time. Where more turn out too many again, they are tried ever less

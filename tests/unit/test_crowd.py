@@ -74,6 +74,17 @@ def test_more_threads_that_are_too_many_again_are_tried_ever_less_often(machine:
     assert found.count(2) <= 5 and 2 in found[20:]
 
 
+@pytest.mark.parametrize("kept", ["0 0 0\n", None], ids=["zeros", "no file"])
+def test_threads_stay_where_the_kernel_keeps_no_books(machine: Machine, kept: str | None) -> None:
+    """Without delay accounting Linux writes zeros, and some containers' kernels have no such file: that is no word of others' load."""
+    for file in machine.folder.glob("*/schedstat"):
+        file.unlink() if kept is None else file.write_text(kept)
+    fitting = FittingThreads(2, nowhere, machine.folder)
+    machine.now += 2.0
+    fitting.fit()
+    assert fitting.threads == 2
+
+
 def test_a_look_is_taken_once_a_second(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look reads a file for each thread."""
     fitting = FittingThreads(2, nowhere, machine.folder)
