@@ -360,8 +360,9 @@ def trained(config: Config, offload_late: bool, compute_late: bool) -> list[Tens
             job.work()
             assert job.figures is not None
             figures = job.figures
-            posted = torch.stack([figures.loss, figures.loss, figures.loss, figures.grad_norm.double(), figures.skipped.double()])
-            mailbox.post(number, posted)
+            votes = [figures.loss, figures.loss]  # a run's own are counts of ranks
+            posted = [figures.loss, *votes, figures.grad_norm.double(), figures.skipped.double(), figures.drifted]
+            mailbox.post(number, torch.stack(posted))
             found += mailbox.take()
         found += mailbox.take(all_of_them=True)
     assert job.loader is not None

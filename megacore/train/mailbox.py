@@ -19,7 +19,7 @@ class Figures:
     failures: float  # ranks on which the save under way has failed
     grad_norm: float
     skipped: float  # steps skipped so far
-    drifted: float = 0.0  # tensor ranks on which parameters differ that all hold alike
+    drifted: float  # tensor ranks on which parameters differ that all hold alike
 
 
 class Mailbox:

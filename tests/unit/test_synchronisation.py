@@ -111,7 +111,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
         next_batch=lambda: [Microbatch(tokens, tokens, key) for key in range(4)],
         told_by_all=lambda own: torch.tensor([own], dtype=torch.float64).T,
     )
-    arrived = mock.patch.object(trainer.mailbox, "take", lambda **_: [Figures(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0)])
+    arrived = mock.patch.object(trainer.mailbox, "take", lambda **_: [Figures(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
     try:
         with read, arrived, Garbage() as garbage, refusing():
             trainer.loop(garbage)
