@@ -142,7 +142,9 @@ class Supervisor:
 
     def progress(self) -> tuple[int, int]:
         """The steps of the newest checkpoint and of the last logged line; 0 if there is none."""
-        names = [path.name for path in (self.folder / "checkpoints").glob("step_*")]
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # the file system does not answer now
+            names = [path.name for path in (self.folder / "checkpoints").glob("step_*")]
         steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name))]
         logged: list[int] = []
         with contextlib.suppress(OSError), open_plain(self.folder / "metrics.jsonl") as file:
