@@ -12,6 +12,7 @@ from statistics import median
 import torch
 
 from megacore.checkpoint import Reader
+from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
 from megacore.distributed.comm import broadcast_text
 from megacore.distributed.mesh import Mesh
@@ -71,7 +72,7 @@ def with_compile(config: Config, compiled: bool) -> Config:
 
 def recorded(reader: Reader) -> tuple[bool, str]:
     """What a checkpoint's run settled on. One that was written before there was a choice had no compiled blocks."""
-    return reader.state.get("config", {}).get("train", {}).get("compile") is True, ""
+    return recorded_sections(reader)["train"].get("compile") is True, ""
 
 
 def measure(config: Config, mesh: Mesh) -> tuple[bool, str]:

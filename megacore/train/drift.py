@@ -19,6 +19,7 @@ from megacore.model.gpt import Stage
 # small kernels in a deep model, which every step should not pay.
 EVERY = 50
 MODULUS = 2**32 - 5  # a prime; sums of a million ranks' numbers below it are exact in fp64
+PIECE = 2**24  # numbers whose bits are widened at a time: a table of learned positions may be large, and the device full
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,8 +52,8 @@ class Drift:
     def by_parameter(self) -> list[Tensor]:
         """A checksum of each parameter, int64: the sum of its numbers' squared bits, which small changes do not leave as it is."""
         held = (getattr(parameter, "to_local", lambda own=parameter: own)().detach() for parameter in self.alike.values())
-        bits = (own.view(BITS[own.itemsize]).long() for own in held)
-        return [(own * own).sum().to(self.mesh.device) for own in bits]
+        bits = (own.flatten().view(BITS[own.itemsize]).split(PIECE) for own in held)
+        return [torch.stack([piece.long().square().sum() for piece in own]).sum().to(self.mesh.device) for own in bits]
 
     def named(self) -> str:
         """What differed first in the last comparison, and where, in words; the same on every rank. Waits for the device and all ranks."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.config import load
 from megacore.distributed.mesh import SOLO, Group
 from megacore.model.gpt import Stage, whole_model
+from megacore.train import drift
 from megacore.train.drift import EVERY, MODULUS, Drift
 from tests import training
 from tests.unit.test_synchronisation import META, refusing
@@ -41,6 +43,31 @@ def test_one_bit_shows_in_the_sum_of_many_ranks(tmp_path: Path, dtype: str) -> N
     weight = b.alike["blocks.0.norm1.weight"].detach()
     weight[3], weight[4] = torch.nextafter(weight[3], weight[3] + 1), torch.nextafter(weight[4], weight[4] - 1)
     assert a.seen([a_sum + others, b.sums(EVERY)[1] + others]) == 1
+
+
+class Widest(TorchDispatchMode):
+    """The most numbers of 64 bits that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.int64:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+def test_a_comparison_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned positions may be hundreds of millions of numbers: as 64 bits each, twice, they would not fit beside a model."""
+    both = drift_of(torch.device("cpu"), tmp_path, 0)
+    whole = both.sums(EVERY)
+    monkeypatch.setattr(drift, "PIECE", 10)
+    with Widest() as widest:
+        pieces = both.sums(EVERY)
+    most = max(parameter.numel() for parameter in both.alike.values())
+    assert 0 < widest.numbers <= -(-most // 10) < most and pieces == whole, "a sum for each piece is the widest"
 
 
 def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
