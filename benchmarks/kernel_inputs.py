@@ -108,6 +108,12 @@ def grouped_heads(size: Size, dtype: torch.dtype, device: torch.device) -> Input
     return {"qkv": normal((batch, seq, kv_heads, size.group + 2, size.head), dtype, device)} | tables(seq, size.head, dtype, device)
 
 
+def grouped_heads_and_norms(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """The same, with the weights ``[head]`` of the norms of queries and keys."""
+    weights = {f"{name}_weight": normal((size.head,), dtype, device, i + 1) for i, name in enumerate(("q", "k"))}
+    return grouped_heads(size, dtype, device) | weights
+
+
 def tensors(size: Size, dtype: torch.dtype, device: torch.device) -> Inputs:
     """A list of them, with the size's elements altogether."""
     return {"tensors": [normal((size.rows // TENSORS, size.width), dtype, device, i) for i in range(TENSORS)]}

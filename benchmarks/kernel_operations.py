@@ -22,6 +22,7 @@ from benchmarks.kernel_inputs import (
     feed_forward,
     gate_and_up,
     grouped_heads,
+    grouped_heads_and_norms,
     heads,
     hidden,
     hidden_and_vocabulary,
@@ -244,6 +245,14 @@ OPERATIONS: dict[str, Operation] = {
         by=("qkv",),
         moved=passes(2, 2),
         goals=(0.95, 0.95),
+    ),
+    "rope_qkv_norms": Operation(
+        grouped_heads_and_norms,
+        lambda i, how: rope_qkv(i["qkv"], i["cos"], i["sin"], norms=(i["q_weight"], i["k_weight"], EPS), implementation=how),
+        where("rope", "position", queries_keys_values),
+        by=("qkv", "q_weight", "k_weight"),
+        moved=passes(2, 3),
+        goals=(0.95, 0.85),
     ),
     "bias_dropout_residual": Operation(
         rows_and_residual,

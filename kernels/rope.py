@@ -7,21 +7,31 @@ Feature i of a head is paired with feature i + head/2, and the pair at position 
 
 Nothing is saved but the tables. `rope` turns one tensor; `rope_qkv` takes a projection's queries, keys and values apart, turns
 the first two and leaves all three packed, so that the projection itself can be freed, and puts their gradients together again.
-A program owns one token and as many of its heads as fill a tile; both halves of a head are in it.
+With `norms` it norms queries and keys first (Dehghani et al. 2023), which needs the projection again in backward:
+
+    forward    n = w x r,  r = 1 / sqrt(mean(x²) + eps)                      of a head's features, then turned
+    backward   g = w dn;  dx = r (g - x r mean(g x r));  dw = sum of dn x r over tokens and heads
+
+A program owns one token and as many of its heads as fill a tile; both halves of a head are in it. It leaves its part of dw to
+PyTorch's sum: no atomics.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from megacore.kernels.dispatch import Implementation, check_shape, use_triton
+from megacore.kernels.layernorm import rms_norm_eager
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
     triton = None
+
+Norms = tuple[torch.Tensor, torch.Tensor, float]
 
 TILE = 2048  # elements of half a tile: 16 pairs a thread
 
@@ -60,11 +70,12 @@ def rope_eager(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def rope_qkv(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, implementation: Implementation = "auto"
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, norms: Norms | None = None, implementation: Implementation = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries and keys turned as by `rope`, and values, from the projection that holds them in groups.
 
     qkv: ``[batch, seq, kv heads, group + 2, head]``, contiguous: of each group its queries, then its key, then its value.
+    norms: weights ``[head]`` of the RMS norms of queries and of keys, in one dtype, and their eps.
     Returns q ``[batch, kv heads · group, seq, head]``, k and v ``[batch, kv heads, seq, head]``, in memory token by token.
     Raises ValueError for a shape, dtype, layout or device that the implementation cannot take.
     """
@@ -73,14 +84,23 @@ def rope_qkv(
     _check_tables("rope_qkv", cos, sin, qkv.shape[1], qkv.shape[4])
     if not qkv.is_contiguous():
         raise ValueError(f"rope_qkv: qkv has strides {list(qkv.stride())} (right: contiguous)")
-    if use_triton("rope_qkv", implementation, qkv=qkv, cos=cos, sin=sin) and qkv.numel():
-        return _RopeQKV.apply(qkv, cos, sin)
-    return rope_qkv_eager(qkv, cos, sin)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    for name, weight in (("the queries' weight", q_weight), ("the keys' weight", k_weight)):
+        if weight is not None:
+            check_shape("rope_qkv", name, weight, f"[{qkv.shape[4]}], a head's features", weight.shape == qkv.shape[4:])
+    if use_triton("rope_qkv", implementation, qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight) and qkv.numel():
+        return _RopeQKV.apply(qkv, cos, sin, q_weight, k_weight, eps)
+    return rope_qkv_eager(qkv, cos, sin, norms)
 
 
-def rope_qkv_eager(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rope_qkv_eager(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: Norms | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The reference in plain PyTorch; qkv ``[batch, seq, kv heads, group + 2, head]``."""
-    q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in qkv.split([qkv.shape[3] - 2, 1, 1], 3))
+    q, k, v = (t.flatten(2, 3) for t in qkv.split([qkv.shape[3] - 2, 1, 1], 3))
+    if norms is not None:
+        q, k = (rms_norm_eager(x, weight, norms[2]) for x, weight in zip((q, k), norms[:2], strict=True))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return rope_eager(q, cos, sin), rope_eager(k, cos, sin), v
 
 
@@ -124,12 +144,29 @@ if triton is not None:
         tl.store(y + HALF, second, mask=inside)
 
     @triton.jit
+    def _weights(q_weight, k_weight, is_q, pair, HALF: tl.constexpr):
+        """The norm's weights of each head's features in both halves, [heads, pairs]."""
+        known = pair < HALF
+        of_q = tl.load(q_weight + pair, mask=known, other=0.0).to(tl.float32)
+        of_k = tl.load(k_weight + pair, mask=known, other=0.0).to(tl.float32)
+        more_q = tl.load(q_weight + HALF + pair, mask=known, other=0.0).to(tl.float32)
+        more_k = tl.load(k_weight + HALF + pair, mask=known, other=0.0).to(tl.float32)
+        return tl.where(is_q, of_q, of_k), tl.where(is_q, more_q, more_k)
+
+    @triton.jit
+    def _normed(first, second, eps, HALF: tl.constexpr):
+        """x r of each head, in both halves, and r."""
+        r = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1))[:, None] / (2 * HALF) + eps)
+        return first * r, second * r, r
+
+    @triton.jit
     def _rope_qkv_kernel(
-        qkv, q, k, v, cos, sin, slots, seq,
+        qkv, q, k, v, cos, sin, x, q_weight, k_weight, parts, eps, slots, seq,
         q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq,
         GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
     ):  # fmt: skip
-        """A slot is a head of qkv, whose kv head is slot // (GROUP + 2). Backward reads q, k, v and writes qkv."""
+        """A slot is a head of qkv, whose kv head is slot // (GROUP + 2). Backward reads q, k, v and writes qkv; with norms it reads what
+        forward had as qkv, x, too, and writes a row of `parts`: those of both weights' gradients."""
         batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
         slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
         pair = tl.arange(0, PAIRS)[None, :]
@@ -146,11 +183,32 @@ if triton is not None:
             second = tl.load(q + HALF, mask=is_q, other=0.0) + tl.load(k + HALF, mask=is_k, other=0.0)
             second += tl.load(v + HALF, mask=is_v, other=0.0)
             turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
+            if q_weight is not None:
+                x += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
+                x_first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+                x_second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
+                x_first, x_second, r = _normed(x_first, x_second, eps, HALF)
+                parts += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (4 * HALF) + tl.arange(0, PAIRS)
+                known = tl.arange(0, PAIRS) < HALF
+                own_first, own_second = turned_first * x_first, turned_second * x_second
+                tl.store(parts, tl.sum(tl.where(is_q, own_first, 0.0), 0), mask=known)
+                tl.store(parts + HALF, tl.sum(tl.where(is_q, own_second, 0.0), 0), mask=known)
+                tl.store(parts + 2 * HALF, tl.sum(tl.where(is_k, own_first, 0.0), 0), mask=known)
+                tl.store(parts + 3 * HALF, tl.sum(tl.where(is_k, own_second, 0.0), 0), mask=known)
+                w_first, w_second = _weights(q_weight, k_weight, is_q, pair, HALF)
+                g_first, g_second = w_first * turned_first, w_second * turned_second
+                mean = (tl.sum(g_first * x_first, 1) + tl.sum(g_second * x_second, 1))[:, None] / (2 * HALF)
+                turned_first, turned_second = r * (g_first - x_first * mean), r * (g_second - x_second * mean)
             tl.store(qkv, tl.where(is_v, first, turned_first), mask=inside)
             tl.store(qkv + HALF, tl.where(is_v, second, turned_second), mask=inside)
         else:
             first, second = tl.load(qkv, mask=inside, other=0.0), tl.load(qkv + HALF, mask=inside, other=0.0)
-            turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
+            n_first, n_second = first.to(tl.float32), second.to(tl.float32)
+            if q_weight is not None:
+                w_first, w_second = _weights(q_weight, k_weight, is_q, pair, HALF)
+                n_first, n_second, r = _normed(n_first, n_second, eps, HALF)
+                n_first, n_second = n_first * w_first, n_second * w_second
+            turned_first, turned_second = _turn(n_first, n_second, c, s, BACKWARD)
             tl.store(q, turned_first, mask=is_q)
             tl.store(q + HALF, turned_second, mask=is_q)
             tl.store(k, turned_first, mask=is_k)
@@ -177,16 +235,29 @@ def _turned(x: torch.Tensor, y: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 
 
 def _launch_qkv(
-    qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: bool
-) -> None:
-    """Fills q, k, v [batch, heads, seq, head] from qkv [batch, seq, kv heads, group + 2, head], or backward qkv from them."""
+    qkv: torch.Tensor,
+    qkv_parts: Sequence[torch.Tensor],
+    tables: Sequence[torch.Tensor],
+    norms: tuple[torch.Tensor | None, torch.Tensor | None, float],
+    x: torch.Tensor | None = None,
+    *,
+    backward: bool,
+) -> torch.Tensor | None:
+    """Fills q, k, v [batch, heads, seq, head] from qkv [batch, seq, kv heads, group + 2, head]; or backward qkv from them.
+
+    With norms, backward needs what forward had as qkv, `x`, and returns the gradients of both weights, [2, head] in fp32.
+    """
     batch, seq, kv_heads, members, head_size = qkv.shape
     slots = kv_heads * members
     options = launch_options(slots, head_size)
     grid = (batch * seq, triton.cdiv(slots, options["HEADS"]))
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    strides = [stride for part in qkv_parts for stride in part.stride()[:3]]
+    parts = qkv.new_empty(*grid, 2, head_size, dtype=torch.float32) if backward and norms[0] is not None else None
     with torch.cuda.device_of(qkv):
-        _rope_qkv_kernel[grid](qkv, q, k, v, cos, sin, slots, seq, *strides, GROUP=members - 2, BACKWARD=backward, **options)
+        _rope_qkv_kernel[grid](
+            qkv, *qkv_parts, *tables, x, *norms[:2], parts, norms[2], slots, seq, *strides, GROUP=members - 2, BACKWARD=backward, **options
+        )
+    return None if parts is None else parts.sum((0, 1))
 
 
 class _Rope(torch.autograd.Function):
@@ -211,26 +282,38 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeQKV(torch.autograd.Function):
-    """B sequences of S tokens, K key/value heads with G queries each, head size D; saves the tables.
+    """B sequences of S tokens, K key/value heads with G queries each, head size D; saves the tables, with norms also qkv.
 
-    forward      q [B, S, K G, D], k, v [B, S, K, D], transposed  = parts of qkv [B, S, K, G + 2, D], the first two turned
-    grad of qkv  [B, S, K, G + 2, D]  = dq, dk turned back, and dv, interleaved
+    forward      q [B, S, K G, D], k, v [B, S, K, D], transposed  = parts of qkv [B, S, K, G + 2, D], the first two normed and turned
+    grad of qkv  [B, S, K, G + 2, D]  = dq, dk turned back and through the norm, and dv, interleaved
+    grad of w    [D]                  = sums over tokens and heads
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
         batch, seq, kv_heads, slots, head_size = qkv.shape
         cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(cos, sin)
-        ctx.shape = qkv.shape
+        ctx.save_for_backward(cos, sin, q_weight, k_weight, None if q_weight is None else qkv)
+        ctx.shape, ctx.eps = qkv.shape, eps
         q, k, v = (qkv.new_empty(batch, seq, heads, head_size).transpose(1, 2) for heads in (kv_heads * (slots - 2), kv_heads, kv_heads))
-        _launch_qkv(qkv, q, k, v, cos, sin, backward=False)
+        _launch_qkv(qkv, (q, k, v), (cos, sin), (q_weight, k_weight, eps), backward=False)
         return q, k, v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        q, k, v = (grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads)
-        grad_qkv = q.new_empty(ctx.shape)
-        _launch_qkv(grad_qkv, q, k, v, *ctx.saved_tensors, backward=True)
-        return grad_qkv, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts = [grad if grad.stride(3) == 1 else grad.contiguous() for grad in grads]
+        cos, sin, q_weight, k_weight, qkv = ctx.saved_tensors
+        grad_qkv = parts[0].new_empty(ctx.shape)
+        of_weights = _launch_qkv(grad_qkv, parts, (cos, sin), (q_weight, k_weight, ctx.eps), qkv, backward=True)
+        if of_weights is None:
+            return grad_qkv, None, None, None, None, None
+        return grad_qkv, None, None, of_weights[0].to(q_weight.dtype), of_weights[1].to(k_weight.dtype), None

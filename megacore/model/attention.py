@@ -13,6 +13,7 @@ from megacore.context_parallel.attention import Sequences, attend_divided
 from megacore.context_parallel.attention import attend as attend_parts
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import Group
+from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
 from megacore.model.cache import DividedCache, latest_mask
@@ -44,6 +45,7 @@ class Attention(nn.Module):
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
         self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
+        self.folds = config.engine.kind != "deepspeed"  # ZeRO-3 frees the norms' weights outside of their layers
         if compiles(config):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
             self.attend_parts = torch.compiler.disable(self.attend_parts)  # type: ignore[method-assign]
 
@@ -71,9 +73,16 @@ class Attention(nn.Module):
         return self.output(y.transpose(1, 2).reshape(-1, y.shape[1] * self.head_size))
 
     def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two."""
-        if self.query_norm is None and tables is not None:
+        """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.
+
+        A Triton kernel norms and rotates in one pass over memory.
+        """
+        if tables is not None and self.query_norm is None:
             return rope_qkv(qkv, *tables, implementation=self.kernels)
+        if tables is not None and self.folds and use_triton("rope_qkv", self.kernels, qkv=qkv, cos=tables[0]):
+            assert self.query_norm is not None and self.key_norm is not None
+            norms = self.query_norm.weight, self.key_norm.weight, self.query_norm.eps
+            return rope_qkv(qkv, *tables, norms=norms, implementation=self.kernels)
         q, k, v = (t.flatten(2, 3) for t in qkv.split([self.queries, 1, 1], dim=3))  # [batch, seq, heads, head]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)

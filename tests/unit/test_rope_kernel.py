@@ -16,6 +16,9 @@ SHAPES = [
 ]
 
 
+EPS = 1e-2  # as large as makes its place in the formula show
+
+
 def tables(seq: int, head_size: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [seq, head] of angles that no two features or positions share."""
     angles = 0.3 + torch.outer(torch.arange(seq, dtype=torch.float64) + 1, 1.7 / (1 + torch.arange(head_size // 2, dtype=torch.float64)))
@@ -66,6 +69,23 @@ def rope_qkv_error(implementation: str, device: str, shape: tuple[int, ...], dty
     return max(relative_error(grad_qkv, exact_grad), *(relative_error(*pair) for pair in zip(results, exact_results, strict=True)))
 
 
+def normed_error(implementation: str, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Largest error of `rope_qkv` with norms, of its gradient and of those of both weights, relative to the largest value of each."""
+    qkv = seeded(shape, device, dtype).requires_grad_()
+    cos, sin = tables(shape[1], shape[4], device, torch.promote_types(dtype, torch.float32))
+    weights = [(1.0 + 0.3 * seeded(shape[4:], device, seed=seed)).to(dtype).requires_grad_() for seed in (5, 6)]
+    results = rope.rope_qkv(qkv, cos, sin, norms=(weights[0], weights[1], EPS), implementation=implementation)
+    exact = [x.detach().double().requires_grad_() for x in (qkv, *weights)]
+    q, k, v = split(exact[0])
+    q, k = (x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight for x, weight in zip((q, k), exact[1:], strict=True))
+    exact_results = turned(q, cos, sin), turned(k, cos, sin), v
+    assert all(y.dtype == dtype for y in results)
+    grads = [seeded(tuple(y.shape), device, dtype, seed=i) for i, y in enumerate(results)]
+    found = torch.autograd.grad(results, (qkv, *weights), grads)
+    right = torch.autograd.grad(exact_results, exact, [grad.double() for grad in grads])
+    return max(relative_error(*pair) for pair in zip((*results, *found), (*exact_results, *right), strict=True))
+
+
 def check_nan_and_empty(device: str) -> None:
     """What is not finite stays in its pair, and in values in its place; no tokens are no error."""
     cos, sin = tables(2, 4, device)
@@ -87,7 +107,7 @@ def check_nan_and_empty(device: str) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_triton_equals_fp64(interpreted, shape, dtype):
-    for check in (rope_error, rope_qkv_error):
+    for check in (rope_error, rope_qkv_error, normed_error):
         assert interpreted(check, "triton", "cpu", shape, dtype) < INTERPRETED_TOLERANCE[dtype], check.__name__
 
 
@@ -102,7 +122,8 @@ def test_eager_equals_fp64(dtype):
     for shape in SHAPES[:3]:
         assert rope_qkv_error("eager", "cpu", shape, dtype) < TOLERANCE[dtype]
         assert rope_error("eager", "cpu", shape, dtype, in_place=True) < TOLERANCE[dtype]
-        assert rope_qkv_error("auto", "cpu", shape, torch.float64) < 1e-14
+        assert normed_error("eager", "cpu", shape, dtype) < 3 * TOLERANCE[dtype]  # normed, weighted and turned: rounded three times
+        assert max(check("auto", "cpu", shape, torch.float64) for check in (rope_qkv_error, normed_error)) < 1e-14
 
 
 FAULTS = [
@@ -119,6 +140,23 @@ FAULTS = [
 def test_planted_faults_are_caught(interpreted, right, wrong):
     """A sign, values turned too, heads in another order, the next position's angle."""
     error = interpreted(with_fault, "rope", right, wrong, rope_qkv_error, "triton", "cpu", SHAPES[2], torch.float32)
+    assert error > TOLERANCE[torch.float32]
+
+
+NORM_FAULTS = [
+    ("/ (2 * HALF) + eps)", "/ (2 * HALF))"),
+    ("tl.where(is_q, of_q, of_k)", "of_q"),
+    ("tl.where(is_k, own_first, 0.0)", "own_first"),
+    ("(tl.sum(g_first * x_first, 1) + tl.sum(g_second * x_second, 1))", "(tl.sum(g_first * x_first, 1))"),
+    ("tl.store(parts + 3 * HALF", "tl.store(parts + HALF"),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("right, wrong", NORM_FAULTS)
+def test_planted_faults_of_norms_are_caught(interpreted, right, wrong):
+    """No eps, one weight for both, values in the keys' gradient, half of a head's mean, a half of a gradient in another's place."""
+    error = interpreted(with_fault, "rope", right, wrong, normed_error, "triton", "cpu", SHAPES[2], torch.float32)
     assert error > TOLERANCE[torch.float32]
 
 
@@ -146,5 +184,7 @@ def test_refusals():
         rope.rope(x, cos, sin.bfloat16())
     with pytest.raises(ValueError, match=r"rope_qkv: qkv is \[1, 3, 2, 2, 4\]"):
         rope.rope_qkv(qkv[:, :, :, :2], cos, sin)
+    with pytest.raises(ValueError, match=r"rope_qkv: the keys' weight is \[3\] \(right: \[4\]"):
+        rope.rope_qkv(qkv, cos, sin, norms=(torch.ones(4), torch.ones(3), 0.0))
     with pytest.raises(ValueError, match=r"rope_qkv: qkv has strides"):
         rope.rope_qkv(torch.zeros(1, 3, 2, 4, 4)[:, :, :, :3], cos, sin)
