@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError, LogError, shown
-from megacore.files import check_output, read_text, write_json
+from megacore.files import check_output, read_text, replaced, write_json
 from megacore.plan.plot import check_plot
 from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
 
@@ -275,7 +275,8 @@ def run(argv: list[str]) -> int:
         write_json("--json", args.json, found)
     if args.plot is not None:
         try:
-            draw(runs, args.plot)
+            with replaced(args.plot) as aside:
+                draw(runs, aside)
         except OSError as error:
             raise ConfigError("--plot", f"cannot write {args.plot}: {error.strerror}", "a writable path") from error
         print(f"the figure is in {args.plot}")

@@ -16,7 +16,7 @@ from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.config.rules import unexchanged
 from megacore.errors import ConfigError
-from megacore.files import check_output
+from megacore.files import check_output, replaced
 from megacore.plan.buckets import data_ranks_of_a_host
 from megacore.plan.calibrate import calibrate
 from megacore.plan.context_time import CLUSTER, DEVICE, METHODS
@@ -371,7 +371,8 @@ def plot(config: Config, timeline: Timeline, path: str) -> None:
 def drawn(what: str, path: str, draw: Callable[[str], None]) -> None:
     """Draws a picture, and says where. Raises `ConfigError` if it cannot be written."""
     try:
-        draw(path)
+        with replaced(path) as aside:
+            draw(aside)
     except OSError as error:
         raise ConfigError("--plot", f"cannot write {path}: {error.strerror}", "a writable path ending in .png, .svg or .pdf") from error
     print(f"{what} drawn in {path}")

@@ -6,7 +6,8 @@ import json
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,6 +99,17 @@ def write_json(option: str, path: str | Path, value: Any) -> None:
         write_whole(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(option, f"cannot write {path}: {error.strerror}", OUTPUT) from None
+
+
+@contextmanager
+def replaced(path: str) -> Iterator[str]:
+    """A path with the same ending, for a file that then takes the place of `path`. An exception leaves what was there before."""
+    aside = f"{path}{ASIDE.format(os.getpid())}{Path(path).suffix}"
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        Path(aside).unlink(missing_ok=True)
 
 
 def check_folder(key: str, folder: str | Path) -> None:

@@ -12,6 +12,7 @@ A document is one or more sequences. (Multimodal files end with one more byte a 
 ``PREFIX.json`` is megacore's own and optional. `launch/prepare.py` writes there what it knows about the text (`Sidecar`).
 """
 
+import contextlib
 import json
 import os
 import struct
@@ -265,11 +266,11 @@ class IndexedWriter:
 
     def abort(self) -> None:
         """Removes what was written. Earlier files of that name stay."""
-        self._bin.close()
-        if self._mask is not None:
-            self._mask.close()
         for temporary in self._temporary.values():
             Path(temporary).unlink(missing_ok=True)
+        for file in filter(None, (self._bin, self._mask)):
+            with contextlib.suppress(OSError):  # a full disk, which does not take what is still in memory either
+                file.close()
 
     def __enter__(self) -> "IndexedWriter":
         return self

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pytest
 
-from launch import checkpoint
+from launch import checkpoint, plan
 from megacore.checkpoint.manifest import MANIFEST
 from megacore.cli import guarded
 from megacore.config import load
+from megacore.data.indexed import IndexedWriter
 from megacore.errors import UserError
 from megacore.train.logs import Logs
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
@@ -164,6 +166,28 @@ def test_a_disk_that_fills_while_records_begin_is_one_line(full: str, tree: Path
     with pytest.raises(UserError, match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$"):
         Logs(load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, True, 2)
     assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == ["config.json", "metrics.jsonl"]
+
+
+def test_a_disk_that_fills_keeps_no_half_of_a_corpus(tmp_path: Path) -> None:
+    """Closing the file failed once more, so the part that had been written stayed, on a disk without room."""
+    with pytest.raises(OSError, match="No space left"), IndexedWriter(str(tmp_path / "c"), np.uint16) as writer:
+        writer._bin.close()
+        writer._bin = open("/dev/full", "wb")  # noqa: SIM115 (closed by the writer)
+        writer.write(np.arange(4))
+    assert not os.listdir(tmp_path)
+
+
+def test_a_disk_that_fills_keeps_no_half_of_a_picture(tmp_path: Path) -> None:
+    """And the one that was there before stays."""
+    (tmp_path / "a.png").write_text("before")
+
+    def draw(path: str) -> None:
+        Path(path).write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(UserError, match=r"--plot: cannot write \S+/a\.png: No space left"):
+        plan.drawn("schedule", str(tmp_path / "a.png"), draw)
+    assert os.listdir(tmp_path) == ["a.png"] and (tmp_path / "a.png").read_text() == "before"
 
 
 HOOK = """import os, runpy, signal, sys
