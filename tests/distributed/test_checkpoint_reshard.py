@@ -98,9 +98,11 @@ def test_copies_are_written_once_and_dealt_out(tmp_path):
         assert max(sizes) - min(sizes) <= 65 * 8 // 2 * 8 + 1024, "the largest tensor's piece, and headers"
 
 
-def test_dealing_is_even(tmp_path):
-    """By bytes, and not by number: of one large and many small tensors the large one is a rank's whole part."""
-    sizes = [4096, *[64] * 64]
+@pytest.mark.parametrize("large", [0, 30, 64])
+def test_dealing_is_even(tmp_path, large):
+    """By bytes, and not by number: of one large and many small tensors the large one is a rank's whole part, wherever it stands."""
+    sizes = [64] * 64
+    sizes.insert(large, 4096)
 
     def rank_saves(ranks: ThreadRanks) -> None:
         copies = (Along("dp", ranks.rank, ranks.world),)
@@ -109,7 +111,7 @@ def test_dealing_is_even(tmp_path):
     run_threads(2, rank_saves)
     manifest = Reader(tmp_path / "step_00000001").manifest
     held = [{piece.file for piece in manifest.pieces(f"w{i}")} for i in range(len(sizes))]
-    assert held[0] == {"rank_00000.safetensors"} and set.union(*held[1:]) == {"rank_00001.safetensors"}
+    assert held.pop(large) == {"rank_00000.safetensors"} and set.union(*held) == {"rank_00001.safetensors"}
 
 
 def lose_a_piece(rank: int, pieces: dict[str, LocalTensor]) -> None:

@@ -163,6 +163,32 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(pool: Any, co
         assert abs(seen["elements"] / seen["whole"] - 0.5) < 0.02, "all but the last rows of sizes that do not divide"
 
 
+def loading_rank(config_path: str, reshard: str) -> float:
+    """The loss of weights that are all zero, which are read behind a validation with others."""
+    place = place_from_environment()
+    config = load(config_path, [FSDP, f"engine.reshard={reshard}"], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    train_step = TrainStep(config, mesh)
+    (stage,), engine = train_step.stages, train_step.engine
+    tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
+    stage.eval()
+    with torch.no_grad():
+        stage.loss(stage(tokens), tokens)
+        held = engine.tensors()
+        for tensor, _ in held.values():
+            tensor.zero_()
+        engine.load_state(engine.state(), held)
+        loss = float(stage.loss(stage(tokens), tokens)) / tokens.numel()
+    mesh.close()
+    return loss - math.log(config.model.vocab_size)
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_what_is_read_behind_a_validation_computes(pool: Any, config_path: str, reshard: str) -> None:
+    """What a validation has gathered would be used once more: a run that goes back to a checkpoint would step from other weights."""
+    assert pool.run(2, loading_rank, config_path, reshard) == [pytest.approx(0.0, abs=1e-5)] * 2
+
+
 def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
     """Two steps of two microbatches; whether a gradient was there to be added to before a step, whether its own tensors stayed, norms."""
     place = place_from_environment()

@@ -119,6 +119,24 @@ def test_a_rank_that_lags_loses_nothing(pool: Any, tmp_path: Path) -> None:
     assert sum(pool.run(4, lagging, config, True)) > 0
 
 
+def test_a_part_is_kept_until_it_is_read_whatever_was_read_before() -> None:
+    """Of two operations in flight the second may be waited for first: the first one's slot must not count as read then."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE * (1 + 2 * shared_memory.SLOTS))
+    early, late = (SharedMemory(memory, rank, 2, timeout=0.01) for rank in range(2))
+    sums = {rank: [torch.full((3,), 10.0 * number + rank.rank) for number in range(3)] for rank in (early, late)}
+    works = {rank: [rank.all_reduce(x) for x in sums[rank][:2]] for rank in sums}
+    for work in works[early]:
+        work.wait()
+    works[late][1].wait()
+    with pytest.raises(dist.DistNetworkError, match="timed out"):
+        early.all_reduce(sums[early][2])
+    works[late][0].wait()
+    third = [rank.all_reduce(x[2]) for rank, x in sums.items()]
+    for work in third:
+        work.wait()
+    assert all(torch.equal(x, torch.full((3,), 20.0 * number + 1)) for own in sums.values() for number, x in enumerate(own))
+
+
 def apart(config_path: str) -> bool:
     """Whether a rank of another machine, or a switch, leaves all with gloo."""
     elsewhere = "elsewhere" if place_from_environment().rank == 1 else shared_memory.machine()

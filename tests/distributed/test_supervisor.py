@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -67,13 +68,17 @@ def supervised(folder: Path, plan: dict, *words: str, **options: object) -> Supe
 
 def test_a_run_that_gets_further_is_started_again_as_often_as_it_takes(tmp_path: Path) -> None:
     supervisor = supervised(tmp_path, {"fail": [3, 7, 11, 15, 19]}, restarts=1)
-    assert supervisor.run() == 0
+    with patch.object(Supervisor, "_sleep") as pause:
+        assert supervisor.run() == 0
+    assert [call.args for call in pause.call_args_list] == [(0.01,)] * 5, "a run that gets on does not wait longer and longer"
     assert supervisor.attempts == 6 and supervisor.progress() == (20, 20)
 
 
 def test_a_run_that_gets_no_further_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     supervisor = supervised(tmp_path, {"always": 5}, restarts=2)
-    assert supervisor.run() == 3
+    with patch.object(Supervisor, "_sleep") as pause:
+        assert supervisor.run() == 3
+    assert [call.args for call in pause.call_args_list] == [(0.01,), (0.01,), (0.02,)], "doubled with each that brings nothing"
     assert supervisor.attempts == 4, "the first start got to step 5; two restarts and one more did not get further"
     assert "given up: 2 restarts in a row brought no progress beyond step 5" in capfd.readouterr().err
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
-from megacore.checkpoint.commit import set_aside
+from megacore.checkpoint.commit import save_stream, set_aside
 from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.config import Config
 from megacore.config.load import resolve
@@ -297,11 +298,29 @@ def test_a_full_disk_says_what_was_needed(tmp_path, monkeypatch):
         save_alone(tmp_path, 20, tensors(2))
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
+def test_together_ranks_verify_every_file_once(tmp_path: Path, parts: int) -> None:
+    """A file that no rank reads may be damaged; one that all read makes thousands wait. Here ranks are more or fewer than files."""
+    layout = {f"w{i}": (torch.float32, (2,)) for i in range(5)}
+    path = save_stream(tmp_path, 1, layout, (torch.ones(2) for _ in layout), {}, 8)
+    seen = []
+    for part in range(parts):
+        with patch.object(read, "file_digest", side_effect=read.file_digest) as digest:
+            Reader(path).verify(part, parts)
+        seen.append([call.args[0].name for call in digest.call_args_list])
+    assert sorted(itertools.chain(*seen)) == [f"rank_{i:05d}.safetensors" for i in range(5)]
+    assert max(map(len, seen)) - min(map(len, seen)) <= 1
+
+
 def test_saving_a_step_again_replaces_it(tmp_path):
-    save_alone(tmp_path, 10, tensors(1))
-    path = save_alone(tmp_path, 10, tensors(2))
+    path = save_alone(tmp_path, 10, tensors(1))
+    replaced = tmp_path / "step_00000010.old"
+    shutil.copytree(path, replaced)
+    save_alone(tmp_path, 10, tensors(2))
     assert_holds(path, tensors(2))
     assert list(tmp_path.iterdir()) == [path]
+    shutil.copytree(path, replaced)  # as a process leaves it that stops behind the second rename
+    assert checkpoints_in(tmp_path) == [path, replaced] and locate(tmp_path) == path, "a run would go on from what it had replaced"
 
 
 def test_keep_counts_whole_checkpoints_and_spares_the_new_one(tmp_path):

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from megacore.checkpoint.staging import Staging
 from megacore.config import Config, load
 from megacore.distributed import mesh as mesh_module
+from megacore.distributed import wire as wire_module
 from megacore.distributed.comm import all_reduce
 from megacore.distributed.meeting import claim
 from megacore.distributed.mesh import SOLO, Mesh, pick_device
 from megacore.distributed.place import Place
+from megacore.distributed.wire import Wire
 from megacore.errors import ConfigError
 from megacore.train import loader as loader_module
 from megacore.train.garbage import EVERY, Garbage
@@ -174,6 +176,28 @@ def test_what_nccl_sends_goes_before_what_is_computed(tmp_path: Path, made: dict
     made.clear()
     mesh_of(tmp_path, "cpu", "parallel.tensor=2", "parallel.pipeline=2")
     assert all(options["pg_options"] is None for options in made.values()), "gloo has no streams"
+
+
+@pytest.mark.parametrize(("sent", "summed"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")])
+def test_nccl_sums_no_parts_in_fewer_bits_than_their_sum_has(sent: str, summed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own operation adds up in the dtype that travels: of 256 + 1 in bf16 the 1 would be lost. gloo has no such operation to try."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    group: Any = SimpleNamespace()
+    asked = []
+
+    def exchange(parts: torch.Tensor, x: torch.Tensor, **rest: Any) -> Any:
+        parts.copy_(x)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(wire_module, "_reduce_scatter", lambda out, x, **rest: asked.append((x.dtype, out.dtype)))
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    x, out = torch.tensor([256.0, 1.0], dtype=getattr(torch, sent)), torch.zeros(1, dtype=getattr(torch, summed))
+    work = Wire(group, 2).start_reduce_scatter(x, out)
+    if sent == summed:
+        assert asked == [(x.dtype, out.dtype)]
+    else:
+        work.wait()
+        assert not asked and out.item() == 257.0
 
 
 def test_no_communicator_is_made_for_those_who_only_need_to_know_each_other(

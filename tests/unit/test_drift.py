@@ -70,6 +70,20 @@ def test_a_comparison_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert 0 < widest.numbers <= -(-most // 10) < most and pieces == whole, "a sum for each piece is the widest"
 
 
+def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None:
+    """A rank of an interleaved pipeline has several stages: what is not compared may drift apart for good."""
+    config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
+    stages = [Stage(config, range(first, first + 1), SOLO, cpu) for first in (0, 1)]
+    mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), 0), device=cpu)
+    compared = Drift(stages, mesh)
+    held = [(name, parameter.detach().view(-1)) for stage in stages for name, parameter in stage.named_parameters()]
+    assert {"blocks.0.norm1.weight", "blocks.1.norm1.weight"} <= {name for name, _ in held}
+    for name, weight in held:
+        before = compared.sums(EVERY)[0]
+        weight[-1] = torch.nextafter(weight[-1], weight[-1] + 1)
+        assert compared.sums(EVERY)[0] != before, name
+
+
 def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank would keep the reduction that was fastest on it, and some of these round differently."""
     asked: list[Any] = []

@@ -30,7 +30,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place, free_port, place_from_environment
 from megacore.errors import ConfigError
 from megacore.train import exporter as exporter_module
-from megacore.train import scrapes
+from megacore.train import meters, scrapes
 from megacore.train.exporter import DEVICES, OTHERS, PARTS, RANKS, RUN, Exporter
 from megacore.train.inputs import Inputs
 from megacore.train.meters import StepParts
@@ -293,6 +293,8 @@ def test_parts_of_a_step() -> None:
     assert found["bubble"] == 2.0 and found["pp"] == 0.0 and found["world"] == 0.0 and found["dp"] == 3.0
     with_more = resolve({"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2).config
     assert 0 < StepParts(with_more, mesh).idle < 0.2, "one round of two stages over 64 microbatches"
+    with mock.patch.object(meters, "step_times", lambda config: (12.0, [12.0, 4.0])):
+        assert StepParts(with_more, mesh).idle == 2.0, "of a rank that computes a third of the time, for each second of it"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")

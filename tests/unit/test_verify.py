@@ -324,6 +324,25 @@ def test_a_replica_that_differs_is_found_on_its_rank(tmp_path: Path) -> None:
     assert found["loss", 0] == found["loss", 1] == 0
 
 
+def test_a_figure_that_a_rank_lacks_is_a_difference(tmp_path: Path) -> None:
+    """A rank that never came to a step's loss would agree with everybody."""
+    whole = torch.ones(2, dtype=torch.float64)
+    reference, layout = (records(tmp_path / name, [(whole, Shard((2,)))] * ranks) for name, ranks in (("reference", 1), ("layout", 2)))
+    del layout.figures[1]["1"]["loss"]
+    found = {(d.name, d.rank): d.relative for d in against_reference(layout, reference) if d.kind == "figure"}
+    assert found == {("loss", 0): 0.0, ("grad_norm", 0): 0.0, ("loss", 1): math.inf, ("grad_norm", 1): 0.0}
+    layout.figures[0].clear()
+    assert {d.name for d in against_reference(layout, reference) if d.rank == 0 and d.relative == math.inf} == {"loss", "grad_norm"}
+
+
+def test_every_rank_s_own_norm_is_computed_again() -> None:
+    """Of a norm that is summed over some ranks only, the first may have the right one."""
+    config: Any = SimpleNamespace(optim=SimpleNamespace(kind="lion"), engine=SimpleNamespace(kind="native"), train=SimpleNamespace(steps=1))
+    figures = [{"1": {"grad_norm": norm}} for norm in (5.0, 5.0, 4.0)]
+    run: Any = SimpleNamespace(whole={"gradient 1|w": np.array([3.0, 4.0])}, figures=figures, ranks=[], places=[], evidence=[])
+    assert [(d.rank, d.relative) for d in Replay(run, config, ["w"]).differences()] == [(0, 0.0), (1, 0.0), (2, pytest.approx(0.2))]
+
+
 def test_slices_are_compared_where_they_belong(tmp_path: Path) -> None:
     """Uneven pieces: 5 rows over 2 ranks. Swapped pieces must not pass."""
     whole = torch.randn(5, 2, dtype=torch.float64)
