@@ -83,7 +83,8 @@ def step_of(line: str | bytes) -> int | None:
 
 def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Step and text of every record in a metrics.jsonl, as the file has them; for whoever must go on whatever stands there. Passes over
-    what is no record: half a line, a damaged one, another program's, one without an end. `last`: only in so many bytes at its end.
+    what is no record: half a line, a damaged one, another program's, one longer than `LINE_BYTES`. `last`: only in so many bytes at its
+    end.
     """
     begin = max(0, file.seek(0, os.SEEK_END) - last) if last is not None else 0
     file.seek(begin)

@@ -82,8 +82,8 @@ class ScrapeServer:
                     self._drop_oldest()
                 connection, _ = self.listener.accept()
                 connection.setblocking(False)
+                self.selector.register(connection, selectors.EVENT_READ)  # before it is kept: all that is kept can be dropped
                 self.scrapes[connection] = scrape = Scrape(connection)
-                self.selector.register(connection, selectors.EVENT_READ)
                 self._go_on(scrape)
 
     def _go_on(self, scrape: Scrape) -> None:

@@ -1,5 +1,6 @@
 """log.prometheus_port: what is served, by whom, and that rules and dashboard ask for it."""
 
+import errno
 import json
 import math
 import os
@@ -164,6 +165,26 @@ def test_a_connection_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             scrape(port)
         server.text = lambda: b"a 1\n"
         assert scrape(port) == {"a": 1.0}, "a fault in one answer does not end it"
+    finally:
+        server.close()
+
+
+def test_a_connection_that_the_kernel_cannot_watch_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watches and their memory are limited for each user; the run's figures would be gone until its end."""
+    server = ScrapeServer(port := free_port(), lambda: b"a 1\n")
+    register, refused = server.selector.register, []
+
+    def once(connection: Any, events: int) -> Any:
+        if not refused:
+            refused.append(connection.fileno())
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return register(connection, events)
+
+    monkeypatch.setattr(server.selector, "register", once)
+    try:
+        with pytest.raises(OSError):
+            scrape(port)
+        assert refused and scrape(port) == {"a": 1.0}
     finally:
         server.close()
 
