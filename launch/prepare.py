@@ -18,6 +18,7 @@ from megacore.errors import ConfigError
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
 
 MOST_WORKERS = 1024
+MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -92,10 +93,14 @@ def run(argv: list[str]) -> None:
         print(f"every document ends with {prepared.end}")
     elif not args.chat and args.tokenizer != "bytes":
         print(f"warning: no token ends a document: neither {prepared.tokenizer} nor a file beside it names one", file=sys.stderr)
-    whole = prepared.input_bytes + sum(entry.size for entry in prepared.left_out)
-    for entry in prepared.left_out:
+    largest = sorted(prepared.left_out, key=lambda entry: -entry.size)
+    whole = prepared.input_bytes + sum(entry.size for entry in largest)
+    for entry in largest[:MOST_NAMED]:
         share = f"{entry.size:,} bytes, {entry.size / whole:.1%} of the input"
         print(f"warning: left out {entry.path!r}, which is {entry.what}: {share}", file=sys.stderr)
+    if others := largest[MOST_NAMED:]:
+        size = sum(entry.size for entry in others)
+        print(f"warning: left out {len(others):,} more: {size:,} bytes, {size / whole:.1%} of the input", file=sys.stderr)
     words = [f"data.train={args.output}", *([f"data.valid={args.output}_valid"] if args.valid_fraction else [])]
     imported = Path(prepared.tokenizer).parents[1:2]  # an import has its tokenizer in a folder beside its config
     config = next((str(folder / "config.json") for folder in imported if (folder / "config.json").is_file()), None)

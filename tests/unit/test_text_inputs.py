@@ -93,6 +93,18 @@ def test_what_a_folder_holds_besides_text_is_named_with_its_share(tmp_path: Path
         run(tmp_path, "tables")
 
 
+def test_of_thousands_that_are_left_out_the_largest_are_named(tmp_path: Path, capsys: Any) -> None:
+    """A line for each picture of a folder would bury all else that is said."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_bytes(TEXT)
+    for number in range(1, 61):
+        (tmp_path / f"in/{number}.png").write_bytes(b"\0" * number)
+    run(tmp_path, "in")
+    *named, others = capsys.readouterr().err.splitlines()
+    assert len(named) == 50 and "60.png" in named[0] and "11.png" in named[-1]
+    assert others.startswith("warning: left out 10 more: 55 bytes, ")
+
+
 def test_a_missing_text_key_names_the_option_and_the_keys(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "a", "id": 3, "title": "b"}) + "\n")
     with pytest.raises(UserError, match=r"line 1 has no text under the key text \(--text-key with the key of its text; there are body, ti"):
