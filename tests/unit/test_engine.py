@@ -256,6 +256,7 @@ def test_loss_scale_leaves_the_gradient_as_it_is(configure: Configure) -> None:
 
 def test_loss_scale_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale that never grew back would end at zero; one that ignored overflows would skip for ever."""
+    assert LossScale.INTERVAL >= 1000, "a scale that is as large as it can be loses a step with each doubling"
     monkeypatch.setattr(LossScale, "INTERVAL", 3)
     scale = LossScale(True, 1024.0, CPU)
     seen = []

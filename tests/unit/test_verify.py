@@ -187,6 +187,15 @@ def test_the_proof_s_own_rate_is_the_run_s(schedule: str) -> None:
     assert [rate(optim, step, 20) for step in range(1, 21)] == pytest.approx([learning_rate(optim, step, 20) for step in range(1, 21)])
 
 
+def test_a_proof_in_fp64_is_as_sharp_as_the_documents_say() -> None:
+    """Within 1e-9: a thousand times that is what a mistake in one small tensor may come to."""
+    bounds = Bounds("fp64", 4, {"weight": 4096}, {(1, "weight"): 1e6})
+    bounds.explain([Difference("gradient", 1, "weight", 0, 1.0)])
+    for kind, name in (("gradient", "weight"), ("adam_m", "weight"), ("parameter", "weight"), ("figure", "loss")):
+        assert bounds.of(Difference(kind, 1, name, 0, 0.0)) <= 1e-9
+    assert bounds.of_activations(1.0) <= 1e-9
+
+
 def test_bf16_has_a_cap_that_one_process_cannot_lift() -> None:
     """With three times the error of one process as the only bound, a mistake that it makes too would explain itself."""
     bounds = Bounds("bf16", 4, {"weight": 4096}, {})
