@@ -87,5 +87,6 @@ def test_keys_differ() -> None:
     keys = {derive_key(seed, corpus, epoch) for seed in range(10) for corpus in range(10) for epoch in range(10)}
     assert len(keys) == 1000
     assert derive_key(1) != derive_key(1, 0) != derive_key(0, 1)
+    assert len({derive_key(seed) for seed in (0, *(1 << bit for bit in range(64)))}) == 65, "of a number every bit counts"
     orders = {tuple(permute(np.arange(50), 50, key).tolist()) for key in keys}
     assert len(orders) == 1000
