@@ -35,7 +35,14 @@ class Drift:
         named = (named for stage in stages for named in stage.named_parameters())
         self.alike = {name: parameter for name, parameter in named if mesh.tp.name not in shard_of(parameter).split_over}
         self.none = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.told = False  # of a difference that is no fault for certain
         self.last: Tensor | None = None  # checksums by parameter in the last comparison: an update behind it spreads a difference
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether a difference is a fault for certain. Each tensor rank's gradients are summed over data ranks of its own, and if these are
+        three or more, NCCL may add them up in another order for each."""
+        return self.mesh.backend != "nccl" or self.mesh.gradient_group.size <= 2
 
     def sums(self, step: int) -> list[Tensor]:
         """In every `EVERY`-th step a number for each tensor rank, fp64, to be added up over all ranks: 0 for all but this one's."""

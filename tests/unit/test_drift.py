@@ -94,3 +94,10 @@ def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkey
     layers = config.model.num_layers
     assert asked == [None] * layers + [{"deterministic": True}]
     torch.compile(lambda x: x, options=asked[-1])  # raises where Inductor knows no such option
+
+
+@pytest.mark.parametrize(("backend", "summing", "fault"), [("gloo", 8, True), ("nccl", 2, True), ("nccl", 3, False)])
+def test_only_sums_of_three_over_nccl_may_differ(backend: str, summing: int, fault: bool) -> None:
+    """gloo adds up by the ranks' numbers, and two numbers have one sum; NCCL's rings follow each group's own places."""
+    mesh: Any = SimpleNamespace(backend=backend, gradient_group=SimpleNamespace(size=summing), device=torch.device("cpu"))
+    assert Drift([], mesh).is_fault is fault
