@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training import join
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, counts, exit_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.place import Place
@@ -52,15 +52,15 @@ def calls(config: Config, device: torch.device) -> Iterator[float]:
 def main(argv: list[str]) -> None:
     """Prints a line for each precision, length and head size."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--lengths", default="64,128,256,512,1024,2048,4096", metavar="N,…", help="of sequences, in tokens")
-    parser.add_argument("--heads", default="32,64,128", metavar="N,…", help="features of a head")
+    parser.add_argument("--lengths", type=counts, default="64,128,256,512,1024,2048,4096", metavar="N,…", help="of sequences, in tokens")
+    parser.add_argument("--heads", type=counts, default="32,64,128", metavar="N,…", help="features of a head")
     parser.add_argument("--precisions", default="fp32,bf16", metavar="NAMES")
     args = parser.parse_args(argv)
     mesh = join(config_of("sdpa", "fp32", 64, 64), Place())
     print(f"{mesh.device}, {torch.get_num_threads()} threads, {HEADS} heads, ms")
     print("precision | tokens | head | eager | sdpa | eager is | auto takes")
-    for precision, head, length in product(args.precisions.split(","), args.heads.split(","), args.lengths.split(",")):
-        sizes = (precision, int(length), int(head))
+    for precision, head, length in product(args.precisions.split(","), args.heads, args.lengths):
+        sizes = (precision, length, head)
         contenders = [calls(config_of(kind, *sizes), mesh.device) for kind in ("eager", "sdpa")]
         seconds: list[list[float]] = [[], []]
         for contender in contenders:

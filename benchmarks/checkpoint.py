@@ -27,11 +27,10 @@ from megacore.checkpoint import Ranks, Saver
 from megacore.checkpoint.digest import FILE_HASH, HASHES, content_digest
 from megacore.checkpoint.disk import file_digest, size_text, write_file
 from megacore.checkpoint.write import bytes_of, places_of
-from megacore.cli import Parser, exit_rank_with
+from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.place import Place
-from megacore.errors import ConfigError
 from megacore.files import check_folder
 from megacore.survive.failure import fail
 
@@ -47,11 +46,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", default="benchmarks/checkpoint.json", metavar="FILE", help="a JSON file (%(default)s: 29 M parameters)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="where to save (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="blocks of each kind (%(default)s)")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="blocks of each kind (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
-    if not 1 <= args.rounds <= 1000:
-        raise ConfigError("--rounds", f"{args.rounds} is not usable", "from 1 to 1000")
     check_folder("--folder", args.folder)
     return args
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.charts import lines_over_sizes
 from benchmarks.training import join
-from megacore.cli import Parser, exit_rank_with
+from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.distributed.comm import all_gather, all_reduce, reduce_scatter
 from megacore.distributed.mesh import Group, Mesh
@@ -59,15 +59,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="whose mesh it is")
     parser.add_argument("--largest", type=float, default=1024.0, metavar="MIB", help="largest message (1024)")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="calls of each size, after 2 that do not count (5)")
+    parser.add_argument("--repeat", type=count, default=5, metavar="N", help="calls of each size, after 2 that do not count (5)")
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", help="default: benchmarks/results/collectives_<date>.json; a chart beside it"
     )
     parser.add_argument("--cluster-file", type=Path, metavar="FILE.json", help="writes these links for launch/plan.py --cluster")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
-    if args.repeat < 1 or args.largest * 2**20 < SMALLEST:
-        parser.error("at least one call, of at least 1 KiB")
+    if not args.largest * 2**20 >= SMALLEST:
+        parser.error("argument --largest: must be at least 1 KiB")
     return args
 
 

@@ -28,7 +28,7 @@ from benchmarks.collectives import seconds as seconds_of
 from benchmarks.figures import BLUE, GREY, ORANGE, figure
 from benchmarks.training import join
 from benchmarks.wire import Wire
-from megacore.cli import Parser, exit_rank_with
+from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend, gathered
@@ -176,7 +176,7 @@ def main(argv: list[str], place: Place) -> None:
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--tokens", default="8192", metavar="N,…", help="of sequences (8192)")
     parser.add_argument("--kv-heads", default="8,2", metavar="N,…", help=f"key/value heads, for {HEADS} heads (8,2)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="that are measured, after one that is not (5)")
+    parser.add_argument("--rounds", type=count, default=5, metavar="N", help="that are measured, after one that is not (5)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the figures down")
     parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draws them")
     args = parser.parse_args(argv)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import machine
 from benchmarks.training import RandomStream, Training, join
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, count, exit_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend
@@ -189,8 +189,8 @@ def main(argv: list[str]) -> None:
     """Measures and prints; `--output` keeps the figures."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--corpus", metavar="PREFIX", help="also pack this corpus, such as data/stdlib")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that does not count (3)")
-    parser.add_argument("--seq-len", type=int, default=SEQ_LEN, metavar="N", help=f"tokens of a sample ({SEQ_LEN})")
+    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="after one that does not count (3)")
+    parser.add_argument("--seq-len", type=count, default=SEQ_LEN, metavar="N", help=f"tokens of a sample ({SEQ_LEN})")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     packed = [] if args.corpus is None else [packing(args.corpus, seq_len) for seq_len in PACKED]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, count, exit_with
 from megacore.distributed.processes import stat_fields
 from megacore.survive import heartbeat
 from megacore.survive.beats import Beat
@@ -28,7 +28,7 @@ def cpu_seconds(pid: int) -> float:
 def run(argv: list[str]) -> int:
     """Prints the figures."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--hosts", type=int, default=4096, metavar="N", help="hosts that beat (4096)")
+    parser.add_argument("--hosts", type=count, default=4096, metavar="N", help="hosts that beat (4096)")
     parser.add_argument("--seconds", type=float, default=20.0, help="parallel.heartbeat_seconds (20)")
     args = parser.parse_args(argv)
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)

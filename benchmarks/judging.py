@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, count, exit_with
 from megacore.distributed.axes import ranks_along
 from megacore.distributed.place import Place, free_port
 from megacore.survive.doctor import Doctor
@@ -75,7 +75,7 @@ def judged(ranks: int, port: int) -> tuple[Verdict, float, int]:
 def main(argv: list[str]) -> int:
     """The command line; returns the exit status."""
     parser = Parser("python -m benchmarks.judging --ranks 4096", __doc__)
-    parser.add_argument("--ranks", type=int, default=4096, help=f"a multiple of {TENSOR * PIPELINE}")
+    parser.add_argument("--ranks", type=count, default=4096, help=f"a multiple of {TENSOR * PIPELINE}")
     args = parser.parse_args(argv)
     port = free_port()
     holder = multiprocessing.get_context("spawn").Process(target=hold, args=(port,), daemon=True)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.rounds import ROOT
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, count, exit_with
 from megacore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="operations, such as rms_norm; default: all")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="with --compile-only: of configs/; default: gpt_124m to gpt_175b")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, metavar="NAME", help="bf16, fp16, fp32; default: bf16, to compile also fp32")
-    parser.add_argument("--rounds", type=int, default=21, metavar="N", help="turns of each contender (21)")
+    parser.add_argument("--rounds", type=count, default=21, metavar="N", help="turns of each contender (21)")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="no new size is begun after so many")
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="that compile side by side (2)")
+    parser.add_argument("--processes", type=count, default=2, metavar="N", help="that compile side by side (2)")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for JSON and chart; default: benchmarks/results")
     args = parser.parse_args(argv)
     for flag in ("rounds", "processes"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.throughput import ROOT, start
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, count, exit_with
 from megacore.config import Config, load
 from megacore.errors import ConfigError
 from megacore.files import check_output
@@ -57,13 +57,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
     parser.add_argument("--layouts", required=True, metavar="NAMES", help="the first calibrates: one,dp2,tp2,pp2")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each that are measured (10)")
+    parser.add_argument("--steps", type=count, default=10, metavar="N", help="steps of each that are measured (10)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="writes the table as JSON")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
     args.peak = args.data = args.profile = args.timeline = None  # options of benchmarks.throughput that are not asked for
-    if args.steps < 1:
-        parser.error("argument --steps: must be at least 1")
     if args.output is not None:
         check_output("--output", str(args.output))
     return args

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from benchmarks import machine
 from benchmarks.charts import ratio_bars
 from benchmarks.training import join, random_batch
-from megacore.cli import Parser, exit_rank_with
+from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS
 from megacore.distributed.comm import all_reduce
@@ -229,7 +229,7 @@ def main(argv: list[str], place: Place) -> int:
     """Measures here under a launcher, or starts what does; returns the exit status."""
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="steps of each schedule, of which the median counts (3)")
+    parser.add_argument("--rounds", type=count, default=3, metavar="N", help="steps of each schedule, of which the median counts (3)")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="everything that was measured, and a chart beside it")
     args = parser.parse_args(argv)
     if place.world_size > 1:

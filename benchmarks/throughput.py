@@ -22,7 +22,7 @@ from benchmarks import machine
 from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, beside_each_other, measured_step, shares
 from benchmarks.charts import stacked_bars
 from benchmarks.training import RandomStream, Training, join
-from megacore.cli import Parser, exit_rank_with
+from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.data.samples import training_stream
 from megacore.distributed.comm import all_reduce
@@ -50,7 +50,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps that are measured, after {WARM_UP} that are not (10)")
+    parser.add_argument("--steps", type=count, default=10, metavar="N", help=f"steps that are measured, after {WARM_UP} that are not (10)")
     parser.add_argument("--layouts", metavar="NAMES", help="starts these here, such as one,dp2,tp2,tp2sp,pp2 or tp2pp2dp2")
     parser.add_argument("--data", action="store_true", help="reads the corpus of data.train instead of random tokens")
     parser.add_argument("--peak", action="store_true", help="measures the peak by a large product, on all ranks at once")
@@ -60,8 +60,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="the JSON object, and a chart beside it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for launch/pretrain.py")
     args = parser.parse_intermixed_args(argv)
-    if args.steps < 1:
-        parser.error("argument --steps: must be at least 1")
     if args.timeline is not None:
         check_plot("--timeline", args.timeline)
     if args.device_file and (not args.peak or args.layouts):

@@ -50,6 +50,18 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(*((flag, wrong, "see -h") if colon and flag.startswith("--") else ("arguments", message, right)))
 
 
+def count(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1 and, so that nobody waits for ever, below a billion."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999999")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """The type of an argument that is several of them, between commas."""
+    return [count(part) for part in text.split(",")]
+
+
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
     """Runs a script's body with the command line's arguments, and ends the process with what it returns (None: 0), with `INTERRUPTED`
     after Ctrl-C, or with 2 and one line on stderr for a `UserError`.

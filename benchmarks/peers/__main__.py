@@ -26,7 +26,7 @@ from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.peers.process import SETTINGS, expected
 from benchmarks.peers.report import summary, table, write
 from benchmarks.rounds import ROOT, race
-from megacore.cli import Parser, exit_with
+from megacore.cli import Parser, count, exit_with
 from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
 from megacore.verify.layouts import parse as parse_layout
@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--config", default=CONFIG, metavar="FILE", help="default: benchmarks/speed.json; GPT blocks as in GPT-2")
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
-    parser.add_argument("--rounds", type=int, metavar="N", help="that many rounds")
+    parser.add_argument("--rounds", type=count, metavar="N", help="that many rounds")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), metavar="NAMES", help=f"default: {','.join(LAYOUTS)}")
     parser.add_argument("--precisions", metavar="NAMES", help="default: fp32,bf16; fp32 alone where a CPU has no bf16 units")
     parser.add_argument("--peers", default=",".join(PEERS), metavar="NAMES", help=", ".join(PEERS))

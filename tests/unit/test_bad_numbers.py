@@ -1,7 +1,12 @@
 """Numbers and options that a clumsy or hostile user may give a script: see test_bad_inputs.py."""
 
+import importlib
+import inspect
+
 import pytest
 
+from megacore.distributed.place import Place
+from megacore.errors import ConfigError
 from tests.bad_inputs import HUGE, SUPERVISED, Row, config, rows
 from tests.conftest import Refused
 
@@ -77,3 +82,22 @@ NUMBERS: list[Row] = [
 def test_bad_input_is_one_line(script: str, arguments: tuple[str, ...], line: str, refused: Refused) -> None:
     """A traceback, silence, or a result that is none in place of one clear line."""
     refused(script, arguments, line)
+
+
+BENCHMARKS = [
+    *((name, "--rounds") for name in ("checkpoint", "context", "documents", "kernels", "schedules")),
+    *((name, "--steps") for name in ("predicted", "throughput")),
+    *(("attention", option) for option in ("--heads", "--lengths")),
+    *(("collectives", "--repeat"), ("heartbeats", "--hosts"), ("judging", "--ranks")),
+]
+
+
+@pytest.mark.parametrize(("name", "option"), BENCHMARKS)
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "9" * 400, "٣"])
+def test_a_benchmark_takes_whole_numbers_alone(name: str, option: str, value: str) -> None:
+    """Else it divides by zero behind minutes of work, or never ends."""
+    main = importlib.import_module(f"benchmarks.{name}")
+    script = getattr(main, "main", None) or main.run
+    places = [Place()] * (len(inspect.signature(script).parameters) - 1)
+    with pytest.raises(ConfigError, match=f"^config error: {option}: .* is no whole number from 1 to 999999999"):
+        script([f"{option}={value}"], *places)
