@@ -86,7 +86,7 @@ def exit_rank_with(script: Callable[[list[str], Place], int | None]) -> NoReturn
         if (hostfile := missing_hostfile()) is not None:
             raise ConfigError(
                 "--hostfile",
-                f"{hostfile or 'a file without a name'} does not exist",
+                f"{hostfile} does not exist",
                 "a file with lines such as `localhost slots=4`, or no --hostfile",
             )
         status = script(sys.argv[1:], place) or 0

@@ -90,7 +90,7 @@ FUNCTIONS = {
     "layernorm": ("layer_norm", "rms_norm"),
     "gelu": ("bias_gelu",),
     "swiglu": ("swiglu",),
-    "rope": ("rope", "rope_qkv", "rope_qkv_norms"),
+    "rope": ("rope", "rope_qkv"),
     "dropout": ("bias_dropout_residual",),
     "cross_entropy": ("cross_entropy",),
     "adamw": (),

@@ -114,9 +114,9 @@ def missing_hostfile() -> str | None:
 
 
 def hostfile_of(arguments: list[str], folder: Path) -> str | None:
-    """The value of a launcher's --hostfile (-H), if there is no such file."""
+    """The value of a launcher's --hostfile (-H), if there is no such file. By an empty one the deepspeed launcher means none."""
     named = named_hostfile(arguments)
-    return named[1] if named and not (folder / named[1]).is_file() else None
+    return named[1] if named and named[1] and not (folder / named[1]).is_file() else None
 
 
 def named_hostfile(command: list[str]) -> tuple[int, str] | None:

@@ -31,7 +31,8 @@ def block_activations(config: Config, recompute: str) -> int:
     that for swiglu; e·f for what leaves it.
 
     Without fused kernels there are also 2·h for the masks of two dropouts, e·(a + k) for queries and keys before they are rotated, and
-    e·f for swiglu's silu. Normed queries and keys are always kept before and behind the norm, with an fp32 number a head. Attention
+    e·f for swiglu's silu. Normed queries and keys are always kept before and behind the norm, with an fp32 number a head; where one
+    kernel norms and rotates, values too are kept twice, and no number. Attention
     by the formula keeps s scores a head, and no logarithms; and query, key and value in its products' order alone, e·3a: each key and
     value once for every query head that shares it.
 
@@ -46,10 +47,13 @@ def block_activations(config: Config, recompute: str) -> int:
     if recompute == "full":
         return unsplit_part(config, e * h * tokens)
     swiglu, wide = model.activation == "swiglu", max(4, e)
+    at_once = fused and model.position == "rope" and config.engine.kind != "deepspeed"  # normed and rotated by one kernel
     unsplit = 4 * e * h + 2 * wide * (1 if model.norm == "rmsnorm" else 2) + (2 * h if model.dropout and not fused else 0)
     if (sdpa := attention_of(config) == "sdpa") or recompute != "none":
         split = e * (2 * a + 2 * k) + (4 * model.num_heads if sdpa else 0)
-        if model.qk_norm:
+        if model.qk_norm and at_once:
+            split += e * (a + 2 * k)
+        elif model.qk_norm:
             split += e * (a + k) + (e * a if fused and model.num_heads > config.kv_heads else 0)  # a kernel copies heads that lie apart
         elif model.position == "rope" and not fused:
             split += e * (a + k)
@@ -57,7 +61,7 @@ def block_activations(config: Config, recompute: str) -> int:
             split += 2 * e * (a - k)  # it takes each key and value once for every query head
     else:
         split = e * (4 * a + model.num_heads * train.seq_len) + (e * (a + 2 * k) if model.qk_norm else 0)
-    split += wide * (model.num_heads + config.kv_heads) if model.qk_norm else 0
+    split += wide * (model.num_heads + config.kv_heads) if model.qk_norm and not at_once else 0
     if (c := config.parallel.context) > 1 and context_method_of(config) == "ulysses":
         split += e * 2 * k * (max(1, c * config.parallel.tensor // config.kv_heads) - 1)
     split += e * f * (2 if swiglu else 1)

@@ -191,6 +191,7 @@ def test_a_disk_that_fills_keeps_no_half_of_a_picture(tmp_path: Path) -> None:
 
 
 HOOK = """import os, runpy, signal, sys
+signal.signal(getattr(signal, sys.argv[2]), signal.SIG_DFL)  # under nohup it is ignored
 class Finder:
     def find_spec(name, *rest):
         if name == sys.argv[1]:

@@ -196,4 +196,5 @@ def test_hostfile_that_is_missing_is_found_out(tmp_path: Path) -> None:
     assert hostfile_of([*command[:1], "--hostfile", "here", *command[1:]], tmp_path) is None
     assert hostfile_of([*command[:1], f"--hostfile={tmp_path / 'here'}", *command[1:]], Path("/")) is None
     assert hostfile_of(command, tmp_path) is None
+    assert hostfile_of([*command[:1], "--hostfile=", *command[1:]], tmp_path) is None
     assert hostfile_of(["deepspeed", "--hostfile"], tmp_path) is None  # the launcher itself complains
