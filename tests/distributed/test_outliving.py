@@ -26,7 +26,7 @@ from tests.checkpoints import find_latest
 from tests.commands import play
 from tests.pool import CONTEXT
 
-ENDLESS = "train.steps=1000000"
+ENDLESS = ("train.steps=1000000", "train.compile=false")  # a run so long would first measure compiled blocks
 SECONDS = 120.0
 
 
@@ -75,7 +75,7 @@ def test_a_closed_terminal_lets_the_run_save(config: str, tmp_path: Path) -> Non
     """The kernel sends SIGHUP then, and every write to the terminal fails."""
     master, slave = os.openpty()
     terminal, run = os.ttyname(slave), tmp_path / "run"
-    with command(config, run, ENDLESS, out=terminal, err=terminal) as process:
+    with command(config, run, *ENDLESS, out=terminal, err=terminal) as process:
 
         def shown_and_begun() -> bool:
             if select.select([master], [], [], 0)[0]:
@@ -94,7 +94,7 @@ def test_sighup_asks_to_stop_unless_it_was_ignored_at_the_start(config: str, tmp
     files = {"out": f"{tmp_path}/out", "err": f"{tmp_path}/err"}
     for nohup in (True, False):
         run = tmp_path / f"run {nohup}"
-        with command(config, run, ENDLESS, nohup=nohup, **files) as process:
+        with command(config, run, *ENDLESS, nohup=nohup, **files) as process:
             wait_for(lambda run=run: has_begun(run), process)  # type: ignore[misc]
             assert process.pid is not None
             os.kill(process.pid, signal.SIGHUP)
