@@ -1,6 +1,6 @@
 """How long attention takes on this device, forward and backward, by the formula (eager) and by PyTorch's kernel (sdpa).
 
-What `model.attention=auto` chooses is this table in a rule, `megacore/plan/choices.py`. Each time is the median of the calls of half
+What `model.attention=auto` chooses is this table in a rule, `megacore/config/resolve_auto.py`. Each time is the median of the calls of half
 a second, after two; the two ways take turns.
 """
 
@@ -16,10 +16,10 @@ from benchmarks.training import join
 from megacore.cli import Parser, counts, exit_with
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.distributed.place import Place
+from megacore.config.resolve_auto import attention_of
+from megacore.distributed.rank_info import RankInfo
 from megacore.model.attention import Attention
 from megacore.model.gpt import DTYPES, whole_model
-from megacore.plan.choices import attention_of
 
 EXAMPLE = "OMP_NUM_THREADS=2 python -m benchmarks.attention --lengths 256,1024"
 HEADS, TOKENS = 4, 2048
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--heads", type=counts, default="32,64,128", metavar="N,…", help="features of a head")
     parser.add_argument("--precisions", default="fp32,bf16", metavar="NAMES")
     args = parser.parse_args(argv)
-    mesh = join(config_of("sdpa", "fp32", 64, 64), Place())
+    mesh = join(config_of("sdpa", "fp32", 64, 64), RankInfo())
     print(f"{mesh.device}, {torch.get_num_threads()} threads, {HEADS} heads, ms")
     print("precision | tokens | head | eager | sdpa | eager is | auto takes")
     for precision, head, length in product(args.precisions.split(","), args.heads, args.lengths):

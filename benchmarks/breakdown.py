@@ -18,11 +18,11 @@ from torch.profiler import record_function
 
 from benchmarks.training import Training
 from benchmarks.wire import Wire
-from megacore.distributed.comm import all_gather, all_reduce
+from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.mesh import Group, Mesh
-from megacore.plan.schedule import Action, Op, Plan
-from megacore.plan.simulate import Span, Timeline, simulate
-from megacore.plan.traffic import Transfer
+from megacore.pipeline.schedule import Action, Op, Plan
+from megacore.pipeline.simulate import Span, Timeline, simulate
+from megacore.tools.planner.traffic import Transfer
 from megacore.train import step as train_step
 
 COMMUNICATION = ("tp", "cp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`

@@ -30,9 +30,9 @@ from megacore.checkpoint.write import bytes_of, places_of
 from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.files import check_folder
-from megacore.survive.failure import fail
+from megacore.tools.diagnosis.failure import fail
 
 EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
 MORE = "More ranks: torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2"
@@ -170,7 +170,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
 
 
-def main(argv: list[str], place: Place) -> None:
+def main(argv: list[str], place: RankInfo) -> None:
     """One rank's part."""
     args = parse(argv)
     config = load(args.config, args.overrides, place.world_size).config

@@ -28,13 +28,13 @@ from benchmarks.charts import lines_over_sizes
 from benchmarks.training import join
 from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
-from megacore.distributed.comm import all_gather, all_reduce, reduce_scatter
+from megacore.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_output
-from megacore.plan.traffic import ring_share
-from megacore.survive.failure import fail
+from megacore.tools.diagnosis.failure import fail
+from megacore.tools.planner.traffic import ring_share
 
 EXAMPLE = "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest 16 parallel.tensor=2"
 SMALLEST = 1024  # bytes
@@ -192,7 +192,7 @@ def measure(mesh: Mesh, largest: int, repeat: int, say: Callable[[str], None]) -
 
 
 def cluster_content(lines: list[dict[str, Any]], machine_ranks: int) -> dict[str, Any]:
-    """What a cluster file of the planner holds (see megacore/plan/devices.py), from the fitted lines of gathers, scatters and sums.
+    """What a cluster file of the planner holds (see tools/planner/devices.py), from the fitted lines of gathers, scatters and sums.
 
     A level for the largest group within a machine and one for the largest beyond it, if there are such groups. A sum goes round the
     ring twice: what it takes longer to begin than a gather is its hops' latency, and the rest is the call's. A ring that leaves a
@@ -232,17 +232,17 @@ def write(report: dict[str, Any], output: Path) -> None:
 
 def run(args: argparse.Namespace, config: Config, mesh: Mesh) -> None:
     """Measures, and on rank 0 says and writes; collective."""
-    speaks = mesh.place.rank == 0
+    is_loss_rank = mesh.place.rank == 0
 
     def say(line: str) -> None:
-        if speaks:
+        if is_loss_rank:
             print(line, file=sys.stderr, flush=True)
 
     say(mesh.describe())
     for name, value in nccl_settings().items():
         say(f"{name}={value}")
     result = measure(mesh, int(args.largest * 2**20), args.repeat, say)
-    if speaks:
+    if is_loss_rank:
         report = machine.describe() | {"mesh": mesh.describe(), "backend": mesh.backend, "environment": nccl_settings()} | result
         output = args.output or Path(__file__).parent / "results" / f"collectives_{report['date'][:10]}.json"
         write(report, output)
@@ -252,7 +252,7 @@ def run(args: argparse.Namespace, config: Config, mesh: Mesh) -> None:
             args.cluster_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def main(argv: list[str], place: Place) -> int:
+def main(argv: list[str], place: RankInfo) -> int:
     """One rank's part; returns its exit status."""
     args = parse(argv)
     if place.world_size == 1:

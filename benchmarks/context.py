@@ -32,12 +32,12 @@ from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend, gathered
-from megacore.context_parallel.blocks import DocumentAttention
-from megacore.distributed.comm import all_reduce
+from megacore.context_parallel.ring_blocks import DocumentAttention
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
-from megacore.plan.context_time import METHODS
-from megacore.plan.traffic import Transfer, rank_traffic, ring_share
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.planner.context_time import METHODS
+from megacore.tools.planner.traffic import Transfer, rank_traffic, ring_share
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "python -m benchmarks.context --output benchmarks/results/context.json --figure docs/figures/context.png"
@@ -171,7 +171,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     return machine.describe() | {"ranks": RANKS, "rounds": args.rounds, "rows": json.loads(done.stdout.splitlines()[-1])}
 
 
-def main(argv: list[str], place: Place) -> None:
+def main(argv: list[str], place: RankInfo) -> None:
     """The table, or one rank's part in it."""
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--tokens", default="8192", metavar="N,…", help="of sequences (8192)")

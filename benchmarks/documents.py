@@ -1,7 +1,7 @@
 """What documents cost: steps with attention within them, what best-fit packing pads and saves, how even context ranks' work is.
 
 Steps: a small model trains on one sample, filled with documents of one length, with `data.document_mask` and without. Counted are the
-operations that attention's kernels were asked for; predicted is `megacore/plan/flops.py`. Times are medians of rounds in which the
+operations that attention's kernels were asked for; predicted is `megacore/model/flops.py`. Times are medians of rounds in which the
 lengths take turns. Packing is that of a corpus; work is counted for random documents.
 """
 
@@ -22,13 +22,13 @@ from megacore.cli import Parser, count, exit_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend
-from megacore.context_parallel.pieces import pairs, parts, runs_by_rank
+from megacore.context_parallel.sharding import pairs, parts, runs_by_rank
 from megacore.data.documents import Bounds
 from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import WholeDocuments
 from megacore.distributed.mesh import SOLO
-from megacore.distributed.place import Place
-from megacore.plan.flops import document_attention_flops
+from megacore.distributed.rank_info import RankInfo
+from megacore.model.flops import document_attention_flops
 
 EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"
 SEQ_LEN, LENGTHS = 8192, (256, 512, 1024, 2048, 4096, 8192)
@@ -84,7 +84,7 @@ class Contender:
         train = {"precision": "fp32", "seq_len": seq_len, "micro_batch_size": 1, "global_batch_size": 1}
         self.each, data = each, {"document_mask": each is not None}
         self.config = resolve({"model": MODEL, "train": train, "data": data}, [], "documents", 1).config
-        self.mesh = join(self.config, Place())
+        self.mesh = join(self.config, RankInfo())
         self.training = Training(self.config, self.mesh, Documents(self.config, each or seq_len))
         generator = torch.Generator().manual_seed(0)
         shape = (1, self.config.model.num_heads, seq_len, self.config.head_size)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from megacore.cli import Parser, count, exit_with
 from megacore.distributed.axes import ranks_along
-from megacore.distributed.place import Place, free_port
-from megacore.survive.doctor import Doctor
-from megacore.survive.ledger import KEPT, Ledger
-from megacore.survive.verdict import Seat, Verdict
+from megacore.distributed.rank_info import RankInfo, free_port
+from megacore.tools.diagnosis.flight_recorder import KEPT, FlightRecorder
+from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess
+from megacore.tools.diagnosis.watchdog import Watchdog
 
 TENSOR, PIPELINE, ON_HOST = 8, 8, 8
 WAIT = timedelta(seconds=60)
@@ -33,9 +33,9 @@ def hold(port: int) -> None:
     store.wait(["end"], timedelta(days=1))
 
 
-def ledger_of(rank: int, sizes: dict[str, int], behind: int) -> Ledger:
+def ledger_of(rank: int, sizes: dict[str, int], behind: int) -> FlightRecorder:
     """What a rank has noted in the middle of a run; `behind`: the operations that it has not begun over its tensor group."""
-    ledger = Ledger()
+    ledger = FlightRecorder()
     ledger.step, ledger.phase = 12, ("backward", 3, 0)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
     for axes in (tuple(sizes), ("tp",), ("dp",), ("pp",)):
@@ -53,14 +53,14 @@ def ledger_of(rank: int, sizes: dict[str, int], behind: int) -> Ledger:
     return ledger
 
 
-def judged(ranks: int, port: int) -> tuple[Verdict, float, int]:
+def judged(ranks: int, port: int) -> tuple[Diagnosis, float, int]:
     """The verdict on so many ranks of which one is held up, the seconds that it took, and the questions to the store."""
     sizes = {"pp": PIPELINE, "dp": ranks // (TENSOR * PIPELINE), "tp": TENSOR}
     held_up = ranks // 3
     device = torch.device("cpu")
-    doctor = Doctor(store_of(port, opens=False), Place(0, ranks, 0, ON_HOST), "pp 0, dp 0, tp 0", Ledger(), 3600.0, device)
+    doctor = Watchdog(store_of(port, opens=False), RankInfo(0, ranks, 0, ON_HOST), "pp 0, dp 0, tp 0", FlightRecorder(), 3600.0, device)
     for rank in range(ranks):
-        seat = Seat(rank, f"host{rank // ON_HOST}", 1000 + rank, f"rank {rank}")
+        seat = RankProcess(rank, f"host{rank // ON_HOST}", 1000 + rank, f"rank {rank}")
         doctor.notices.write(f"seat/{rank}", asdict(seat))
         doctor.ledger = ledger_of(rank, sizes, behind=int(rank == held_up))
         snapshot = replace(doctor.snapshot(), rank=rank, idle=4000.0, line="data/samples.py:88 (samples)")

@@ -11,10 +11,10 @@ import torch
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
 from megacore.distributed.mesh import pick_device
-from megacore.distributed.place import Place
-from megacore.survive.joining import joined
-from megacore.survive.ledger import Ledger
-from megacore.survive.noting import note_trainer
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.diagnosis.joining import joined
+from megacore.tools.diagnosis.noting import note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 
@@ -23,7 +23,7 @@ NOTES = 100_000
 
 def seconds_a_note() -> float:
     """Of an operation that is begun and waited for, which makes two notes, half the time."""
-    channel, x = Ledger().channel((0, 1)), torch.empty(16, 32)
+    channel, x = FlightRecorder().channel((0, 1)), torch.empty(16, 32)
     started = time.perf_counter()
     for _ in range(NOTES // 2):
         with channel.during("tp", "all_reduce", x):
@@ -31,7 +31,7 @@ def seconds_a_note() -> float:
     return (time.perf_counter() - started) / NOTES
 
 
-def run(argv: list[str], place: Place) -> int:
+def run(argv: list[str], place: RankInfo) -> int:
     """Trains the config without saving, and rank 0 prints the figures."""
     parser = Parser(str(__doc__).strip().splitlines()[-1].strip(), None, ranks=True)
     parser.add_argument("--config", required=True)

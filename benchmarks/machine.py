@@ -55,7 +55,7 @@ def measured_bandwidth(device: torch.device, seconds: float = 1.0) -> float:
 
 
 def device_content(precision: str, peak: float, device: torch.device) -> dict[str, Any]:
-    """What a device file of the planner holds, measured here: see megacore/plan/devices.py."""
+    """What a device file of the planner holds, measured here: see megacore/tools/planner/devices.py."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "name": gpu.name if gpu else processor(),

@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state on the fullest rank, measured, beside what `megacore.plan.memory` predicts.
+"""Bytes of parameters, gradients and optimizer state on the fullest rank, measured, beside what `megacore.tools.planner.memory` predicts.
 
 Measured are the storages behind the tensors that stage and engine hold once a step's gradients are reduced, each counted once;
 "other" is what else has come to live in the process since. "at work" is the most that was allocated beyond all that in the
@@ -30,11 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.training import Training, join
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
-from megacore.plan.memory import rank_memory
-from megacore.survive.failure import fail
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.diagnosis.failure import fail
+from megacore.tools.planner.memory import rank_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "python -m benchmarks.memory train.precision=bf16"
@@ -160,7 +160,7 @@ def measure(config: Config, mesh: Mesh) -> dict[str, Any]:
     return {"mesh": mesh.describe(), "measured": measured, "predicted": predicted}
 
 
-def measure_here(args: argparse.Namespace, place: Place) -> None:
+def measure_here(args: argparse.Namespace, place: RankInfo) -> None:
     """One rank's part under a launcher."""
     config = load(args.config, args.overrides, place.world_size).config
     mesh = join(config, place)
@@ -200,7 +200,7 @@ def show(args: argparse.Namespace) -> None:
         print(" | ".join([engine, str(data), *cells]), flush=True)
 
 
-def main(argv: list[str], place: Place) -> None:
+def main(argv: list[str], place: RankInfo) -> None:
     """The table, or one rank's part in a measurement."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", default="benchmarks/memory.json", metavar="FILE", help="default: benchmarks/memory.json")

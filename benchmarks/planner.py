@@ -2,7 +2,7 @@
 
 Every figure stands beside a baseline that knows one MFU for each framework, device and precision, fitted on the same rows. Of each
 framework some models or sizes are held out; `benchmarks/planner_fit.py` says which. With --fit the constants are fitted again and
-written to megacore/plan/fitted.json.
+written to megacore/tools/planner/fitted.json.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from benchmarks.planner_score import baseline, errors, regret
 from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 from megacore.files import check_output
-from megacore.plan.profile import FITTED, Profile, fitted, profile
-from megacore.plan.step_time import predict
+from megacore.tools.planner.profile import FITTED, Profile, fitted, profile
+from megacore.tools.planner.step_time import predict
 
 EXAMPLE = "python -m benchmarks.planner measured_steps.csv --output benchmarks/results/planner"
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("data", type=Path, metavar="DATA.csv", help="the table of measured steps")
-    parser.add_argument("--fit", action="store_true", help="fits the constants again (two minutes), and writes them to megacore/plan")
+    parser.add_argument(
+        "--fit", action="store_true", help="fits the constants again (two minutes), and writes them to megacore/tools/planner"
+    )
     parser.add_argument("--weak-scaling", type=Path, metavar="TABLE.csv", help="also predicts table 1 of Narayanan et al. 2021")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="writes PREFIX.json and PREFIX.md, and the charts in docs/figures")
     return parser.parse_args(argv)

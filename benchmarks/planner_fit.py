@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner_rows import Row
-from megacore.plan.profile import Profile
-from megacore.plan.step_time import predict
+from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.step_time import predict
 
 SCALE = 0.05  # relative errors far above it count little more than those near it
 PRIOR = 1.0  # spread of a constant's logarithm around its start

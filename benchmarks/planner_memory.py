@@ -10,7 +10,7 @@ A collective of the tensor ranks keeps its tensors until it is done. Where the d
 the host has started the next blocks by then: their gathered inputs wait in memory. An allocator that runs short waits for them, so
 they do not decide whether a run fits.
 
-What megacore itself holds is counted exactly, by `megacore/plan/memory.py`.
+What megacore itself holds is counted exactly, by `megacore/tools/planner/memory.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from benchmarks.planner_rows import Row
-from megacore.plan.operations import Machine
-from megacore.plan.profile import profile
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import block_work, cut
+from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.step_time import block_work, cut
+from megacore.tools.planner.workload import Setting
 
 # What each constant multiplies, on one rank of the pipeline.
 FEATURES = (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.files import read_text
-from megacore.plan.devices import Cluster, Device, read_cluster, read_device
-from megacore.plan.setting import Setting
+from megacore.tools.planner.devices import Cluster, DeviceSpec, read_cluster, read_device
+from megacore.tools.planner.workload import Setting
 
 DEVICES = {
     "A100-80GB": "a100", "A100-40GB": "a100 40gb", "H100-80GB": "h100", "H100-96GB-HBM2e-500W": "h100 96gb hbm2e", "H200-141GB": "h200",
@@ -39,7 +39,7 @@ class Row:
     framework: str  # the profile's name
     model: str
     setting: Setting
-    device: Device
+    device: DeviceSpec
     cluster: Cluster
     fits: bool
     seconds: float | None  # a step's

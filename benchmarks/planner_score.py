@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.planner_rows import Row
-from megacore.plan.setting import Setting
+from megacore.tools.planner.workload import Setting
 
 
 def operations(s: Setting) -> float:

@@ -13,10 +13,10 @@ import numpy as np
 
 from megacore.errors import ConfigError
 from megacore.files import read_text
-from megacore.plan.devices import read_cluster, read_device
-from megacore.plan.profile import profile
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import predict
+from megacore.tools.planner.devices import read_cluster, read_device
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.workload import Setting
 
 SEQUENCE, VOCABULARY = 2048, 51200
 RECIPES = {"1.7": (16, 1), "3.6": (16, 1), "7.5": (16, 1), "18.4": (8, 1), "39.1": (4, 1), "76.1": (2, 3)}  # microbatch, chunks of a rank

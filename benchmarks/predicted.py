@@ -19,16 +19,16 @@ from benchmarks import machine
 from benchmarks.throughput import ROOT, start
 from megacore.cli import Parser, count, exit_with
 from megacore.config import Config, load
+from megacore.config.precision import ELEMENT_BYTES
 from megacore.errors import ConfigError
 from megacore.files import check_output
-from megacore.plan.calibrate import calibrated
-from megacore.plan.devices import Cluster, Device, Level, read_cluster, read_device
-from megacore.plan.parameters import ELEMENT_BYTES
-from megacore.plan.profile import profile
-from megacore.plan.setting import setting_of
-from megacore.plan.step_time import predict
-from megacore.verify.layouts import Layout
-from megacore.verify.layouts import parse as parse_layout
+from megacore.tools.planner.calibrate import calibrated
+from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, read_cluster, read_device
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.workload import setting_of
+from megacore.tools.verify.layouts import Layout
+from megacore.tools.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.predicted --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output predicted.json"
 
@@ -76,7 +76,7 @@ def ranks_of(world: int, module: str, arguments: list[str]) -> None:
         raise ConfigError(module, (done.stderr.strip().splitlines() or ["it said nothing"])[-1], "a machine that it runs on")
 
 
-def measured_device(args: argparse.Namespace, world: int) -> Device:
+def measured_device(args: argparse.Namespace, world: int) -> DeviceSpec:
     """The device, while `world` ranks work here: cores of one machine share its memory."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "device.json")

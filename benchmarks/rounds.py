@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.peers.process import EQUAL, OURS, OWN, difference
 from megacore.distributed.crowd import OPENMPS_OWN, WAITING
-from megacore.distributed.place import free_port, rank_environment
+from megacore.distributed.rank_info import free_port, rank_environment
 from megacore.distributed.workers import LineWorker, WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]

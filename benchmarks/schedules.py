@@ -31,14 +31,14 @@ from benchmarks.training import join, random_batch
 from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
+from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.runtime import Runtime
-from megacore.plan.generators import GENERATORS, build
-from megacore.plan.schedule import COMPUTE, Action, Plan
-from megacore.plan.simulate import simulate
-from megacore.tensor_parallel.gradient import Part
+from megacore.pipeline.schedule import COMPUTE, Action, Plan
+from megacore.pipeline.simulate import simulate
+from megacore.tensor_parallel.gradient import WeightGradPart
 
 EXAMPLE = "python -m benchmarks.schedules --output schedules.json"
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,12 +90,12 @@ class SleepingEngine:
         with lasting(self.inputs[chunk] + self.weights[chunk]):
             torch.autograd.backward([root], [gradient])
 
-    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[Part]:
+    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[WeightGradPart]:
         with lasting(self.inputs[chunk]):
             torch.autograd.backward([root], [gradient])
         return []
 
-    def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
+    def backward_weight(self, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:
         with lasting(self.weights[chunk]):
             pass
 
@@ -112,7 +112,7 @@ def seconds_of(stages: int, uneven: bool) -> tuple[list[float], list[float], lis
 
 def one_way(mesh: Mesh, x: Tensor) -> float:
     """Seconds that a message like `x` takes between the first two ranks, half of there and back; collective."""
-    wire, ranks, rank, taken = mesh.pp.wire, mesh.pp.ranks, mesh.pp.rank, [0.0]
+    wire, ranks, rank, taken = mesh.pp.communicator, mesh.pp.ranks, mesh.pp.rank, [0.0]
     assert wire is not None
     for _ in range(PINGS if rank < 2 else 0):
         started = perf_counter()
@@ -147,7 +147,7 @@ def measured(plan: Plan, config: Config, mesh: Mesh, seconds: Sequence[Sequence[
     return all_reduce(torch.tensor(moments[-1] - moments[0], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).item()
 
 
-def here(args: argparse.Namespace, place: Place) -> int:
+def here(args: argparse.Namespace, place: RankInfo) -> int:
     """This rank's part in every schedule; collective."""
     ranks = place.world_size
     config = load(str(ROOT / "benchmarks/speed.json"), overrides_of(ranks), ranks).config
@@ -225,7 +225,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     ratio_bars(path, panels, "A step of sleeping stages, over a rank's work")
 
 
-def main(argv: list[str], place: Place) -> int:
+def main(argv: list[str], place: RankInfo) -> int:
     """Measures here under a launcher, or starts what does; returns the exit status."""
     parser = Parser(EXAMPLE, __doc__, ranks=True)
     parser.add_argument("--ranks", default="4,8", metavar="P,…", help="pipelines of so many ranks (%(default)s)")

@@ -28,8 +28,8 @@ from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.distributed.crowd import OPENMPS_OWN
 from megacore.errors import ConfigError
-from megacore.plan.generators import GENERATORS, build
-from megacore.plan.simulate import simulate
+from megacore.pipeline.generators import GENERATORS, build
+from megacore.pipeline.simulate import simulate
 
 EXAMPLE = "python -m benchmarks.speed --quick"
 TINY = str(ROOT / "configs" / "gpt_tiny.json")

@@ -36,7 +36,7 @@ from megacore.checkpoint.write import Layout, index_file, places_of, write_rank
 from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.protocol import Engine
@@ -72,7 +72,7 @@ def fake_rank(config: Config, rank: int, world: int) -> Iterator[Mesh]:
         patch.object(dist, "init_process_group", init),
         patch.object(dist, "new_group", new_group),
     ):
-        mesh = Mesh(config, Place(rank, world, rank % NODE, NODE), torch.device("meta"), store=FakeStore())
+        mesh = Mesh(config, RankInfo(rank, world, rank % NODE, NODE), torch.device("meta"), store=FakeStore())
         yield mesh
     mesh.close()
 

@@ -25,18 +25,18 @@ from benchmarks.training import RandomStream, Training, join
 from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.data.samples import training_stream
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_output
+from megacore.model.flops import flops_per_token, recomputed_flops
 from megacore.model.gpt import DTYPES
-from megacore.plan.flops import flops_per_token, recomputed_flops
-from megacore.plan.plot import check_plot, draw
-from megacore.plan.traffic import sent_by_group
-from megacore.survive.failure import fail
+from megacore.tools.diagnosis.failure import fail
+from megacore.tools.planner.plot import check_plot, draw
+from megacore.tools.planner.traffic import sent_by_group
+from megacore.tools.verify.layouts import parse as parse_layout
 from megacore.train.meters import Utilisation, peak_memory, reserved_memory
-from megacore.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output throughput.json"
 MORE = """One layout, under a launcher:
@@ -207,7 +207,7 @@ def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
     return {"failed": said[0] if said else f"status {done.returncode}"}
 
 
-def measure_here(args: argparse.Namespace, place: Place) -> int:
+def measure_here(args: argparse.Namespace, place: RankInfo) -> int:
     """This process's part in the layout in which it was started."""
     config = load(args.config, args.overrides, place.world_size).config
     mesh = join(config, place)
@@ -234,7 +234,7 @@ def finish(args: argparse.Namespace, report: dict[str, Any], results: dict[str, 
         stacked_bars(args.output.with_suffix(".png"), bars, "share of a step, %", report["machine"]["processor"])
 
 
-def main(argv: list[str], place: Place) -> int:
+def main(argv: list[str], place: RankInfo) -> int:
     """Measures here, or starts what does; returns the exit status."""
     args = parse(argv)
     if place.rank == 0:

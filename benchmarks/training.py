@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, load
-from megacore.context_parallel.pieces import positions_of, runs_of
+from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.documents import Bounds
 from megacore.distributed.mesh import SOLO, Group, Mesh, pick_device, set_up_device
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_engine
 from megacore.model.gpt import DTYPES, Stage
+from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch
-from megacore.plan.partition import stage_layers
-from megacore.tensor_parallel.gradient import Part
-from megacore.train.loader import Loader, Stream
-from megacore.train.step import Figures, TrainStep
+from megacore.tensor_parallel.gradient import WeightGradPart
+from megacore.train.loader import Loader, SampleSource
+from megacore.train.step import StepResult, TrainStep
 
 
-def join(config: Config, place: Place) -> Mesh:
+def join(config: Config, place: RankInfo) -> Mesh:
     """The mesh, with this rank's device set up as for training; collective."""
     device = pick_device(config, place)
     set_up_device(config, place, device)
@@ -65,14 +65,14 @@ class Training:
     With a `stream` the trainer's loader reads a new batch for every step; without, all steps have the same random tokens.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, stream: Stream | None = None) -> None:
+    def __init__(self, config: Config, mesh: Mesh, stream: SampleSource | None = None) -> None:
         self.config, self.mesh = config, mesh
         self.train_step = TrainStep(config, mesh)
         self.engine = self.train_step.engine
         self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp)
         self.loader = None if stream is None else Loader(config, mesh, stream)
         self.steps = 0
-        self.figures: Figures | None = None
+        self.figures: StepResult | None = None
         self.before_update: Callable[[], None] = lambda: None
 
     def step(self) -> float:
@@ -114,7 +114,7 @@ class LoneStage:
     def __init__(self, path: str, overrides: list[str], index: int, stages: int) -> None:
         pipeline = load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config
         config = load(path, overrides).config
-        self.mesh = join(config, Place())
+        self.mesh = join(config, RankInfo())
         self.stage = Stage(config, stage_layers(pipeline)[index], SOLO, self.mesh.device)
         self.engine = build_engine(config, [self.stage], self.mesh)
         self.batch = random_batch(config, self.mesh.device)
@@ -124,7 +124,7 @@ class LoneStage:
     def measure(self) -> list[float]:
         """Median seconds of a microbatch's forward, its backward, and the two halves of a split backward, over one step's microbatches."""
         taken: list[list[float]] = [[], [], [], []]
-        parts: list[Part] = []
+        parts: list[WeightGradPart] = []
 
         def timed(kind: int, work: Callable[[], Any]) -> Any:
             started = perf_counter()

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megacore.distributed import wire
+from megacore.distributed import communicator
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.shared_memory import SharedMemory
-from megacore.plan.traffic import Transfer
+from megacore.tools.planner.traffic import Transfer
 
 Part = Callable[[str], AbstractContextManager[None]]  # names what a rank is at until the block is left
 
@@ -67,7 +68,7 @@ class Wire(AbstractContextManager["Wire"]):
         for operation, names, whole in COLLECTIVES:
             name = next(name for name in names if hasattr(dist, name))
             self._replace(name, self._collective(getattr(dist, name), operation, whole))
-        self.patches.enter_context(patch.object(wire.Wire, "start_all_to_all", self._exchanging(wire.Wire.start_all_to_all)))
+        self.patches.enter_context(patch.object(Communicator, "start_all_to_all", self._exchanging(Communicator.start_all_to_all)))
         self._replace("isend", self._message(dist.isend, sends=True))
         self._replace("irecv", self._message(dist.irecv, sends=False))
         for operation, _, whole in COLLECTIVES[:3]:
@@ -103,7 +104,7 @@ class Wire(AbstractContextManager["Wire"]):
     def _replace(self, name: str, function: Callable[..., Any]) -> None:
         """Wherever torch's function goes by a name that is looked up when it is called."""
         original = getattr(dist, name)
-        for module in (dist, distributed_c10d, wire):
+        for module in (dist, distributed_c10d, communicator):
             for alias in [alias for alias, value in vars(module).items() if value is original]:
                 self.patches.enter_context(patch.object(module, alias, function))
 
@@ -120,7 +121,7 @@ class Wire(AbstractContextManager["Wire"]):
 
     def _through_memory(self, function: Callable[..., Any], operation: str, whole: int) -> Callable[..., Any]:
         def counted(memory: SharedMemory, *tensors: Tensor) -> Any:
-            group = next(group for group in self.groups if group.wire is not None and group.wire.shared is memory)
+            group = next(group for group in self.groups if group.communicator is not None and group.communicator.shared is memory)
             whole_tensor = tensors[::-1][whole] if len(tensors) > 1 else tensors[0]  # torch's functions take the result first
             name = self._count(group, operation, whole_tensor)
             with self.part(name):
@@ -129,7 +130,8 @@ class Wire(AbstractContextManager["Wire"]):
         return counted
 
     def _group(self, process_group: Any) -> Group:
-        return next(group for group in self.groups if group.wire and process_group in (group.wire.process_group, group.wire.downward))
+        talking = ((group, group.communicator) for group in self.groups if group.communicator is not None)
+        return next(group for group, own in talking if process_group in (own.process_group, own.downward))
 
     def _message(self, function: Callable[..., Any], *, sends: bool) -> Callable[..., Any]:
         def counted(x: Tensor, *peer: int, group: Any, **options: Any) -> Any:

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError, LogError, shown
 from megacore.files import check_output, read_text, replaced, write_json
-from megacore.plan.plot import check_plot
 from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
+from megacore.tools.planner.plot import check_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

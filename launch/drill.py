@@ -12,13 +12,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, exit_rank_with, exit_with
 from megacore.config.load import load, smallest_world
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_folder, write_json
 
 if TYPE_CHECKING:
-    from megacore.survive.drills import Drill, Outcome
-    from megacore.survive.faults import Fault
+    from tests.drills.drills import Drill, Outcome
+    from tests.drills.faults import Fault
 
 EXAMPLE = "python launch/drill.py --config configs/gpt_tiny.json --fault kill:rank=3,step=7 --fault nan:rank=0,step=5 parallel.tensor=2"
 MORE = """Faults: kill, stop, exit, exception, oom, hang, slow, nan, sigterm, disk_full, corrupt (the newest of two checkpoints);
@@ -67,9 +67,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def run(argv: list[str]) -> int:
     """Runs one calm run, and then the drills. Returns the exit status."""
     args = parse(argv)
-    from megacore.survive.drills import TORCHRUN, Drill, check_launcher
-    from megacore.survive.faults import check
-    from megacore.survive.faults import parse as parse_fault
+    from tests.drills.drills import TORCHRUN, Drill, check_launcher
+    from tests.drills.faults import check
+    from tests.drills.faults import parse as parse_fault
 
     faults = [parse_fault(text) for text in args.fault]
     overrides = [*SHORT, f"parallel.hang_seconds={args.watch}", *args.overrides]
@@ -115,11 +115,11 @@ def show(outcomes: list["Outcome"]) -> None:
     Console(highlight=False, width=140).print(table)
 
 
-def strike(argv: list[str], place: Place) -> int:
+def strike(argv: list[str], place: RankInfo) -> int:
     """Runs one rank of a drill: launch/pretrain.py with the fault after --strike."""
     from launch import pretrain
-    from megacore.survive.faults import install
-    from megacore.survive.faults import parse as parse_fault
+    from tests.drills.faults import install
+    from tests.drills.faults import parse as parse_fault
 
     at = argv.index("--strike")
     install(parse_fault(argv[at + 1]))

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import check_output, write_json
 
@@ -119,7 +119,7 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
         write_json("--json", args.json, finite)
 
 
-def run(argv: list[str], place: Place) -> int:
+def run(argv: list[str], place: RankInfo) -> int:
     """Evaluates, as one of the ranks; rank 0 prints. Returns the exit status, or raises `UserError`."""
     args = parse(argv)
 
@@ -131,7 +131,7 @@ def run(argv: list[str], place: Place) -> int:
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
-    from megacore.survive.joining import joined, own_mistakes
+    from megacore.tools.diagnosis.joining import joined, own_mistakes
     from megacore.train.evaluation import evaluate
 
     with own_mistakes():

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import INTERRUPTED, Parser, StdoutLost, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_text
 
@@ -109,7 +109,7 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
     return config
 
 
-def run(argv: list[str], place: Place) -> int:
+def run(argv: list[str], place: RankInfo) -> int:
     """Generates, as one of the ranks; rank 0 prints the text. Returns the exit status, or raises `UserError`."""
     args = parse(argv)
 
@@ -120,7 +120,7 @@ def run(argv: list[str], place: Place) -> int:
     from megacore.model.decoding import Decoder, share_tokens
     from megacore.model.sampling import Sampler
     from megacore.model.text import TextStream
-    from megacore.survive.joining import joined, own_mistakes
+    from megacore.tools.diagnosis.joining import joined, own_mistakes
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))

@@ -14,25 +14,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
-from megacore.config.rules import unexchanged
+from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
 from megacore.files import check_output, replaced
-from megacore.plan.buckets import data_ranks_of_a_host
-from megacore.plan.calibrate import calibrate
-from megacore.plan.context_time import CLUSTER, DEVICE, METHODS
-from megacore.plan.devices import Cluster, Device, cluster_names, device_names, read_cluster, read_device
-from megacore.plan.flops import flops_per_token
-from megacore.plan.memory import RankMemory, besides, rank_memory
-from megacore.plan.operations import Machine
-from megacore.plan.parameters import parameters, rank_parameters
-from megacore.plan.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
-from megacore.plan.plan_file import write_plan
-from megacore.plan.plot import check_plot
-from megacore.plan.profile import Profile, profile
-from megacore.plan.setting import setting_of
-from megacore.plan.simulate import Timeline
-from megacore.plan.step_time import predict
-from megacore.plan.traffic import rank_traffic, seconds_by_group, sent_by_group
+from megacore.model.flops import flops_per_token
+from megacore.pipeline.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
+from megacore.pipeline.plan_file import write_plan
+from megacore.pipeline.simulate import Timeline
+from megacore.tools.planner.buckets import data_ranks_of_a_host
+from megacore.tools.planner.calibrate import calibrate
+from megacore.tools.planner.context_time import CLUSTER, DEVICE, METHODS
+from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, read_cluster, read_device
+from megacore.tools.planner.memory import RankMemory, besides, rank_memory
+from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.parameters import parameters, rank_parameters
+from megacore.tools.planner.plot import check_plot
+from megacore.tools.planner.profile import Profile, profile
+from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
+from megacore.tools.planner.workload import setting_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def report(config: Config, device: Device | None, cluster: Cluster | None, host_size: int) -> None:
+def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, host_size: int) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -108,7 +108,7 @@ def report(config: Config, device: Device | None, cluster: Cluster | None, host_
         console.print(note)
 
 
-def step_report(config: Config, device: Device, cluster: Cluster, run_folder: str | None) -> str:
+def step_report(config: Config, device: DeviceSpec, cluster: Cluster, run_folder: str | None) -> str:
     """The predicted step and its terms, as lines. Raises `ConfigError`."""
     constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
     if run_folder is not None:
@@ -124,7 +124,7 @@ def step_report(config: Config, device: Device, cluster: Cluster, run_folder: st
     return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
 
 
-def context_note(config: Config, device: Device, cluster: Cluster, constants: Profile) -> list[str]:
+def context_note(config: Config, device: DeviceSpec, cluster: Cluster, constants: Profile) -> list[str]:
     """A line if context ranks would be faster by another method than the config's, or than `auto`, which does not know these links."""
     setting = setting_of(config)
     possible = [method for method in METHODS if method != "ulysses" or unexchanged(config) is None]
@@ -213,7 +213,7 @@ def traffic_table(config: Config, cluster: Cluster | None, host_size: int) -> "T
     sent, seconds = [sent_by_group(transfers) for transfers in traffic], [dict[str, float]() for _ in traffic]
     caption = "Sent by each rank of the pipeline in a step, in MB."
     if cluster is not None:
-        machine = Machine(Device("none", {}), cluster, profile("megacore"))  # asked for links alone
+        machine = Machine(DeviceSpec("none", {}), cluster, profile("megacore"))  # asked for links alone
         seconds = [seconds_by_group(transfers, config, machine) for transfers in traffic]
         caption = f"Sent by each rank of the pipeline in a step, in MB;\nand in seconds over {cluster.name}, one transfer after the other."
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -231,7 +231,7 @@ def traffic_table(config: Config, cluster: Cluster | None, host_size: int) -> "T
     return table
 
 
-def compare_schedules(config: Config, device: Device | None) -> None:
+def compare_schedules(config: Config, device: DeviceSpec | None) -> None:
     """Prints what every schedule would cost; fastest first."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -320,8 +320,8 @@ def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]
 
 def search(args: argparse.Namespace) -> int:
     """Finds layouts; the config's own is set aside."""
-    from megacore.plan.profile import profile
-    from megacore.plan.search_report import report
+    from megacore.tools.planner.profile import profile
+    from megacore.tools.planner.search_report import report
 
     refuse_beside("--search", args, ("calibrate", "compare_schedules", "write", "dry_run"))
     if args.price is not None and args.tokens is None:
@@ -344,7 +344,7 @@ def search(args: argparse.Namespace) -> int:
     command = " ".join((args.config, *map(shlex.quote, args.overrides)))
     found, limit = report(config, command, args.world, device, cluster, profile(), args.memory_gib, args.tokens, args.price)
     if args.plot is not None:
-        from megacore.plan.search_plot import draw_search
+        from megacore.tools.planner.search_plot import draw_search
 
         drawn("search", args.plot, lambda path: draw_search(found, limit, path))
     return 0
@@ -352,7 +352,7 @@ def search(args: argparse.Namespace) -> int:
 
 def dry_run(config: Config, ranks: str, host_size: int) -> int:
     """Runs ranks of the mesh in this process. Returns 1 if they do not do what the formulas say, or would hang."""
-    from megacore.dry_run.report import report  # imports torch
+    from megacore.tools.dry_run.dry_report import report  # imports torch
 
     wrong = report(config, ranks, host_size)
     if note := one_level(config, host_size):
@@ -363,7 +363,7 @@ def dry_run(config: Config, ranks: str, host_size: int) -> int:
 
 def plot(config: Config, timeline: Timeline, path: str) -> None:
     """Draws the schedule."""
-    from megacore.plan.plot import draw
+    from megacore.tools.planner.plot import draw
 
     drawn("schedule", path, lambda path: draw(timeline, config.parallel.schedule, path, unit="FLOP"))
 

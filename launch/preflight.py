@@ -13,16 +13,16 @@ from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.config.schema import resolved
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.preflight.facts import Question, facts
-from megacore.preflight.judge import Finding, judge, judge_together
-from megacore.preflight.launching import MARK, dry_run, launch_together
-from megacore.preflight.patience import say
-from megacore.preflight.ranks import Meeting, fresh_name, try_links
-from megacore.preflight.reach import SSH, Hosts
-from megacore.preflight.report import as_json, lines, settings_lines, table, together_lines, verdict
-from megacore.survive.hosts import check_ranks, chosen_hosts, read_hostfile
+from megacore.tools.preflight.facts import Question, facts
+from megacore.tools.preflight.host_report import as_json, lines, settings_lines, table, together_lines, verdict
+from megacore.tools.preflight.judge import HostFinding, judge, judge_together
+from megacore.tools.preflight.launching import MARK, dry_run, launch_together
+from megacore.tools.preflight.patience import say
+from megacore.tools.preflight.rank_checks import Meeting, fresh_name, try_links
+from megacore.tools.preflight.reach import SSH, Hosts
+from megacore.tools.relaunch.hosts import check_ranks, chosen_hosts, read_hostfile
 
 EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
 MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks of any launcher look at their
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def run(argv: list[str], place: Place) -> int:
+def run(argv: list[str], place: RankInfo) -> int:
     """Everything that the script does; returns the exit status."""
     args = parse(argv)
     if args.together:
@@ -87,7 +87,7 @@ def over_ssh(args: argparse.Namespace) -> int:
     return tell(args, hosts, findings, result, list(well))
 
 
-def among_ranks(args: argparse.Namespace, place: Place) -> int:
+def among_ranks(args: argparse.Namespace, place: RankInfo) -> int:
     """Looks at the machines on which a launcher has started ranks."""
     config = load(args.config, args.overrides, place.world_size).config
     folder = Path(resolved(config.log.dir))
@@ -121,12 +121,12 @@ def saves(config: Config) -> bool:
 
 
 def tell(
-    args: argparse.Namespace, hosts: dict[str, dict[str, Any]], findings: list[Finding], result: dict[str, Any] | str, names: list[str]
+    args: argparse.Namespace, hosts: dict[str, dict[str, Any]], findings: list[HostFinding], result: dict[str, Any] | str, names: list[str]
 ) -> int:
     """Prints what was found; returns the exit status. `result`: of all machines together, called `names`, or why there is none."""
     findings = [*findings, *(judge_together(result, names) if isinstance(result, dict) else [])]
     unwell = isinstance(result, str) and result and not any(finding.fatal for finding in findings)
-    findings += [Finding("all hosts together", "links", str(result))] if unwell else []
+    findings += [HostFinding("all hosts together", "links", str(result))] if unwell else []
     if args.json:
         print(json.dumps(as_json(hosts, findings, args.exclude, result), indent=2))
     else:

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from megacore.data.prepare import prepare
+    from megacore.tools.prepare.prepare import prepare
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn()

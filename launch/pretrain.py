@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import resolved
-from megacore.distributed.place import Place
-from megacore.plan.partition import plan_of
+from megacore.distributed.rank_info import RankInfo
+from megacore.pipeline.partition import plan_of
 from megacore.train.stopping import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
@@ -28,7 +28,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def run(argv: list[str], place: Place) -> int:
+def run(argv: list[str], place: RankInfo) -> int:
     """Runs one rank. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
@@ -44,16 +44,16 @@ def run(argv: list[str], place: Place) -> int:
         return train(loaded.config, place, stop)
 
 
-def train(config: Config, place: Place, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
+def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
-    from megacore.survive.joining import joined, own_mistakes
-    from megacore.survive.noting import note_trainer
-    from megacore.train.exporter import Exporter
+    from megacore.tools.diagnosis.joining import joined, own_mistakes
+    from megacore.tools.diagnosis.noting import note_trainer
+    from megacore.tools.monitoring.prometheus import Exporter
+    from megacore.tools.monitoring.wandb import check_wandb
     from megacore.train.inputs import Inputs
     from megacore.train.lock import FolderLock
-    from megacore.train.tracking import check_wandb
     from megacore.train.trainer import Trainer
 
     with own_mistakes():

@@ -17,9 +17,9 @@ from megacore.errors import ConfigError
 from megacore.files import check_output, write_json
 
 if TYPE_CHECKING:
-    from megacore.data.coverage import Finding, Leg
     from megacore.data.indexed import IndexedTokens
     from megacore.data.samples import SampleStream
+    from megacore.tools.verify.coverage import EpochCoverage, Leg
 
 EXAMPLE = """python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2
   python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8"""
@@ -72,7 +72,7 @@ def steps_of(text: str, config: Config) -> range:
 
 def legs_of(text: str, config: Config) -> "list[Leg]":
     """The layouts that `--layouts` names, one after another."""
-    from megacore.data.coverage import Leg
+    from megacore.tools.verify.coverage import Leg
 
     legs: list[Leg] = []
     names = text.split(",")
@@ -98,7 +98,7 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
     """Every sample of some steps, in the order of the global batch."""
     import numpy as np
 
-    from megacore.data.batches import dealt
+    from megacore.data.dp_sharding import dealt
 
     assert isinstance(config.parallel.data, int)
     show = beginning(config) if text else None
@@ -151,16 +151,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
-def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config) -> "list[Finding]":
+def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config) -> "list[EpochCoverage]":
     """Checks an epoch of every corpus, and prints the findings."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from megacore.data.coverage import Epoch
+    from megacore.tools.verify.coverage import Epoch
 
     ways = [f"data {leg.data_size}" + (f" to step {leg.last}" if leg.last else "") for leg in legs]
     print(f"epoch {epoch}, with {', then '.join(ways)}; global_batch_size {config.train.global_batch_size}")
-    findings: list[Finding] = []
+    findings: list[EpochCoverage] = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=len(stream.corpora))
@@ -181,8 +181,8 @@ def run(argv: list[str]) -> int:
     """Runs the script. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     config = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
-    from megacore.data.coverage import Leg
     from megacore.data.samples import training_stream
+    from megacore.tools.verify.coverage import Leg
 
     steps = None if args.step is None else steps_of(args.step, config)
     stream = training_stream(config)

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 from megacore.files import check_folder
-from megacore.survive.hosts import PROBE, Fleet, filters_in, hostfile_option, load_any
-from megacore.survive.supervisor import Supervisor
+from megacore.tools.relaunch.hosts import PROBE, Fleet, filters_in, hostfile_option, load_any
+from megacore.tools.relaunch.supervisor import Supervisor
 
 EXAMPLE = "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
 MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in it.

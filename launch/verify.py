@@ -40,7 +40,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         choices=("fp64", "bf16"),
         help="bf16: each difference must be explained by what bf16 itself costs (default: %(default)s)",
     )
-    changed = "also run layouts that files which differ from this commit, such as HEAD, may break (megacore/verify/layouts.py: BESIDES)"
+    changed = (
+        "also run layouts that files which differ from this commit, such as HEAD, may break (megacore/tools/verify/layouts.py: BESIDES)"
+    )
     parser.add_argument("--changed", metavar="COMMIT", help=changed)
     against = "compare with another version of the code, layout by layout, instead of one process"
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=against)
@@ -69,11 +71,11 @@ def main(argv: list[str]) -> int:
     """Runs the proof, and returns the exit status."""
     from rich.console import Console
 
-    from megacore.verify.layouts import DEFAULT, SCHEDULES, besides
-    from megacore.verify.layouts import parse as parse_layout
-    from megacore.verify.report import show
-    from megacore.verify.run import Options, prove
-    from megacore.verify.workers import RankFailed
+    from megacore.tools.verify.layouts import DEFAULT, SCHEDULES, besides
+    from megacore.tools.verify.layouts import parse as parse_layout
+    from megacore.tools.verify.proof_report import show
+    from megacore.tools.verify.run import Options, prove
+    from megacore.tools.verify.workers import RankFailed
 
     args = parse(argv)
     given = [name for name in args.layouts.split(",") if name] if args.layouts is not None else list(DEFAULT)

@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megacore.distributed.crowd import wait_briefly
-from megacore.distributed.place import Place, missing_hostfile, place_from_environment
-from megacore.distributed.reasons import record, say_once
+from megacore.distributed.error_report import record, say_once
+from megacore.distributed.rank_info import RankInfo, missing_hostfile, place_from_environment
 from megacore.errors import ConfigError, UserError
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
@@ -77,10 +77,10 @@ def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
     leave(status)
 
 
-def exit_rank_with(script: Callable[[list[str], Place], int | None]) -> NoReturn:
+def exit_rank_with(script: Callable[[list[str], RankInfo], int | None]) -> NoReturn:
     """`exit_with` for a script that a launcher starts once for every rank. If any ranks raise a `UserError`, one says its line."""
     guard_streams()
-    place = Place()
+    place = RankInfo()
     try:
         place = place_from_environment()
         if (hostfile := missing_hostfile()) is not None:
@@ -139,7 +139,7 @@ class StdoutLost(OSError):
     """Standard output cannot be written: its reader has ended (EPIPE), or its disk is full. Raised once; later output is dropped."""
 
 
-class Stream(io.FileIO):
+class StandardStream(io.FileIO):
     """Standard output or error. After a write fails it drops all output. Standard output first raises `StdoutLost`, which differs from
     the error of any other file or pipe; or says it on standard error, where the process is to go on without."""
 
@@ -161,8 +161,8 @@ class Stream(io.FileIO):
 
 
 def guard_streams() -> None:
-    """Puts a `Stream` under standard output and error. Where one was closed by whoever started this, no file that is opened later takes
-    its number: what is said on standard output is lost, as on a full disk, and on standard error it is dropped."""
+    """Puts a `StandardStream` under standard output and error. Where one was closed by whoever started this, no file that is opened later
+    takes its number: what is said on standard output is lost, as on a full disk, and on standard error it is dropped."""
     for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:
             with suppress(OSError):
@@ -178,7 +178,7 @@ def guard_streams() -> None:
 
 
 def guarded(stream: Any, descriptor: int) -> Any:
-    """The same text stream over a `Stream`, which writes as \\x.. or \\u.... what its encoding has not: a file's name may be any
+    """The same text stream over a `StandardStream`, which writes as \\x.. or \\u.... what its encoding has not: a file's name may be any
     bytes, and a terminal's encoding ASCII. A stream that is closed or not the process's own is returned unchanged."""
     try:
         if stream.fileno() != descriptor:
@@ -186,7 +186,7 @@ def guarded(stream: Any, descriptor: int) -> Any:
     except (AttributeError, OSError):
         return stream
     stream.flush()
-    raw = Stream(descriptor, "w", closefd=False)
+    raw = StandardStream(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
         encoding=stream.encoding,

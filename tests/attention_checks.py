@@ -6,11 +6,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore.context_parallel import attention, packed
+from megacore.context_parallel import attention
+from megacore.context_parallel import varlen as packed
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.blocks import Merged, add_gradients, zeros_like
-from megacore.context_parallel.packed import Pack
-from megacore.context_parallel.pieces import Documents, parts, runs_of
+from megacore.context_parallel.ring_blocks import Merged, add_gradients, zeros_like
+from megacore.context_parallel.sharding import Documents, parts, runs_of
+from megacore.context_parallel.varlen import Pack
 from megacore.distributed.mesh import SOLO
 
 HEADS, KV_HEADS, SCALE = 4, 2, 0.3

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from launch import checkpoint, drill, evaluate, generate, plan, preflight, prepare, pretrain, samples, supervise, verify
 from launch.kubernetes import render
 from megacore.checkpoint.manifest import sealed, unsealed
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from tests.conversion import random_run
 
 Row = tuple[str, tuple[str, ...], str]
@@ -30,8 +30,8 @@ SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process
 SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
     "checkpoint": checkpoint.run, "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run,
     "supervise": supervise.run, "verify": verify.main, "render": render.run,
-    "evaluate": lambda argv: evaluate.run(argv, Place()), "generate": lambda argv: generate.run(argv, Place()),
-    "preflight": lambda argv: preflight.run(argv, Place()), "pretrain": lambda argv: pretrain.run(argv, Place()),
+    "evaluate": lambda argv: evaluate.run(argv, RankInfo()), "generate": lambda argv: generate.run(argv, RankInfo()),
+    "preflight": lambda argv: preflight.run(argv, RankInfo()), "pretrain": lambda argv: pretrain.run(argv, RankInfo()),
 }  # fmt: skip
 
 MODEL = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 256}

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from megacore.distributed.workers import LineWorker
-from megacore.verify import worker
-from megacore.verify.workers import Workers
+from megacore.tools.verify import worker
+from megacore.tools.verify.workers import ProofWorkers
 from tests.pool import CONTEXT, ROOT
 
 
@@ -68,15 +68,15 @@ def play(argv: list[str], environment: dict[str, str], files: list[Path], termin
     os._exit(status)
 
 
-def provers() -> Workers:
+def provers() -> ProofWorkers:
     """The ranks of proofs by this checkout, which `prove` takes."""
-    workers = Workers(ROOT)
+    workers = ProofWorkers(ROOT)
     workers.start = lambda rank: Prover()
     return workers
 
 
 class Prover(LineWorker):
-    """`python -m megacore.verify.worker`, forked."""
+    """`python -m megacore.tools.verify.worker`, forked."""
 
     def __init__(self) -> None:
         (tasks, ours), (answers, theirs) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.training import Training, join
 from megacore.config import Config, load
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.place import Place
-from megacore.distributed.wire import Wire
+from megacore.distributed.rank_info import RankInfo
 from megacore.engine.fsdp import FSDPEngine
 from tests import training
 from tests.commands import run_script
@@ -47,7 +47,7 @@ def lacking(engine: str) -> str:
 
 def one_step(config: Config) -> tuple[float, float, dict[str, Tensor]]:
     """The loss, the gradient norm and all gradients of the first step; the same weights and tokens on every device."""
-    mesh = join(config, Place())
+    mesh = join(config, RankInfo())
     job = Training(config, mesh)
     gradients: dict[str, Tensor] = {}
     job.before_update = lambda: gradients.update(
@@ -145,11 +145,11 @@ def check_fsdp(device: str, precision: str = "bf16") -> None:
     """FSDP2 itself, over a group of one rank, against the native engine. A run of one rank has nothing to divide, and takes the native
     engine whatever `engine.kind` says: so the group and the engine are put into its place here."""
     configs = [tiny(device, f"train.precision={precision}", f"engine.kind={kind}") for kind in ("fsdp", "native")]
-    mesh = join(configs[0], Place())
+    mesh = join(configs[0], RankInfo())
     with one_rank_group("nccl" if device == "cuda" else "gloo") as alone, mock.patch("megacore.train.step.build_engine", FSDPEngine):
-        mesh.groups[("shard",)] = Group("shard", (0,), 0, Wire(alone, 1))
+        mesh.groups[("shard",)] = Group("shard", (0,), 0, Communicator(alone, 1))
         divided, got, weights = steps_of(configs[0], mesh)
-    native, right, right_weights = steps_of(configs[1], join(configs[1], Place()))
+    native, right, right_weights = steps_of(configs[1], join(configs[1], RankInfo()))
     assert divided is FSDPEngine and native is not FSDPEngine
     assert training.difference(got, right) < (2e-3 if precision == "bf16" else 1e-5), (got, right)
     assert weights.keys() == right_weights.keys() and weights

@@ -1,12 +1,12 @@
 """Shard records and a plan as the tests write them."""
 
-from megacore.distributed.shard import Along, Shard
-from megacore.plan.schedule import Action, Op, Plan, looped
+from megacore.distributed.shard import AxisPlacement, Shard
+from megacore.pipeline.schedule import Action, Op, Plan, looped
 
 
 def piece(shape: tuple[int, ...], dim: int | None = 0, index: int = 0, count: int = 1) -> Shard:
     """Piece `index` of a tensor cut along `dim` over `count` tensor ranks, or with `dim` None one of as many copies."""
-    return Shard(shape, (Along("tp", index, count, dim=dim),))
+    return Shard(shape, (AxisPlacement("tp", index, count, dim=dim),))
 
 
 def dim_of(shard: Shard) -> int | None:

@@ -22,7 +22,7 @@ from launch import pretrain
 from megacore.checkpoint import Reader
 from megacore.config import Config, load
 from megacore.data.samples import SampleStream
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard
 from megacore.model.gpt import whole_model
 from megacore.train.step import TrainStep

@@ -10,9 +10,9 @@ import torch
 
 from megacore.checkpoint import Reader
 from megacore.pipeline.runtime import Microbatch
+from megacore.tools.verify.worker import planted
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
-from megacore.verify.worker import planted
 from tests import training
 from tests.manifests import edit_text
 

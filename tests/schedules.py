@@ -14,9 +14,9 @@ from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
-from megacore.verify.layouts import SCHEDULES, Layout, parse
-from megacore.verify.run import ROOT, Options, Result, prove
-from megacore.verify.workers import Workers
+from megacore.tools.verify.layouts import SCHEDULES, Layout, parse
+from megacore.tools.verify.run import ROOT, Options, Result, prove
+from megacore.tools.verify.workers import ProofWorkers
 
 CONFIG = str(ROOT / "configs/gpt_tiny.json")
 SETTINGS: tuple[tuple[str, ...], ...] = (
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         if not 0 < args.sample <= len(chosen):
             raise ConfigError("--sample", f"there are {len(chosen)}", f"from 1 to {len(chosen)}")
         chosen = random.Random(args.seed).sample(chosen, args.sample)
-    workers, wrong = Workers(ROOT), 0
+    workers, wrong = ProofWorkers(ROOT), 0
     try:
         for number, (layout, setting) in enumerate(chosen, 1):
             (result,) = prove(Options(CONFIG, setting, [layout]), workers=workers).results

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.config import Config, load
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.runtime import Microbatch
 from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, difference
@@ -86,4 +86,4 @@ def apart(ranks: Sequence[Found], one: Found) -> float:
 def as_one(config_path: str, overrides: list[str]) -> Found:
     """One process."""
     config = load(config_path, overrides, 1).config
-    return train(config, Mesh(config, Place(), torch.device("cpu")))
+    return train(config, Mesh(config, RankInfo(), torch.device("cpu")))

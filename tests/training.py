@@ -9,10 +9,10 @@ import numpy as np
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedWriter
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import whole_model
-from megacore.survive.noting import note_mesh, note_trainer
+from megacore.tools.diagnosis.noting import note_mesh, note_trainer
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests.checkpoints import save

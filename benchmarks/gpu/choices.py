@@ -25,13 +25,13 @@ from benchmarks.training import Training, join
 from megacore.config import Config, load
 from megacore.config.schema import resolved
 from megacore.distributed.mesh import Group
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.model.gpt import DTYPES, Stage
-from megacore.plan.devices import read_device
-from megacore.plan.profile import profile as constants
-from megacore.plan.setting import setting_of
-from megacore.plan.step_time import predict
 from megacore.tensor_parallel.gradient import MainGradient
+from megacore.tools.planner.devices import read_device
+from megacore.tools.planner.profile import profile as constants
+from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.workload import setting_of
 
 ROUNDS = 9
 SHARDS = (1, 2, 4, 8)
@@ -293,7 +293,7 @@ def predicted(rows: Rows) -> None:
             def beside(config: Config = config) -> dict[str, Any]:
                 own = predict(setting_of(config), known, ALONE, constants())
                 speed.clear(rows.dry)
-                job = Training(config, join(config, Place()))
+                job = Training(config, join(config, RankInfo()))
                 for _ in range(1 if rows.dry else 3):
                     job.step()
                 measured = median(job.step() for _ in range(1 if rows.dry else 6))

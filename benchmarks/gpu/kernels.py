@@ -27,7 +27,7 @@ from benchmarks.kernels import sizes
 from benchmarks.rounds import ROOT
 from benchmarks.training import Training, join
 from megacore.config import Config, load
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 
 TESTS = ("adamw", "cross_entropy", "dropout", "gelu", "grad_norm", "layernorm", "linear_cross_entropy", "rope", "softmax", "swiglu")
 ROUNDS = 11
@@ -191,7 +191,7 @@ def in_the_step(rows: Rows) -> None:
 def step_ms(config: Config, dry: bool) -> float:
     """Median milliseconds of a step."""
     clear(dry)
-    job = Training(config, join(config, Place()))
+    job = Training(config, join(config, RankInfo()))
     for _ in range(0 if dry else 3):
         job.step()
     return 1e3 * median(job.step() for _ in range(1 if dry else 6))

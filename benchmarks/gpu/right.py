@@ -22,14 +22,14 @@ from benchmarks.rounds import ROOT
 from benchmarks.training import RandomStream, Training, join
 from megacore.checkpoint.staging import Staging
 from megacore.config import Config, load
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.gpu import environment
 from megacore.distributed.mesh import prioritised
-from megacore.distributed.place import Place
-from megacore.distributed.wire import Wire
+from megacore.distributed.rank_info import RankInfo
 from megacore.model.offload import ActivationOffload
-from megacore.survive.doctor import prepare_flight_recorder
+from megacore.tools.diagnosis.watchdog import prepare_flight_recorder
+from megacore.train.async_metrics import AsyncMetrics
 from megacore.train.determinism import compute_deterministically
-from megacore.train.mailbox import Mailbox
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 SMALL = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.seq_len=64", "model.vocab_size=515")
@@ -147,7 +147,7 @@ def communicator(rows: Rows) -> None:
     made = {"backend": backend, "pg_options": prioritised(backend), "timeout": timeout}
     group = dist.new_group([0], use_local_synchronization=True, group_desc="alone", **made)
     assert isinstance(group, dist.ProcessGroup)
-    wire, shape = Wire(group, 1), (1, 4096)
+    wire, shape = Communicator(group, 1), (1, 4096)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
         x = torch.arange(shape[1], device=device).remainder(61).to(dtype).view(shape)
         for name, operation in operations(wire, dtype, device).items():
@@ -161,7 +161,7 @@ def communicator(rows: Rows) -> None:
     dist.destroy_process_group()
 
 
-def operations(wire: Wire, dtype: torch.dtype, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
+def operations(wire: Communicator, dtype: torch.dtype, device: str) -> dict[str, Callable[[Tensor], Tensor]]:
     """Each gives its input back: nobody else is in the group."""
 
     def reduced(x: Tensor, op: Any) -> Tensor:
@@ -208,7 +208,7 @@ def operations(wire: Wire, dtype: torch.dtype, device: str) -> dict[str, Callabl
     return found
 
 
-def shifted(wire: Wire, x: Tensor) -> Tensor:
+def shifted(wire: Communicator, x: Tensor) -> Tensor:
     """A ring of one: what is sent comes back."""
     out = torch.full_like(x, -1)
     wire.start_shift(x, out, 0, 0).wait()
@@ -288,7 +288,7 @@ def synchronisation(rows: Rows) -> None:
 
 def unwaiting(config: Config, dry: bool) -> dict[str, Any]:
     """Two steps, and one that may not wait."""
-    job = Training(config, join(config, Place()), RandomStream(config))
+    job = Training(config, join(config, RankInfo()), RandomStream(config))
     for _ in range(1 if dry else 2):
         job.step()
     job.meet()
@@ -349,8 +349,8 @@ def late_compute(job: Training) -> Iterator[None]:
 
 def trained(config: Config, offload_late: bool, compute_late: bool) -> list[Tensor]:
     """Loss and norm of three steps, read through the mailbox, and the weights after them: all on the host."""
-    job = Training(config, join(config, Place()), RandomStream(config))
-    mailbox, found = Mailbox(job.mesh.device), []
+    job = Training(config, join(config, RankInfo()), RandomStream(config))
+    async_metrics, found = AsyncMetrics(job.mesh.device), []
     with ExitStack() as stack:
         if offload_late:
             stack.enter_context(late_offload())
@@ -362,9 +362,9 @@ def trained(config: Config, offload_late: bool, compute_late: bool) -> list[Tens
             figures = job.figures
             votes = [figures.loss, figures.loss]  # a run's own are counts of ranks
             posted = [figures.loss, *votes, figures.grad_norm.double(), figures.skipped.double(), figures.drifted]
-            mailbox.post(number, torch.stack(posted))
-            found += mailbox.take()
-        found += mailbox.take(all_of_them=True)
+            async_metrics.post(number, torch.stack(posted))
+            found += async_metrics.take()
+        found += async_metrics.take(all_of_them=True)
     assert job.loader is not None
     job.loader.close()
     read = torch.tensor([[figures.loss, figures.grad_norm] for figures in found], dtype=torch.float64)

@@ -20,7 +20,7 @@ from benchmarks.peers.report import summary
 from benchmarks.rounds import race
 from benchmarks.training import Training, join
 from megacore.config import Config, load
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.train.meters import Utilisation, peak_memory, reserved_memory
 
 MICRO_BATCHES = {"gpt_124m": (16, 4, 64), "gpt_350m": (16, 4, 32), "gpt_1b": (4, 1, 16)}  # the one that says most first
@@ -62,7 +62,7 @@ def measured(config: Config, dry: bool) -> dict[str, Any]:
     """Speed and memory of some steps. A micro batch that does not fit is no failure."""
     clear(dry)
     try:
-        job = Training(config, join(config, Place()))
+        job = Training(config, join(config, RankInfo()))
         first = job.step()
         for _ in range(0 if dry else WARM_UP - 1):
             job.step()
@@ -85,7 +85,7 @@ def measured(config: Config, dry: bool) -> dict[str, Any]:
 def hosts(config: Config, dry: bool) -> dict[str, Any]:
     """What the host needs for a layer of a microbatch, forward and backward: with so few tokens the device waits for it."""
     clear(dry)
-    job = Training(config, join(config, Place()))
+    job = Training(config, join(config, RankInfo()))
     for _ in range(1 if dry else WARM_UP):
         job.step()
     found = []
@@ -128,7 +128,7 @@ def classes(rows: Rows, config: Config, label: str) -> list[dict[str, Any]]:
     """
     clear(rows.dry)
     try:
-        job = Training(config, join(config, Place()))
+        job = Training(config, join(config, RankInfo()))
         for _ in range(1 if rows.dry else WARM_UP):
             job.step()
         job.meet()

@@ -29,7 +29,7 @@ from benchmarks.rounds import ROOT, race
 from megacore.cli import Parser, count, exit_with
 from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
-from megacore.verify.layouts import parse as parse_layout
+from megacore.tools.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.peers --quick"
 CONFIG = str(ROOT / "benchmarks" / "speed.json")

@@ -12,7 +12,7 @@ from benchmarks.peers.process import EQUAL, OWN
 from benchmarks.rounds import Contender
 from megacore.config import Config, load
 from megacore.errors import ConfigError
-from megacore.verify.layouts import parse as parse_layout
+from megacore.tools.verify.layouts import parse as parse_layout
 
 OURS = "megacore"
 PRODUCTS = "products"  # what all must compute and nothing else: the bound beside the ratios

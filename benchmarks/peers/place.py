@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from benchmarks.training import random_batch
 from megacore.config import Config
 from megacore.distributed.mesh import pick_device
-from megacore.distributed.place import place_from_environment
-from megacore.interchange.mapped import Mapped
+from megacore.distributed.rank_info import place_from_environment
 from megacore.model.gpt import whole_model
 from megacore.pipeline.runtime import Microbatch
+from megacore.tools.interchange.mapped import Mapped
 
 
 class Ranks:

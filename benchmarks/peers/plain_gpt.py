@@ -9,7 +9,7 @@ from benchmarks.peers.transformers_loop import PlainLoop
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.interchange.nanogpt import nanogpt_tensors
+from megacore.tools.interchange.nanogpt import nanogpt_tensors
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.training import join
 from megacore.config import Config
 from megacore.distributed.cpu import WIDENED
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.model.gpt import DTYPES, Stage
 

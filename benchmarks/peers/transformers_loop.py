@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from benchmarks.peers.place import Ranks, decay_groups, set_weights
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
-from megacore.interchange.mapped import gpt2_tensors
 from megacore.model.gpt import DTYPES
+from megacore.tools.interchange.mapped import gpt2_tensors
 
 
 def gpt2(config: Config) -> nn.Module:

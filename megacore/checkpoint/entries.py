@@ -30,7 +30,7 @@ FileDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
 
 Counted = Annotated[float, Field(ge=0, le=LARGEST)]
 MOST_SAMPLES = 2**61  # of a run, as its config allows
-MOST_NORMS = 128  # of the last steps, as `engine.guard` remembers them
+MOST_NORMS = 128  # of the last steps, as `engine.spike_detector` remembers them
 
 
 class Entry(BaseModel):

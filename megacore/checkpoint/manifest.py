@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 from megacore.checkpoint.digest import digest_text, identity_word
 from megacore.checkpoint.disk import plain_size
-from megacore.checkpoint.earlier import EarlierText
 from megacore.checkpoint.entries import DTYPES, File, Logical, Text
+from megacore.checkpoint.legacy_formats import EarlierText
 from megacore.checkpoint.slices import Numbers, Slice, Slices
 from megacore.checkpoint.tiling import overlapping, tiled
-from megacore.distributed.shard import Box, piece_name
+from megacore.distributed.shard import TensorSlice, piece_name
 from megacore.errors import CheckpointError
 
 FORMAT_VERSION = 5
@@ -99,7 +99,7 @@ class Manifest:
         tensor = self.tensors[name]
         return 0 if self.format_version in NAMELESS else identity_word(name, tensor.dtype, tensor.shape)
 
-    def pieces(self, name: str, box: Box | None = None) -> Iterator[Slice]:
+    def pieces(self, name: str, box: TensorSlice | None = None) -> Iterator[Slice]:
         """The slices of a tensor, or those of them that share an element with `box`."""
         span = self.spans[name]
         rows = np.arange(span.start, span.stop) if box is None else span.start + self.slices[span].overlapping(box)

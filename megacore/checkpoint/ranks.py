@@ -4,7 +4,7 @@ threads would mix."""
 import torch
 import torch.distributed as dist
 
-from megacore.distributed.comm import all_reduce, broadcast, broadcast_text
+from megacore.distributed.collectives import all_reduce, broadcast, broadcast_text
 from megacore.distributed.mesh import Mesh
 
 TEXT_BYTES = 1 << 14

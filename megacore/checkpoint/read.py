@@ -18,7 +18,7 @@ from megacore.checkpoint.entries import DTYPE_CODES, DTYPES
 from megacore.checkpoint.manifest import EARLIER, Manifest, parsed, read_manifest
 from megacore.checkpoint.slices import Numbers, Slice
 from megacore.checkpoint.tiling import blocks
-from megacore.distributed.shard import Box, Shard, overlap, relative
+from megacore.distributed.shard import Shard, TensorSlice, overlap, relative
 from megacore.errors import CheckpointError
 
 # Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
@@ -66,7 +66,7 @@ class Reader:
         """The logical tensors, in the order of their names."""
         return sorted(self.manifest.tensors)
 
-    def read(self, name: str, shard: Box | Shard) -> Tensor:
+    def read(self, name: str, shard: TensorSlice | Shard) -> Tensor:
         """The slice of tensor `name` that `shard` describes, on the CPU, in the dtype it was saved in.
 
         Raises:
@@ -78,11 +78,11 @@ class Reader:
         return out
 
     @torch.no_grad()
-    def read_into(self, name: str, shard: Box | Shard, out: Tensor) -> None:
+    def read_into(self, name: str, shard: TensorSlice | Shard, out: Tensor) -> None:
         """`read`, copied into `out` (`shard.local_shape`; any dtype, any device), which may be a parameter."""
         self.check(name, shard.global_shape)
         assert out.shape == shard.local_shape, f"{name}: {tuple(out.shape)} given for a slice of {shard.local_shape}"
-        own = Box(shard.global_shape, shard.offset, shard.local_shape)
+        own = TensorSlice(shard.global_shape, shard.offset, shard.local_shape)
         for piece in self.manifest.pieces(name, own):
             box = overlap(piece.offset, piece.shape, own.offset, own.local_shape)
             assert box is not None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from megacore.distributed.shard import Box
+from megacore.distributed.shard import TensorSlice
 
 Numbers = npt.NDArray[Any]  # unsigned, in as few bytes as hold the largest
 Row = tuple[int, int, Sequence[int], Sequence[int], int]  # of each column one
@@ -74,7 +74,7 @@ class Slices:
         """The same rows, whose files stand behind so many others."""
         return type(self)(_narrow(self.file.astype(np.uint64) + np.uint64(files)), self.number, self.offset, self.shape, self.digest)
 
-    def overlapping(self, box: Box) -> Numbers:
+    def overlapping(self, box: TensorSlice) -> Numbers:
         """The rows that share an element with `box`, all of them of its tensor."""
         dims = len(box.global_shape)
         start, size = self.offset[:, :dims].astype(np.int64), self.shape[:, :dims].astype(np.int64)

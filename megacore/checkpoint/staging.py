@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megacore.distributed.meeting import use_device
+from megacore.distributed.rendezvous import use_device
 
 
 class Staging:

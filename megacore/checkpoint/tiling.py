@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from megacore.checkpoint.slices import Numbers
-from megacore.distributed.shard import Box, boxes_of_range, overlap
+from megacore.distributed.shard import TensorSlice, boxes_of_range, overlap
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
@@ -18,7 +18,7 @@ NAMED = 1000  # boxes among which overlapping ones are searched by name
 def blocks(box: tuple[slice, ...], elements: int) -> Iterator[tuple[slice, ...]]:
     """Cuts `box` into boxes of at most `elements`, in the order of their elements."""
     start, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
-    whole = Box(shape, start, shape)
+    whole = TensorSlice(shape, start, shape)
     for first in range(0, prod(shape), elements):
         for _, part in boxes_of_range(whole, first, min(first + elements, prod(shape))):
             yield tuple(slice(o, o + n) for o, n in zip(part.offset, part.local_shape, strict=True))

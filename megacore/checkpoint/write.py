@@ -15,14 +15,14 @@ from megacore.checkpoint.disk import replace_file, write_file
 from megacore.checkpoint.entries import DTYPE_CODES, File
 from megacore.checkpoint.index import Index, index_file
 from megacore.checkpoint.slices import Row, Slices
-from megacore.distributed.shard import Box, Shard, logical_name, piece_number
+from megacore.distributed.shard import Shard, TensorSlice, logical_name, piece_number
 
-LocalTensor = tuple[Tensor, Box | Shard]  # this rank's piece, and its position in the logical tensor
+LocalTensor = tuple[Tensor, TensorSlice | Shard]  # this rank's piece, and its position in the logical tensor
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # what a file will hold, in order
-Places = Mapping[str, tuple[torch.dtype, Box | Shard]]  # what a rank will write, by piece, in order
+Places = Mapping[str, tuple[torch.dtype, TensorSlice | Shard]]  # what a rank will write, by piece, in order
 
 
-def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype, Box | Shard]]:
+def places_of(tensors: Mapping[str, LocalTensor]) -> dict[str, tuple[torch.dtype, TensorSlice | Shard]]:
     """The pieces that this rank writes. The widest dtype comes first, so that every tensor is aligned in the file, as readers that
     map it expect."""
     own = {key: (tensors[key][0].dtype, tensors[key][1]) for key in dealt(tensors)}

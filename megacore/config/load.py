@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.config.rules import check, check_paths, derive
 from megacore.config.schema import MOST_RANKS, Config
+from megacore.config.validation import check, check_paths, derive
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
 from megacore.records import LARGEST

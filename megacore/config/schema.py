@@ -102,7 +102,7 @@ class YarnRope(Section):
 RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(discriminator="type")]
 
 
-class Model(Section):
+class ModelConfig(Section):
     block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
     num_layers: Count = 12
     hidden_size: Width = 768
@@ -145,7 +145,7 @@ class Model(Section):
     init_std: Factor = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
 
 
-class Parallel(Section):
+class ParallelConfig(Section):
     tensor: Ranks = 1
     pipeline: Ranks = 1
     data: Ranks | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline × context)")
@@ -177,7 +177,7 @@ class Parallel(Section):
     )
 
 
-class Train(Section):
+class TrainConfig(Section):
     steps: Count = 1000
     seq_len: Positions = 1024
     micro_batch_size: Count = 1
@@ -203,7 +203,7 @@ class Train(Section):
     )
 
 
-class Optim(Section):
+class OptimConfig(Section):
     kind: Literal["adamw", "sgd"] = Field("adamw", description="sgd: with momentum; both with decoupled weight decay")
     lr: NonNegative = 3e-4
     min_lr: NonNegative = 0.0
@@ -229,7 +229,7 @@ class Optim(Section):
     )
 
 
-class Data(Section):
+class DataConfig(Section):
     document_mask: bool = Field(
         False, description="attention stays within a document, positions start anew in each, and no target lies across a boundary"
     )
@@ -241,7 +241,7 @@ class Data(Section):
     tokenizer: str | None = Field(None, description="bytes, a sentencepiece .model or a tokenizer.json; needed only where text is shown")
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     every: Whole = Field(0, description="steps between checkpoints; 0: none on the way. A run that is stopped always saves one")
     last: bool = Field(True, description="a checkpoint after the last step, whatever `every` is")
     keep: Count = Field(2, description="newest whole checkpoints kept")
@@ -258,7 +258,7 @@ class Checkpoint(Section):
     )
 
 
-class Engine(Section):
+class EngineConfig(Section):
     kind: Literal["native", "deepspeed", "fsdp"] = "native"
     config: str | dict[str, Any] | None = Field(None, description="deepspeed: a ds_config as an object or a file's path")
     shard_optimizer: bool = Field(
@@ -287,13 +287,13 @@ class Engine(Section):
     )
 
 
-class Cpu(Section):
+class CpuConfig(Section):
     keep_memory: bool = Field(True, description="freed blocks stay with the process, so that the system does not zero them again (glibc)")
     onednn: bool = Field(True, description="fp32 products go to oneDNN where they stay fp32-exact")
     widen: bool = Field(True, description="products in 16 bits that the processor would emulate are done in fp32, and rounded")
 
 
-class Log(Section):
+class LogConfig(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
     tensorboard: bool = True
@@ -306,15 +306,15 @@ class Log(Section):
 class Config(Section):
     """A whole run. Build it with `megacore.config.load`, which also resolves and checks it."""
 
-    model: Model = Field(default_factory=Model)
-    parallel: Parallel = Field(default_factory=Parallel)
-    train: Train = Field(default_factory=Train)
-    optim: Optim = Field(default_factory=Optim)
-    data: Data = Field(default_factory=Data)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    engine: Engine = Field(default_factory=Engine)
-    cpu: Cpu = Field(default_factory=Cpu)
-    log: Log = Field(default_factory=Log)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    cpu: CpuConfig = Field(default_factory=CpuConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
 
     @property
     def data_size(self) -> int:
@@ -324,7 +324,7 @@ class Config(Section):
 
     @property
     def chunks(self) -> int:
-        """Chunks of the model that each rank of the pipeline has; 1 while `auto` has not chosen (`plan.partition.settled`)."""
+        """Chunks of the model that each rank of the pipeline has; 1 while `auto` has not chosen (`pipeline.partition.settled`)."""
         return 1 if self.parallel.chunks is None and self.parallel.schedule == "auto" else resolved(self.parallel.chunks)
 
     @property

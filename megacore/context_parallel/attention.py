@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.context_parallel.blocks import DocumentAttention, Merged, add_gradients, forward, zeros_like
-from megacore.context_parallel.packed import Pack, packed
-from megacore.context_parallel.pieces import Documents, Part, Run, Runs, parts, runs_by_rank
-from megacore.distributed.comm import all_gather, reduce_scatter
+from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add_gradients, forward, zeros_like
+from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, parts, runs_by_rank
+from megacore.context_parallel.varlen import Pack, packed
+from megacore.distributed.collectives import all_gather, reduce_scatter
+from megacore.distributed.communicator import Work
 from megacore.distributed.mesh import Group
-from megacore.distributed.wire import Work
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Sequences:
     group: Group  # the context ranks
     method: str  # gather, ring or ulysses
     documents: Documents | None = None
-    found: dict[tuple[Runs, Runs], list[Part | Pack]] = field(default_factory=dict, compare=False, repr=False)  # of all layers the same
+    found: dict[tuple[Runs, Runs], list[AttentionPart | Pack]] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # of all layers the same
 
     @cached_property
     def by_rank(self) -> tuple[Runs, ...]:
@@ -49,17 +51,17 @@ class Sequences:
         """All tokens of the sequences."""
         return (Run(0, self.seq_len, 0),)
 
-    def calls(self, queries: Runs, keys: Runs, q: Tensor) -> list[Part | Pack]:
+    def calls(self, queries: Runs, keys: Runs, q: Tensor) -> list[AttentionPart | Pack]:
         """The parts of attention between some queries and some keys, as they are computed on tensors like `q`."""
         if (queries, keys) not in self.found:
             self.found[queries, keys] = packed(parts(queries, keys, self.documents), q, sum(run.stop - run.start for run in keys))
         return self.found[queries, keys]
 
-    def with_keys(self, keys: Runs, q: Tensor) -> list[Part | Pack]:
+    def with_keys(self, keys: Runs, q: Tensor) -> list[AttentionPart | Pack]:
         """`calls` of this rank's queries."""
         return self.calls(self.own, keys, q)
 
-    def whole(self, q: Tensor) -> list[Part | Pack]:
+    def whole(self, q: Tensor) -> list[AttentionPart | Pack]:
         """`calls` of whole sequences."""
         return self.calls(self.everything, self.everything, q)
 
@@ -164,7 +166,7 @@ class RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
-def calls_at(sequences: Sequences, step: int, q: Tensor) -> list[Part | Pack]:
+def calls_at(sequences: Sequences, step: int, q: Tensor) -> list[AttentionPart | Pack]:
     """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
     group = sequences.group
     return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size], q)
@@ -186,10 +188,10 @@ class Coming:
 
 def pass_on(x: Tensor, group: Group) -> Coming:
     """Begins to send `x` to the next rank, and to receive the like from the one before."""
-    assert group.wire is not None
+    assert group.communicator is not None
     received = torch.empty_like(x)
     after, before = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
-    return Coming(group.wire.start_shift(x, received, after, before), x, received)
+    return Coming(group.communicator.start_shift(x, received, after, before), x, received)
 
 
 class UlyssesAttention(torch.autograd.Function):
@@ -254,10 +256,10 @@ def by_tokens(x: Tensor, sequences: Sequences) -> Tensor:
 
 def exchange(x: Tensor, group: Group) -> Tensor:
     """Sends part i of ``[ranks, …]`` to rank i; returns the parts that came, by rank."""
-    assert group.wire is not None
+    assert group.communicator is not None
     x = x.contiguous()
     out = torch.empty_like(x)
-    group.wire.start_all_to_all(x, out).wait()
+    group.communicator.start_all_to_all(x, out).wait()
     return out
 
 

@@ -8,8 +8,8 @@ from megacore.config import Config
 from megacore.config.schema import MASK
 from megacore.data.documents import Bounds, document_bounds
 from megacore.data.indexed import IGNORED, IndexedTokens, Sidecar, check_vocabulary
-from megacore.data.order import derive_key, permute
 from megacore.data.packing import Consecutive, Cut, Span, WholeDocuments, learned, read_tokens
+from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
 
 _ONE = 1 << 30  # 1 in the fixed-point arithmetic of `blend`

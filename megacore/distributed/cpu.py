@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.config.resolve_auto import compiles
 from megacore.distributed.crowd import TASKS, FittingThreads, available_cores
-from megacore.plan.choices import compiles
 
 EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 inputs would give about 3e-3
 

@@ -16,23 +16,23 @@ import torch.distributed as dist
 import torch.nn.attention
 
 from megacore.config import Config
+from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.axes import AXES, Axis, coordinates, describe, place_text, ranks_along
+from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.cpu import set_up_cpu
 from megacore.distributed.gpu import set_up_environment
-from megacore.distributed.levels import Levels, by_host
-from megacore.distributed.meeting import meet, use_device
-from megacore.distributed.place import Place, host_name
-from megacore.distributed.shard import Along, Shard
+from megacore.distributed.hierarchical_reduce import Levels, by_host
+from megacore.distributed.rank_info import RankInfo, host_name
+from megacore.distributed.rendezvous import meet, use_device
+from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.shared_memory import join
-from megacore.distributed.wire import Group, Wire
 from megacore.errors import ConfigError
-from megacore.plan.memory import ELEMENT_BYTES
-from megacore.plan.partition import placement_of
+from megacore.pipeline.partition import placement_of
 
 SOLO = Group("solo", (0,), 0)
 
 
-class Unconnected(Wire):
+class Unconnected(Communicator):
     """Stands for the wire of ranks that never communicate with each other. A communicator would cost memory and start-up time."""
 
     def __init__(self, name: str) -> None:
@@ -66,7 +66,7 @@ class Mesh:
     def __init__(
         self,
         config: Config,
-        place: Place,
+        place: RankInfo,
         device: torch.device,
         axes: Sequence[Axis] = AXES,
         sizes: Mapping[str, int] | None = None,
@@ -157,7 +157,7 @@ class Mesh:
         return tuple(axis.name for axis in self.axes if axis.tokens)
 
     @property
-    def speaks(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """Whether this rank's losses count. Of the ranks that compute on the same tokens, only one does."""
         return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
 
@@ -171,7 +171,7 @@ class Mesh:
         a part of a sum."""
         stated = {along.axis for along in shard.along}
         copied = [axis for axis in self.axes if axis.name not in stated and not axis.layers and self.sizes[axis.name] > 1]
-        states = (Along(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
+        states = (AxisPlacement(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
         return replace(shard, along=(*shard.along, *states))
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
@@ -205,7 +205,7 @@ class Mesh:
         if len(ranks) > 1 and ranks not in self.communicators:
             self.communicators[ranks] = self._communicator(name, ranks)
         process_group = self.communicators[ranks] if len(ranks) > 1 else None
-        wire = None if process_group is None else Wire(process_group, len(ranks))
+        wire = None if process_group is None else Communicator(process_group, len(ranks))
         return Group(name, ranks, ranks.index(self.place.rank), wire)
 
     def _communicator(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -258,20 +258,20 @@ class Mesh:
         """For each rank of the world, a number for its host, and its local rank there; collective."""
         name = hashlib.sha256(host_name().encode()).digest()[:7]
         own = torch.tensor([int.from_bytes(name), self.place.local_rank], device=self.device)
-        hosts = own if self.world.wire is None else own.new_empty(2 * self.world.size)
-        if self.world.wire is not None:
-            self.world.wire.start_all_gather(own, hosts).wait()
+        hosts = own if self.world.communicator is None else own.new_empty(2 * self.world.size)
+        if self.world.communicator is not None:
+            self.world.communicator.start_all_gather(own, hosts).wait()
         return [(host, local) for host, local in hosts.view(-1, 2).tolist()]
 
     def _share_memory(self, config: Config) -> None:
         """Gives tensor ranks on one machine's CPU shared memory for the exchanges of every layer."""
         train, tp, timeout = config.train, self.tp, config.parallel.timeout_seconds
-        if tp.wire is None or self.device.type != "cpu":
+        if tp.communicator is None or self.device.type != "cpu":
             return
         assert self.store is not None
         size = config.rank_tokens * config.model.hidden_size * ELEMENT_BYTES[train.precision]
         key = "shared/" + "-".join(map(str, tp.ranks))
-        tp.wire.shared = join(tp.wire.process_group, key, tp.rank, tp.size, size, self.store, timeout=timeout)
+        tp.communicator.shared = join(tp.communicator.process_group, key, tp.rank, tp.size, size, self.store, timeout=timeout)
 
     def _connect(self) -> None:
         """Sets up the communicators now, in one order on every rank: NCCL does so at the first operation, for which it needs all ranks."""
@@ -287,22 +287,22 @@ class Mesh:
         second group, for messages to lower ranks, there are two. Setting one up takes both ranks, which is no part of the plan's order.
         """
         pp, place = self.pp, {stage: rank for rank, stages in enumerate(placement_of(config)) for stage in stages}
-        if pp.wire is None:
+        if pp.communicator is None:
             return
-        pp.wire.downward = self._communicator("pp downward", pp.ranks)
+        pp.communicator.downward = self._communicator("pp downward", pp.ranks)
         pairs = {tuple(sorted((place[stage - 1], place[stage]))) for stage in place if stage}
         for low, high in sorted(pair for pair in pairs if pair[0] != pair[1]):
             for sender, receiver in ((low, high), (high, low)):
                 token = torch.zeros(1, device=self.device)
                 if pp.rank == sender:
-                    pp.wire.send(token, pp.ranks[receiver]).wait()
+                    pp.communicator.send(token, pp.ranks[receiver]).wait()
                 elif pp.rank == receiver:
-                    pp.wire.receive(token, pp.ranks[sender]).wait()
+                    pp.communicator.receive(token, pp.ranks[sender]).wait()
 
     def barrier(self) -> None:
         """Waits for every rank."""
-        if self.world.wire is not None:
-            self.world.wire.barrier([self.device.index] if self.device.type == "cuda" else None)
+        if self.world.communicator is not None:
+            self.world.communicator.barrier([self.device.index] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
         """Destroys the groups, unless an engine has done so."""
@@ -311,7 +311,7 @@ class Mesh:
 
     def describe(self) -> str:
         """One line: the axes and their sizes, what ranks communicate by, and on a CPU how many threads each has."""
-        memory = " and shared memory" if self.tp.wire is not None and self.tp.wire.shared else ""
+        memory = " and shared memory" if self.tp.communicator is not None and self.tp.communicator.shared else ""
         ranks = f"{self.place.world_size} ranks, {self.backend}{memory}" if self.place.world_size > 1 else "1 rank"
         if self.levels.within.size > 1:
             ranks += f", gradients summed within hosts ({self.levels.within.size} ranks) and between them ({self.levels.between.size})"
@@ -319,7 +319,7 @@ class Mesh:
         return f"{describe(self.axes, self.sizes)} = {ranks}{threads}"
 
 
-def pick_device(config: Config, place: Place) -> torch.device:
+def pick_device(config: Config, place: RankInfo) -> torch.device:
     """The device that this rank computes on. Raises `ConfigError` if `train.device` is not available."""
     wanted = config.train.device
     if wanted != "cpu" and torch.backends.cuda.is_built():
@@ -344,7 +344,7 @@ def pick_device(config: Config, place: Place) -> torch.device:
     return device
 
 
-def set_up_device(config: Config, place: Place, device: torch.device) -> None:
+def set_up_device(config: Config, place: RankInfo, device: torch.device) -> None:
     """Sets up this process to compute on `device`; to be called before the first product."""
     if device.type == "cpu":
         set_up_cpu(config, place.local_world_size)

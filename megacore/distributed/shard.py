@@ -11,11 +11,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from megacore.distributed.wire import Group
+from megacore.distributed.communicator import Group
 
 
 @dataclass(frozen=True)
-class Along:
+class AxisPlacement:
     """What a parameter is along one axis of the mesh with `count` ranks, of which this is number `index`.
 
     With a `dim` it is *split*: a rank holds one of `count` consecutive pieces of ``ceil(size / count)`` (the last may be shorter:
@@ -31,13 +31,13 @@ class Along:
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """The position of a piece in its logical tensor. Checkpoints and comparisons need no more; a `Shard` has it too."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the piece's first element
     local_shape: tuple[int, ...]
-    copied: tuple[Along, ...] = ()  # the axes along which other ranks hold the same piece
+    copied: tuple[AxisPlacement, ...] = ()  # the axes along which other ranks hold the same piece
 
     @property
     def counted(self) -> bool:
@@ -55,7 +55,7 @@ class Shard:
     """
 
     global_shape: tuple[int, ...]
-    along: tuple[Along, ...] = ()
+    along: tuple[AxisPlacement, ...] = ()
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
     init_std: float | None = None  # drawn from a normal distribution with this deviation; None: filled with `fill`
     fill: float = 0.0
@@ -98,13 +98,13 @@ class Shard:
         """How many ranks hold this piece, along all axes but those in `but`. In a norm over all ranks, each copy counts 1 / copies."""
         return prod(along.count for along in self.along if along.dim is None and along.axis not in but)
 
-    def copied_along(self, but: Container[str] = ()) -> tuple[Along, ...]:
+    def copied_along(self, but: Container[str] = ()) -> tuple[AxisPlacement, ...]:
         """The axes, `but` some, along which other ranks hold this piece too."""
         return tuple(along for along in self.along if along.dim is None and along.count > 1 and along.axis not in but)
 
     @property
-    def copied(self) -> tuple[Along, ...]:
-        """See `Box`."""
+    def copied(self) -> tuple[AxisPlacement, ...]:
+        """See `TensorSlice`."""
         return self.copied_along()
 
     @property
@@ -113,17 +113,17 @@ class Shard:
         return not any(along.index for along in self.copied)
 
 
-def split(group: Group, dim: int) -> Along:
+def split(group: Group, dim: int) -> AxisPlacement:
     """Split along `dim` over the ranks of a group."""
-    return Along(group.name, group.rank, group.size, dim=dim)
+    return AxisPlacement(group.name, group.rank, group.size, dim=dim)
 
 
-def replicated(group: Group, *, partial: bool = False) -> Along:
+def replicated(group: Group, *, partial: bool = False) -> AxisPlacement:
     """Whole on every rank of a group. With `partial`, each rank applies it only to its own tokens or heads."""
-    return Along(group.name, group.rank, group.size, partial=partial)
+    return AxisPlacement(group.name, group.rank, group.size, partial=partial)
 
 
-def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tuple[int, Box]]:
+def boxes_of_range(piece: "TensorSlice | Shard", start: int, stop: int) -> Iterator[tuple[int, TensorSlice]]:
     """Cuts elements `start` to `stop` (excluded) of a piece, row after row, into boxes: (first element, box).
 
     A range may begin and end within a row, so in every dim it is the end of one row, some whole rows, and the beginning of another.
@@ -153,7 +153,7 @@ def boxes_of_range(piece: "Box | Shard", start: int, stop: int) -> Iterator[tupl
     done = start
     for offset, shape in cut((), start, stop):
         moved = tuple(o + base for o, base in zip(offset, piece.offset, strict=True))
-        yield done, Box(piece.global_shape, moved, shape, piece.copied)
+        yield done, TensorSlice(piece.global_shape, moved, shape, piece.copied)
         done += prod(shape)
 
 

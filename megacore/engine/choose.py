@@ -11,7 +11,7 @@ from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
 from megacore.engine.native import NativeEngine
 from megacore.engine.protocol import Engine
 from megacore.model.gpt import Stage
-from megacore.plan.partition import placement_of, stage_layers
+from megacore.pipeline.partition import placement_of, stage_layers
 
 
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:

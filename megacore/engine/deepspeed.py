@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.shard import Box, materialise, shard_of
+from megacore.distributed.shard import TensorSlice, materialise, shard_of
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.zero import (
     MeshUnit,
@@ -147,12 +147,12 @@ class DeepSpeedEngine(Engine):
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         return None if mapping is None else mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
 
-    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
+    def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `Engine`. They are whole, gathered from the data ranks."""
         found = {}
         for name, parameter in self.parameters.items():
             shard = shard_of(parameter)
-            box = Box(shard.global_shape, shard.offset, shard.local_shape, shard.copied)
+            box = TensorSlice(shard.global_shape, shard.offset, shard.local_shape, shard.copied)
             found[name] = (self.access.safe_get_full_grad(parameter), box)
         return found
 
@@ -189,7 +189,7 @@ class DeepSpeedEngine(Engine):
     def settle(self) -> None:
         """See `Engine`. DeepSpeed leaves nothing under way."""
 
-    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+    def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `Engine`. In stage 3 they may be copies."""
         return self.held.tensors()
 
@@ -202,7 +202,7 @@ class DeepSpeedEngine(Engine):
             state["good_steps"] = float(scaler.cur_iter - scaler.last_overflow_iter - 1)
         return state
 
-    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         self.held.set_updates(state["updates"])
         self.skipped.zero_()
         self.ds.skipped_steps = int(state["skipped"])
@@ -233,7 +233,7 @@ def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
     if not dist.is_initialized():  # one rank: DeepSpeed needs a group nevertheless
         dist.init_process_group(mesh.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=mesh.timeout)
     for builder in builders(settings, deepspeed):
-        build(builder, speaks=mesh.place.local_rank == 0)
+        build(builder, is_loss_rank=mesh.place.local_rank == 0)
     return deepspeed
 
 
@@ -261,17 +261,17 @@ def build_folder(builder: Any) -> Path:
     return Path(_get_build_directory(builder.name, False))
 
 
-def build(builder: Any, *, speaks: bool) -> None:
+def build(builder: Any, *, is_loss_rank: bool) -> None:
     """Loads an extension of DeepSpeed. Says so if it must be compiled first, which takes minutes once on each machine."""
     folder = build_folder(builder)
     fresh, lock = not (folder / f"{builder.name}.so").exists(), folder / "lock"
-    if lock.exists() and speaks:
+    if lock.exists() and is_loss_rank:
         print(f"waiting until whoever compiles {builder.name} has done so; if nobody does, delete {lock}", file=sys.stderr, flush=True)
-    elif fresh and speaks:
+    elif fresh and is_loss_rank:
         print(f"DeepSpeed compiles {builder.name} into {folder}, once a machine: some minutes", file=sys.stderr, flush=True)
     start = time.monotonic()
     builder.load()
-    if fresh and speaks:
+    if fresh and is_loss_rank:
         print(f"DeepSpeed compiled {builder.name} in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 

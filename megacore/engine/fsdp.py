@@ -18,19 +18,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megacore.config import Config
-from megacore.distributed.comm import all_reduce
+from megacore.config.resolve_auto import reshards
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Group, Mesh
-from megacore.distributed.shard import Box, Shard, boxes_of_range, piece_key, replicated, shard_of
-from megacore.engine.optimizer import accumulation_dtype
-from megacore.engine.stepper import Stepper
+from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, piece_key, replicated, shard_of
+from megacore.engine.flat_buffer import accumulation_dtype
+from megacore.engine.stepper import OptimizerStep
 from megacore.kernels.grad_norm import ROW
 from megacore.model.gpt import DTYPES, Stage
-from megacore.plan.units import reshards
 from megacore.tensor_parallel.linear import ColumnLinear
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardRows:
     """This rank's part of a parameter."""
 
     name: str
@@ -45,14 +45,14 @@ class Rows:
         weight = 1.0 / copies
         return torch.full((-(-self.gradient.numel() // ROW),), weight, dtype=torch.float64, device=self.gradient.device)
 
-    def pieces(self, tensor: Tensor) -> Iterator[tuple[Tensor, Box]]:
+    def pieces(self, tensor: Tensor) -> Iterator[tuple[Tensor, TensorSlice]]:
         """The boxes of `tensor`, which has an element for each of `master`."""
         flat = tensor.flatten()
         for first, box in boxes_of_range(self.shard, self.start, self.start + flat.numel()):
             yield flat[first - self.start :][: prod(box.local_shape)].view(box.local_shape), box
 
 
-class FSDPEngine(Stepper):
+class FSDPEngine(OptimizerStep):
     """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
@@ -62,7 +62,7 @@ class FSDPEngine(Stepper):
         self.reshard = reshards(config)
         self.offloads = config.engine.cpu_offload
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
-        self.rows: list[Rows] = []
+        self.rows: list[ShardRows] = []
         for stage in stages:
             self._divide(stage, config)
         super().__init__(
@@ -119,7 +119,7 @@ class FSDPEngine(Stepper):
                 # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.
                 parameter.grad = gradient
             start = first * prod(parameter.shape[1:])
-            self.rows.append(Rows(name, shards[name], parameter, parameter.to_local(), gradient.to_local(), start))
+            self.rows.append(ShardRows(name, shards[name], parameter, parameter.to_local(), gradient.to_local(), start))
 
     def _device_mesh(self) -> DeviceMesh:
         """The data ranks as PyTorch's mesh: shards of one copy, and copies."""
@@ -172,7 +172,7 @@ class FSDPEngine(Stepper):
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
+    def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         return self.pieces("", [rows.gradient for rows in self.rows])
 
     def settle(self) -> None:
@@ -189,9 +189,9 @@ class FSDPEngine(Stepper):
         for unit in self.units:
             unit.reshard()  # else parameters that a validation has gathered would be used once more
 
-    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
-        """See `Stepper`: one tensor for each parameter's rows."""
-        found: dict[str, tuple[Tensor, Box]] = {}
+    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:
+        """See `OptimizerStep`: one tensor for each parameter's rows."""
+        found: dict[str, tuple[Tensor, TensorSlice]] = {}
         for rows, tensor in zip(self.rows, tensors, strict=True):
             for view, box in rows.pieces(tensor):
                 copied = (*rows.shard.copied_along(but=self.mesh.token_axes), replicated(self.replicate))

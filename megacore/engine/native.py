@@ -14,19 +14,19 @@ from torch.autograd.graph import GradientEdge
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.shard import Box, piece_key
-from megacore.engine.gather import ParameterGatherer
-from megacore.engine.optimizer import FlatBuffer, fill_buffers
+from megacore.distributed.shard import TensorSlice, piece_key
+from megacore.engine.flat_buffer import FlatBuffer, fill_buffers
+from megacore.engine.optimizer_states import ALIGNMENT
+from megacore.engine.param_all_gather import ParameterGatherer
 from megacore.engine.reduce import GradientReducer
-from megacore.engine.stepper import Stepper
+from megacore.engine.stepper import OptimizerStep
 from megacore.model.gpt import Stage
-from megacore.plan.buckets import ALIGNMENT
-from megacore.tensor_parallel.gradient import Part, finish_in_turn
+from megacore.tensor_parallel.gradient import WeightGradPart, finish_in_turn
 
 
-class NativeEngine(Stepper):
+class NativeEngine(OptimizerStep):
     """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
@@ -60,12 +60,12 @@ class NativeEngine(Stepper):
         with self.reducer.completing(last):
             torch.autograd.backward([root], [gradient])
 
-    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[Part]:
+    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[WeightGradPart]:
         with self.reducer.deferral.collect() as parts:
             torch.autograd.backward([root], [gradient])
         return parts
 
-    def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
+    def backward_weight(self, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:
         if not last:
             for _ in finish_in_turn(parts):
                 pass
@@ -87,11 +87,11 @@ class NativeEngine(Stepper):
                 for gradients in buffer.own_gradients:
                     all_reduce(gradients, self.mesh.tied)
 
-    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
+    def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
 
     def behind_step(self) -> None:
-        """See `Stepper`. The update has already rounded the masters into this rank's part of the parameters."""
+        """See `OptimizerStep`. The update has already rounded the masters into this rank's part of the parameters."""
         if self.gatherer is not None:
             self.gatherer.start()
         self.reducer.clear()
@@ -111,9 +111,9 @@ class NativeEngine(Stepper):
         super().close()
         self.reducer.close()
 
-    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
-        """See `Stepper`: one tensor for each range of each buffer."""
-        found: dict[str, tuple[Tensor, Box]] = {}
+    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:
+        """See `OptimizerStep`: one tensor for each range of each buffer."""
+        found: dict[str, tuple[Tensor, TensorSlice]] = {}
         held = iter(tensors)
         for buffer in self.buffers:
             for slot, view, box in buffer.pieces([next(held) for _ in buffer.ranges]):

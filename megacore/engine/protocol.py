@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megacore.distributed.shard import Box
-from megacore.tensor_parallel.gradient import Part
+from megacore.distributed.shard import TensorSlice
+from megacore.tensor_parallel.gradient import WeightGradPart
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Engine(Protocol):
     def backward(self, chunk: int, root: Any, gradient: Tensor, *, last: bool) -> None:
         """Runs backward from a chunk's output, given its gradient. After the `last`, the chunk's gradients are complete."""
 
-    def backward_input(self, chunk: int, root: Any, gradient: Tensor) -> list[Part]:
+    def backward_input(self, chunk: int, root: Any, gradient: Tensor) -> list[WeightGradPart]:
         """The first half of `backward`: the gradients of a chunk's input and small parameters. Returns what `backward_weight` needs."""
         raise AssertionError(f"{type(self).__name__} runs backward whole")
 
-    def backward_weight(self, chunk: int, parts: list[Part], *, last: bool) -> None:
+    def backward_weight(self, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:
         """The second half: the gradients of weights, from `parts`, which it empties. For `last` see `backward`."""
         raise AssertionError(f"{type(self).__name__} runs backward whole")
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
     def reduce_tied(self) -> None:
         """Sums the gradients of the embeddings that the first and the last stage share."""
 
-    def gradients(self) -> dict[str, tuple[Tensor, Box]]:
+    def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """This rank's pieces of the gradients by parameter name (see `shard.piece_key`), not copied. Between the reductions and `step`
         they are the global sums.
 
@@ -60,14 +60,14 @@ class Engine(Protocol):
     def settle(self) -> None:
         """Waits for what `step` left under way. Call it before anything but a stage reads parameters, and at the end."""
 
-    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+    def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """This rank's pieces of all tensors of a checkpoint, by logical name (see `shard.piece_key`). To restore, copy into them and pass
         them to `load_state`."""
 
     def state(self) -> dict[str, Any]:
         """The engine's other state, as JSON values."""
 
-    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         """Restores `state()`, and the values that were copied into the result of `tensors()`."""
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from megacore.distributed.comm import (
+from megacore.distributed.collectives import (
     all_gather_inside,
     all_reduce,
     all_reduce_start,
@@ -16,11 +16,11 @@ from megacore.distributed.comm import (
     reduce_scatter_inside,
     reduce_scatter_into,
 )
-from megacore.distributed.levels import Levels
+from megacore.distributed.communicator import Staged, Work, side_stream
+from megacore.distributed.hierarchical_reduce import Levels
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.wire import Staged, Work, side_stream
-from megacore.engine.optimizer import Bucket, FlatBuffer, Slot
-from megacore.tensor_parallel.gradient import Deferral, MainGradient
+from megacore.engine.flat_buffer import Bucket, FlatBuffer, ParameterRange
+from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue
 
 
 class GradientReducer:
@@ -38,8 +38,8 @@ class GradientReducer:
         self.buckets.sort(key=lambda pair: (bool(sums_first(pair[0])), pair[1].completes))
         self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
         self.in_last = False  # whether the last backward of a chunk is running
-        self.deferral = Deferral()
-        self.places: dict[Tensor, tuple[Slot, Bucket]] = {}  # by the tensor that holds the sum
+        self.deferral = WeightGradQueue()
+        self.places: dict[Tensor, tuple[ParameterRange, Bucket]] = {}  # by the tensor that holds the sum
         self.next = 0
         self.work: list[Work] = []
         self.sums: list[tuple[MainGradient, nn.Parameter]] = []
@@ -50,7 +50,7 @@ class GradientReducer:
                 self._watch(buffer, slot, bucket)
         self._rearm()
 
-    def _watch(self, buffer: FlatBuffer, slot: Slot, bucket: Bucket) -> None:
+    def _watch(self, buffer: FlatBuffer, slot: ParameterRange, bucket: Bucket) -> None:
         parameter = slot.parameter
         main = MainGradient(slot.view(buffer.gradients), self.deferral)
         parameter.main_gradient = main  # type: ignore[attr-defined]

@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.config import Config
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Group
-from megacore.distributed.shard import Box
-from megacore.engine.guard import SpikeGuard
-from megacore.engine.optimizer import LossScale
+from megacore.distributed.shard import TensorSlice
+from megacore.engine.flat_buffer import LossScale
+from megacore.engine.optimizer_states import STATES
+from megacore.engine.optimizers import UPDATES, ParameterShards
 from megacore.engine.protocol import Engine, StepStatistics
-from megacore.engine.rules import UPDATES, Updated
+from megacore.engine.spike_detector import SpikeGuard
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
-from megacore.plan.optimizers import STATES
 
 
-class Stepper(Engine, ABC):
+class OptimizerStep(Engine, ABC):
     """Updates the masters that this rank holds from their gradients. These tensors stay where they are.
 
     An engine adds how parameters and gradients get there, and what happens after a step and after loading.
@@ -40,13 +40,13 @@ class Stepper(Engine, ABC):
     ) -> None:
         """`device` computes, and has the figures; masters may be elsewhere. `decay`: for each master, whether weight decay applies.
         `row_weights`: see `SumOfSquares`; its result is summed `over` all ranks, so that they decide alike. `copies`: see
-        `rules.Updated`."""
+        `rules.ParameterShards`."""
         optim, train = config.optim, config.train
         self.device, self.over, self.clip = device, over, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
         self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
         self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in STATES[optim.kind]}
-        self.optimizer = UPDATES[optim.kind](optim, Updated(masters, gradients, self.held, decay, copies), kernels)
+        self.optimizer = UPDATES[optim.kind](optim, ParameterShards(masters, gradients, self.held, decay, copies), kernels)
         self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
         # Gradients are of the mean over the global batch. The scale starts so that a microbatch's own would be 2^16.
         microbatches = train.global_batch_size // train.micro_batch_size
@@ -102,7 +102,7 @@ class Stepper(Engine, ABC):
             del named["loss_scale"], named["good_steps"]
         return named if self.spikes is None else named | {"norms": self.spikes.state()}
 
-    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+    def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         self.optimizer.updates.fill_(state["updates"])
         self.skipped.fill_(state["skipped"])
         if self.loss_scale.dynamic and "loss_scale" in state:  # else the checkpoint is of a run that did not scale
@@ -112,13 +112,13 @@ class Stepper(Engine, ABC):
             self.spikes.load_state(state.get("norms", []))
         self.behind_loading()
 
-    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+    def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `Engine`: every parameter's master and optimizer state."""
         self.settle()  # a gather that ends later would put back the values that it began with
         return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()}
 
     @abstractmethod
-    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, Box]]:
+    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:
         """This rank's pieces of `tensors`, one tensor for each master, by prefix and name (see `shard.piece_key`)."""
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Group, Mesh
 from megacore.distributed.shard import materialise, shard_of
 

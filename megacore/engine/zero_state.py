@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.shard import Box, boxes_of_range, logical_name, piece_key, shard_of
+from megacore.distributed.shard import TensorSlice, boxes_of_range, logical_name, piece_key, shard_of
 
 KINDS = {"model/": None, "adam_m/": "exp_avg", "adam_v/": "exp_avg_sq"}  # of tensors in a checkpoint, and what AdamW calls them
 
@@ -75,9 +75,9 @@ class ZeroState:
             state = self.optimizer.state[flat]
             state["step"] = torch.full_like(state["step"], count) if torch.is_tensor(state["step"]) else int(count)
 
-    def tensors(self) -> dict[str, tuple[Tensor, Box]]:
+    def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """The pieces by name (see `shard.piece_key`), not copied; in stage 3 they may be copies."""
-        pieces: dict[str, tuple[Tensor, Box]] = {}
+        pieces: dict[str, tuple[Tensor, TensorSlice]] = {}
         for prefix, kind in KINDS.items():
             for name, parameter in self.parameters.items():
                 start, held = self._held(parameter, kind)
@@ -107,14 +107,14 @@ class ZeroState:
         return self.mesh.gradient_group.rank * held.numel(), held.detach()
 
     @torch.no_grad()
-    def publish(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+    def publish(self, tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         """Takes over values that were copied into the result of `tensors()`, and copies the masters into the parameters."""
         if self.stage in (1, 2):
             self.zero.update_lp_params()
         elif self.stage == 3:
             self._put_back(tensors)
 
-    def _put_back(self, tensors: Mapping[str, tuple[Tensor, Box]]) -> None:
+    def _put_back(self, tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         """Gives DeepSpeed the values that were read into `tensors`, in stage 3."""
         runs: dict[str, list[Tensor]] = defaultdict(list)
         for key, (tensor, _) in tensors.items():

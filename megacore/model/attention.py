@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
+from megacore.config.resolve_auto import attention_of, compiles
 from megacore.config.schema import resolved
 from megacore.context_parallel.attention import Sequences, attend_divided
 from megacore.context_parallel.attention import attend as attend_parts
@@ -19,7 +20,6 @@ from megacore.kernels.softmax import causal_softmax
 from megacore.model.cache import DividedCache, latest_mask
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
-from megacore.plan.choices import attention_of, compiles
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.pieces import positions_of, runs_of
-from megacore.distributed.comm import broadcast
+from megacore.context_parallel.sharding import positions_of, runs_of
+from megacore.distributed.collectives import broadcast
 from megacore.distributed.mesh import Group
 
 

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.distributed.comm import all_gather, broadcast
+from megacore.config.resolve_auto import context_method_of
+from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.mesh import Group, Mesh
 from megacore.model.cache import DividedCache, KeyValueCache
 from megacore.model.gpt import DTYPES, Stage
 from megacore.model.sampling import Sampler
-from megacore.plan.choices import context_method_of
-from megacore.plan.partition import placement_of
-from megacore.plan.schedule import Plan
+from megacore.pipeline.partition import placement_of
+from megacore.pipeline.schedule import Plan
 
 
 class Decoder:
@@ -66,12 +66,12 @@ class Decoder:
             before, after = (self.where.get(other, (pp.rank, 0))[0] for other in (number - 1, number + 1))
             if before != pp.rank:
                 x = torch.empty(count, model.hidden_size, dtype=DTYPES[self.config.train.precision], device=self.mesh.device)
-                assert pp.wire is not None
-                pp.wire.receive(x, pp.ranks[before]).wait()
+                assert pp.communicator is not None
+                pp.communicator.receive(x, pp.ranks[before]).wait()
             x = stage(x, cache=self.caches[chunk])
             if after != pp.rank:
-                assert pp.wire is not None
-                pp.wire.send(x, pp.ranks[after]).wait()
+                assert pp.communicator is not None
+                pp.communicator.send(x, pp.ranks[after]).wait()
             if stage.last:
                 latest = self.caches[chunk].latest(x)
                 logits = gather_vocabulary(stage.logits(latest)[0], self.mesh.tp, model.vocab_size)

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
+from megacore.config.resolve_auto import compiles, context_method_of
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.pieces import Documents, positions_of
-from megacore.distributed.comm import own_part
+from megacore.context_parallel.sharding import Documents, positions_of
+from megacore.distributed.collectives import own_part
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
 from megacore.model.block import Block
@@ -23,7 +24,6 @@ from megacore.model.initial import initialise
 from megacore.model.norm import Norm
 from megacore.model.offload import ActivationOffload
 from megacore.model.rotary import rope_tables
-from megacore.plan.choices import compiles, context_method_of
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear, row_stride

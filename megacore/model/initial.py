@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megacore.distributed.meeting import use_device
-from megacore.distributed.shard import Box, Shard, boxes_of_range, logical_name, overlap, relative
+from megacore.distributed.rendezvous import use_device
+from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, logical_name, overlap, relative
 from megacore.rng import normal_runs
 
 BLOCKS = 64  # of a logical tensor, with a stream each, so that a rank draws little more than its own part
@@ -17,7 +17,7 @@ BLOCKS = 64  # of a logical tensor, with a stream each, so that a rank draws lit
 
 @torch.no_grad()
 def initialise(
-    held: Mapping[str, tuple[Tensor, Box | Shard]],
+    held: Mapping[str, tuple[Tensor, TensorSlice | Shard]],
     shards: Mapping[str, Shard],
     seed: int,
     dtype: torch.dtype,
@@ -54,7 +54,7 @@ def initialise(
 
 @torch.no_grad()
 def draw_block(
-    out: Tensor, box: Box | Shard, key: tuple[object, ...], std: float, dim: int, first: int, step: int, dtype: torch.dtype
+    out: Tensor, box: TensorSlice | Shard, key: tuple[object, ...], std: float, dim: int, first: int, step: int, dtype: torch.dtype
 ) -> None:
     """Draws what a block and a piece `out`, which is `box` of its logical tensor, share.
 
@@ -63,7 +63,7 @@ def draw_block(
     """
     shape = box.global_shape
     extent = [(first, min(step, shape[dim] - first)) if d == dim else (0, n) for d, n in enumerate(shape)]
-    block = Box(shape, tuple(start for start, _ in extent), tuple(n for _, n in extent))
+    block = TensorSlice(shape, tuple(start for start, _ in extent), tuple(n for _, n in extent))
     shared = overlap(block.offset, block.local_shape, box.offset, box.local_shape)
     if shared is None:
         return

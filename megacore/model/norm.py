@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.config.schema import Config, Model
+from megacore.config.schema import Config, ModelConfig
 from megacore.distributed.mesh import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.kernels.layernorm import layer_norm, rms_norm
@@ -14,7 +14,7 @@ from megacore.kernels.layernorm import layer_norm, rms_norm
 class Norm(nn.Module):
     """`model.norm` over the features (Ba et al. 2016, layernorm; Zhang and Sennrich 2019, rmsnorm); ``[tokens, hidden]``."""
 
-    def __init__(self, model: Model, group: Group, sequence: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: ModelConfig, group: Group, sequence: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         shape = (model.hidden_size,)
         self.rms, self.eps, self.implementation = model.norm == "rmsnorm", model.norm_eps, model.kernels

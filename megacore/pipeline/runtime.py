@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.context_parallel.pieces import Documents
+from megacore.context_parallel.sharding import Documents
+from megacore.distributed.communicator import Work
 from megacore.distributed.mesh import Group
-from megacore.distributed.wire import Work
 from megacore.engine.protocol import Engine
 from megacore.model.gpt import DTYPES, Stage
-from megacore.plan.schedule import IN_FLIGHT, Action, Op, Plan
-from megacore.tensor_parallel.gradient import Part
+from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan
+from megacore.tensor_parallel.gradient import WeightGradPart
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Runtime:
         self.inputs: dict[Key, Tensor] = {}  # activations received or taken over, leaves of their microbatch's graph
         self.outputs: dict[Key, Tensor] = {}  # to be sent
         self.roots: dict[Key, Any] = {}  # where the engine starts backward
-        self.parts: dict[Key, list[Part]] = {}  # of weights' gradients, which wait for their action
+        self.parts: dict[Key, list[WeightGradPart]] = {}  # of weights' gradients, which wait for their action
         self.output_gradients: dict[Key, Tensor] = {}  # received or taken over
         self.input_gradients: dict[Key, Tensor] = {}  # to be sent
         self.arriving: dict[tuple[Op, Key], Work] = {}  # messages
@@ -158,10 +158,10 @@ class Runtime:
 
     def _receive(self, action: Action, held: dict[Key, Tensor]) -> None:
         """Posts a receive. The action that takes the message waits for it."""
-        assert self.pp.wire is not None
+        assert self.pp.communicator is not None
         key = action.microbatch, action.chunk
         held[key] = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
-        self.arriving[action.op, key] = self.pp.wire.receive(held[key], self.pp.ranks[action.peer])
+        self.arriving[action.op, key] = self.pp.communicator.receive(held[key], self.pp.ranks[action.peer])
 
     def _wait_for_message(self, action: Action) -> None:
         """Waits for what an action takes from another rank."""
@@ -175,9 +175,9 @@ class Runtime:
 
         (Asking `is_completed` would not tell: gloo completes a send only when it is waited for.)
         """
-        assert self.pp.wire is not None
+        assert self.pp.communicator is not None
         under_way = self.sending[action.peer]
         while len(under_way) >= IN_FLIGHT:
             under_way.popleft()[0].wait()
         x = held.pop((action.microbatch, action.chunk)).contiguous()
-        under_way.append((self.pp.wire.send(x, self.pp.ranks[action.peer]), x))
+        under_way.append((self.pp.communicator.send(x, self.pp.ranks[action.peer]), x))

@@ -4,7 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megacore.distributed.comm import all_gather, enter_tensor_parallel
+from megacore.distributed.collectives import all_gather, enter_tensor_parallel
 from megacore.distributed.mesh import Group
 from megacore.kernels.cross_entropy import cross_entropy
 from megacore.kernels.dispatch import Implementation

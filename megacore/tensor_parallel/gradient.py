@@ -4,7 +4,7 @@ Megatron calls this gradient accumulation fusion. In 16 bits it saves writing th
 sum; and the product is never rounded, where the device can add it in fp32.
 
 A schedule may want weights' gradients later than inputs' (Qi et al. 2023, zero bubble). Then the layers leave what they are made of
-in a `Deferral`, and nothing else of the backward pass is kept.
+in a `WeightGradQueue`, and nothing else of the backward pass is kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.distributed.comm import all_gather_start
+from megacore.distributed.collectives import all_gather_start
+from megacore.distributed.communicator import Work
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import SOLO, Group
-from megacore.distributed.wire import Work
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
 
 
 @dataclass(eq=False)
-class Part:
+class WeightGradPart:
     """A part of a weight's gradient that is added later: `add` is called with the two tensors that it is made of.
 
     `x` has this rank's tokens, if it is to be gathered over `group`: in between it takes no more memory than before.
@@ -46,16 +46,16 @@ class Part:
         self.add(self.grad, self.x)
 
 
-class Deferral:
+class WeightGradQueue:
     """Whether the layers of an engine leave parts of weights' gradients for later, and where."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] | None = None
+        self.parts: list[WeightGradPart] | None = None
 
     @contextmanager
-    def collect(self) -> Iterator[list[Part]]:
+    def collect(self) -> Iterator[list[WeightGradPart]]:
         """A context for a backward pass, whose parts the list gets in their order."""
-        parts: list[Part] = []
+        parts: list[WeightGradPart] = []
         self.parts = parts
         try:
             yield parts
@@ -63,7 +63,7 @@ class Deferral:
             self.parts = None
 
 
-def finish_in_turn(parts: list[Part]) -> Iterator[Part]:
+def finish_in_turn(parts: list[WeightGradPart]) -> Iterator[WeightGradPart]:
     """Adds each part to its sum, and yields it then. The next one's tokens are gathered meanwhile. The list is empty in the end."""
     parts.reverse()
     if parts:
@@ -83,9 +83,9 @@ class MainGradient:
     the first part is written and not added, so that nobody has to clear it.
     """
 
-    def __init__(self, total: Tensor, deferral: Deferral | None = None) -> None:
+    def __init__(self, total: Tensor, deferral: WeightGradQueue | None = None) -> None:
         self.total, self.empty = total, True
-        self.deferral = deferral or Deferral()
+        self.deferral = deferral or WeightGradQueue()
 
     @property
     def waits(self) -> bool:
@@ -95,7 +95,7 @@ class MainGradient:
     def defer(self, add: Callable[[Tensor, Tensor], None], grad: Tensor, x: Tensor, group: Group = SOLO) -> None:
         """Leaves ``add(grad, x)`` for later, with x gathered over `group`."""
         assert self.deferral.parts is not None
-        self.deferral.parts.append(Part(self.total, add, grad.detach(), x.detach(), group))  # x would hold what made it
+        self.deferral.parts.append(WeightGradPart(self.total, add, grad.detach(), x.detach(), group))  # x would hold what made it
 
     def add_rows(self, grad: Tensor, rows: Tensor) -> None:
         """Adds the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows` ``[tokens]`` that were looked up."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacore.distributed.comm import (
+from megacore.distributed.collectives import (
     Done,
     Work,
     all_gather,
@@ -23,10 +23,10 @@ from megacore.distributed.comm import (
     leave_tensor_parallel,
     reduce_scatter_start,
 )
+from megacore.distributed.communicator import group_called
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
-from megacore.distributed.wire import group_called
 from megacore.kernels.linear_cross_entropy import ALIGNMENT
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
@@ -87,7 +87,7 @@ def _gradients(
 
 @torch.library.custom_op("megacore::column_gradients", mutates_args=())
 def _traced_gradients(grad: Tensor, x: Tensor, weight: Tensor, group: str, sequence: bool) -> tuple[Tensor, Tensor]:
-    """One operation of a compiled graph (`distributed.comm`), so that product and exchange stay side by side there too."""
+    """One operation of a compiled graph (`distributed.collectives`), so that product and exchange stay side by side there too."""
     grad_x, grad_weight = _gradients(grad, x, weight, group_called(group), sequence)
     assert grad_weight is not None
     return grad_x, grad_weight

@@ -14,11 +14,11 @@ import torch
 from megacore.checkpoint import Reader
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
-from megacore.distributed.comm import broadcast_text
+from megacore.config.resolve_auto import splits_backward
+from megacore.distributed.collectives import broadcast_text
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.runtime import Microbatch
-from megacore.plan.choices import splits_backward
 from megacore.train.step import TrainStep
 
 LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed
@@ -115,7 +115,7 @@ class Small:
         parallel, engine = config.parallel.model_copy(update=alone), config.engine.model_copy(update={"shard_optimizer": False})
         data = config.data.model_copy(update={"document_mask": False, "packing": "none", "train": None})
         small = config.model_copy(update={"model": model, "train": train, "parallel": parallel, "engine": engine, "data": data})
-        step = TrainStep(small, Mesh(small, Place(), self.device))
+        step = TrainStep(small, Mesh(small, RankInfo(), self.device))
         step.threads = None  # all are measured with the same number
         return step
 

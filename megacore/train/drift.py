@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Ranks
-from megacore.distributed.comm import all_gather
+from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import Stage

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.data.samples import EvalSamples
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
+from megacore.pipeline.partition import placement_of
 from megacore.pipeline.runtime import Runtime
-from megacore.plan.partition import placement_of
-from megacore.plan.schedule import forward_only
+from megacore.pipeline.schedule import forward_only
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.loader import validation_batches
 
@@ -70,8 +70,8 @@ def evaluate(
         between()
     for stage in runtime.stages:
         stage.train()
-    # Sums over ranks with different samples. Of ranks with the same samples only one counts: it has the last stage and `speaks`.
-    if not any(stage.last for stage in runtime.stages) or not mesh.speaks:
+    # Sums over ranks with different samples. Of ranks with the same samples only one counts: it has the last stage and `is_loss_rank`.
+    if not any(stage.last for stage in runtime.stages) or not mesh.is_loss_rank:
         sums.zero_()
     nats, targets, text_bytes = all_reduce(sums, mesh.world).tolist()
     return Evaluation(nats, int(targets), int(text_bytes))

@@ -8,13 +8,13 @@ from megacore import checkpoint
 from megacore.checkpoint.entries import RunState
 from megacore.checkpoint.weights import check_weights, recorded_sections
 from megacore.config import Config
-from megacore.config.rules import MOST_SAMPLES
 from megacore.config.schema import resolved
+from megacore.config.validation import MOST_SAMPLES
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
+from megacore.engine.optimizer_states import STATES
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
-from megacore.plan.optimizers import STATES
 from megacore.records import complaint
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import torch
 
 from megacore.config import Config
-from megacore.context_parallel.pieces import positions_of, runs_of
-from megacore.data.batches import dealt
+from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.documents import Bounds, document_positions, ignore_across, of_inputs
+from megacore.data.dp_sharding import dealt
 from megacore.data.indexed import IGNORED
 from megacore.data.samples import EvalSamples
-from megacore.distributed.meeting import use_device
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.rendezvous import use_device
 from megacore.pipeline.runtime import Microbatch
 from megacore.rng import key_of
 
 
-class Stream(Protocol):
+class SampleSource(Protocol):
     """A source of training samples, such as `data.samples.SampleStream`."""
 
     def samples(self, indices: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ class Loader:
     which is cheaper than a broadcast and needs no collective.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, stream: Stream) -> None:
+    def __init__(self, config: Config, mesh: Mesh, stream: SampleSource) -> None:
         self.config, self.mesh, self.stream = config, mesh, stream
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,))
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None

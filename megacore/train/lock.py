@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from megacore.checkpoint import Ranks
-from megacore.distributed.comm import broadcast_text
+from megacore.distributed.collectives import broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.errors import ConfigError
 from megacore.files import read_text

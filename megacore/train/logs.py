@@ -16,15 +16,15 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megacore.cli import Stream
+from megacore.cli import StandardStream
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import LogError
 from megacore.files import open_plain, write_whole
 from megacore.records import recorded
-from megacore.train.board import Board
-from megacore.train.mailbox import Figures
-from megacore.train.tracking import Tracker
+from megacore.tools.monitoring.tensorboard import Board
+from megacore.tools.monitoring.wandb import Tracker
+from megacore.train.async_metrics import StepMetrics
 
 LONG_SECONDS = 30.0  # between lines within a first step that takes long
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
@@ -40,7 +40,7 @@ class Logs:
             return
         self.config, self.directory = config, Path(resolved(config.log.dir))
         self.file = self.directory / "metrics.jsonl"
-        Stream.go_on = "training"
+        StandardStream.go_on = "training"
         self.console = Console(highlight=False)
         self.board: Board | None = None
         self.tracker: Tracker | None = None
@@ -114,7 +114,7 @@ class Logs:
         if self.writing:
             self._record({"step": step, "valid_loss": loss})
 
-    def skipped(self, figures: Figures, first: int, last: int) -> None:
+    def skipped(self, figures: StepMetrics, first: int, last: int) -> None:
         """Records a step that was not taken, and its samples `first` to `last` in the run's order."""
         if not self.writing:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.weights import recorded_sections
-from megacore.distributed.comm import broadcast_text
+from megacore.distributed.collectives import broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.errors import CheckpointError
 from megacore.train.inputs import Inputs

@@ -9,23 +9,23 @@ from torch import Tensor
 
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
-from megacore.distributed.comm import all_reduce
+from megacore.config.resolve_auto import masks_targets
+from megacore.distributed.collectives import all_reduce
 from megacore.distributed.cpu import fitting_threads, own_cores
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.shard import Box, shard_of
+from megacore.distributed.shard import TensorSlice, shard_of
 from megacore.engine.choose import build_engine, build_stages
-from megacore.engine.optimizer import learning_rate
+from megacore.engine.flat_buffer import learning_rate
 from megacore.model.gpt import DTYPES
 from megacore.model.initial import initialise
+from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan.choices import masks_targets
-from megacore.plan.partition import plan_of
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.drift import Drift
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepResult:
     """The results of a step, on the device, the same on every rank. Reading one is the caller's choice and waits for the device."""
 
     loss: Tensor  # the global batch's mean, before the update; fp64
@@ -59,7 +59,7 @@ class TrainStep:
         self.draw_into(held)
         self.engine.load_state(self.engine.state(), held)
 
-    def draw_into(self, held: Mapping[str, tuple[Tensor, Box]]) -> None:
+    def draw_into(self, held: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         """Draws the first weights into pieces such as `Engine.tensors` gives."""
         config, mesh = self.config, self.mesh
         weights = {key.removeprefix(WEIGHTS): piece for key, piece in held.items() if key.startswith(WEIGHTS)}
@@ -73,7 +73,7 @@ class TrainStep:
         batch: Sequence[Microbatch],
         votes: Callable[[], Sequence[float]] = lambda: (),
         before_update: Callable[[], None] = lambda: None,
-    ) -> Figures:
+    ) -> StepResult:
         """Does step `number` (from 1) with this rank's microbatches, without a host synchronisation.
 
         `votes` is called after backward and gives 1 or 0 for each question that ranks decide together; they are summed with the loss.
@@ -90,7 +90,7 @@ class TrainStep:
         before_update()
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
         statistics = self.engine.step(lr, loss)
-        return Figures(loss, counts, statistics.grad_norm, statistics.skipped, lr, self.drift.seen(sums))
+        return StepResult(loss, counts, statistics.grad_norm, statistics.skipped, lr, self.drift.seen(sums))
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Runs the microbatches forward and backward. The engine then has the reduced gradients.
@@ -100,7 +100,7 @@ class TrainStep:
         weight = self.target_weight(batch)
         loss = self.runtime.run(self.plan, batch, weight) * weight
         # Only ranks with the last stage have losses, and all tensor ranks have the same.
-        return loss.double() if self.mesh.speaks else torch.zeros_like(loss, dtype=torch.float64)
+        return loss.double() if self.mesh.is_loss_rank else torch.zeros_like(loss, dtype=torch.float64)
 
     def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:
         """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned.
@@ -111,5 +111,5 @@ class TrainStep:
             return 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)
         own = torch.stack([(microbatch.targets != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
         # Every stage has the targets, and so does every tensor rank, of which one speaks.
-        total = all_reduce(own if self.mesh.speaks else torch.zeros_like(own), self.mesh.world) / self.mesh.pp.size
+        total = all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world) / self.mesh.pp.size
         return 1.0 / total.clamp_(min=1.0)

@@ -10,35 +10,35 @@ from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
+from megacore.config.resolve_auto import why_whole
 from megacore.config.schema import resolved
-from megacore.distributed.comm import all_gather, all_reduce
+from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import logical_name, shard_of
 from megacore.errors import CheckpointError, ConfigError, LogError
+from megacore.pipeline.generators import GENERATORS, generated
+from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.pipeline.runtime import Microbatch
-from megacore.plan.choices import why_whole
-from megacore.plan.generators import GENERATORS, generated
-from megacore.plan.partition import placement_of, stage_layers
+from megacore.tools.monitoring.prometheus import Exporter
+from megacore.train.async_metrics import AsyncMetrics, StepMetrics
 from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import evaluate
-from megacore.train.exporter import Exporter
 from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
-from megacore.train.mailbox import Figures, Mailbox
 from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory, reserved_memory
 from megacore.train.restoring import choose, engine_state
 from megacore.train.saving import Saving
-from megacore.train.skips import Skips, TooManySkips
+from megacore.train.skip_policy import Skips, TooManySkips
 from megacore.train.step import TrainStep
 from megacore.train.stopping import StopAgreed, StopRequest
 
 
 class Watch:
-    """Answers the trainer's questions about waiting and stragglers. This one knows nothing; `survive/noting.py` replaces it."""
+    """Answers the trainer's questions about waiting and stragglers. This one knows nothing; `tools/diagnosis/noting.py` replaces it."""
 
     def waited(self) -> float:
         """Seconds that this rank waited for others since this was asked last."""
@@ -92,7 +92,7 @@ class Trainer:
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
         self.watch = Watch()
-        self.mailbox = Mailbox(mesh.device)
+        self.async_metrics = AsyncMetrics(mesh.device)
         self.logs = Logs(config, self.is_writer, self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.logs)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
@@ -120,7 +120,7 @@ class Trainer:
         self.greet()
         status = FINISHED
         try:
-            self.obey()  # a request during start-up
+            self.check_stop()  # a request during start-up
             with Garbage() as garbage:
                 self.loop(garbage)
             self.saving.finish(last=True)
@@ -161,19 +161,19 @@ class Trainer:
             batch = self.next_batch()
             done = self.train_step(self.step, batch, self.votes, self.saving.saver.hold_update)
             runtime.after_backward = None
-            self.mailbox.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted]))
+            self.async_metrics.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted]))
             self.timer.steps += 1
             self.pairs.add(batch)
             garbage.step()
 
             last = self.step == train.steps
             logging = self.step % config.log.every == 0 or last
-            due = self.mailbox.take(all_of_them=logging)
+            due = self.async_metrics.take(all_of_them=logging)
             self.saving.look(failed=any(figures.failures for figures in due))
             if logging:
                 self.report(due[-1], done.lr)
             self.check_drift(due)
-            if self.went_around(due):
+            if self.rolled_back(due):
                 continue
             if any(figures.stops for figures in due) and not last:
                 raise StopAgreed
@@ -185,9 +185,9 @@ class Trainer:
                 if saving:
                     self.save()
             if (evaluating or saving) and not last:
-                self.obey()
+                self.check_stop()
 
-    def check_drift(self, due: list[Figures]) -> None:
+    def check_drift(self, due: list[StepMetrics]) -> None:
         """Raises `Drifted` on all ranks if parameters differ that tensor ranks hold alike; where that may be no fault, it says so once."""
         drift = self.train_step.drift
         for figures in due:
@@ -198,7 +198,7 @@ class Trainer:
                 drift.told = True
                 self.logs.say(f"WARNING: {found}; NCCL may have added up gradients in another order for each, so training goes on")
 
-    def obey(self) -> None:
+    def check_stop(self) -> None:
         """Raises `StopAgreed` on all ranks if any rank must end. Waits for the device."""
         vote = torch.tensor(float(self.must_end), dtype=torch.float64, device=self.mesh.device)
         if all_reduce(vote, self.mesh.world).item():
@@ -209,7 +209,7 @@ class Trainer:
         """Whether this rank was asked to stop, or can no longer record what the run does."""
         return self.stop.requested or bool(self.logs.broken)
 
-    def went_around(self, due: list[Figures]) -> bool:
+    def rolled_back(self, due: list[StepMetrics]) -> bool:
         """Reports the samples of skipped steps. After too many skips in a row the run goes back to its last checkpoint, and continues
         there with samples that it has not read yet. Returns whether it went back.
         """
@@ -220,7 +220,7 @@ class Trainer:
                 self.logs.skipped(figures, first, first + batch_size - 1)
         if not self.skips.too_many():
             return False
-        for figures in self.mailbox.take(all_of_them=True):  # steps done meanwhile; their samples are passed over too
+        for figures in self.async_metrics.take(all_of_them=True):  # steps done meanwhile; their samples are passed over too
             first = (figures.step - 1 + self.ahead) * batch_size
             self.logs.skipped(figures, first, first + batch_size - 1)
         self.saving.finish()
@@ -278,7 +278,7 @@ class Trainer:
         elif self.origin:
             self.logs.say(f"starting from the weights of {self.origin}")
 
-    def report(self, figures: Figures, lr: float) -> None:
+    def report(self, figures: StepMetrics, lr: float) -> None:
         """Logs a step that the device has done."""
         steps = self.timer.steps
         seconds = self.timer.read()
@@ -324,7 +324,7 @@ class Trainer:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
         if self.inputs.validation is None:
             return None
-        found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.obey)
+        found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.check_stop)
         if not found.targets:
             self.logs.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
             return None

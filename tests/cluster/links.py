@@ -18,7 +18,7 @@ from benchmarks import machine
 from megacore.cli import Parser, exit_with
 from megacore.config.load import resolve
 from megacore.errors import ConfigError
-from megacore.plan.traffic import rank_traffic, sent_by_group
+from megacore.tools.planner.traffic import rank_traffic, sent_by_group
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.pool import ROOT
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
-from megacore.survive.hosts import read_hostfile
+from megacore.tools.relaunch.hosts import read_hostfile
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.cluster.test_launchers import TOLERANCE, losses, slow
 from tests.commands import run_script
@@ -37,8 +37,8 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from megacore.distributed.place import Place
-from megacore.survive.pulse import Pulse
+from megacore.distributed.rank_info import Place
+from megacore.tools.relaunch.heartbeat_client import Pulse
 rank = int(sys.argv[1])
 store = dist.TCPStore("node0", 29700, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
 pulse = Pulse(store, Place(rank, 2, 0, 1, "node0", 29700), 3.0, Path(sys.argv[2]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
 from tests.cluster.hosts import Hosts, missing

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
-from megacore.verify.bounds import BF16_FACTOR, BF16_ULP
+from megacore.tools.verify.tolerances import BF16_FACTOR, BF16_ULP
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.commands import run_script
 from tests.pool import ROOT

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
 from megacore.distributed.processes import descendants

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.survive.supervisor import Supervisor
+from megacore.tools.relaunch.supervisor import Supervisor
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.cluster.test_faults import Run
 from tests.cluster.test_launchers import slow

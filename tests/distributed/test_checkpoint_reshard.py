@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import LocalTensor, Reader, write
-from megacore.distributed.shard import Along, Shard
+from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.errors import CheckpointError
 from tests.checkpoints import find_latest, save
 from tests.pieces import piece
@@ -51,7 +51,10 @@ def on_rank(stage: int, tp_rank: int, pp: int, tp: int) -> dict[str, LocalTensor
         key = name.split("/")[1]
         dim = SHAPES[key][1]
         if stage in stages[key]:
-            along = (Along("tp", tp_rank, tp, dim=dim), Along("tied", stages[key].index(stage), len(stages[key]), partial=True))
+            along = (
+                AxisPlacement("tp", tp_rank, tp, dim=dim),
+                AxisPlacement("tied", stages[key].index(stage), len(stages[key]), partial=True),
+            )
             pieces[name] = (cut(whole, dim, tp_rank, tp), Shard(tuple(whole.shape), along))
     return pieces
 
@@ -64,7 +67,7 @@ def save_as(
     def rank_saves(ranks: ThreadRanks) -> Path:
         tp_rank, dp_rank, stage = ranks.rank % tp, ranks.rank // tp % dp, ranks.rank // (tp * dp)
         pieces = on_rank(stage, tp_rank, pp, tp)
-        copies = Along("dp", dp_rank, dp)
+        copies = AxisPlacement("dp", dp_rank, dp)
         pieces = {name: (held, replace(shard, along=(*shard.along, copies))) for name, (held, shard) in pieces.items()}
         change(ranks.rank, pieces)
         return save(directory, 7, pieces, {}, ranks=ranks, keep=1)
@@ -105,7 +108,7 @@ def test_dealing_is_even(tmp_path, large):
     sizes.insert(large, 4096)
 
     def rank_saves(ranks: ThreadRanks) -> None:
-        copies = (Along("dp", ranks.rank, ranks.world),)
+        copies = (AxisPlacement("dp", ranks.rank, ranks.world),)
         save(tmp_path, 1, {f"w{i}": (torch.ones(size), Shard((size,), copies)) for i, size in enumerate(sizes)}, {}, ranks=ranks, keep=1)
 
     run_threads(2, rank_saves)

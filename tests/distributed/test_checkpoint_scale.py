@@ -14,7 +14,7 @@ import torch
 
 from megacore.checkpoint import Reader
 from megacore.checkpoint.manifest import MANIFEST
-from megacore.distributed.shard import Box
+from megacore.distributed.shard import TensorSlice
 from megacore.errors import CheckpointError
 from megacore.train.restoring import proved
 from tests import training
@@ -44,12 +44,12 @@ def looks() -> Iterator[Counter[str]]:
 def test_a_slice_takes_few_bytes_of_the_manifest(tmp_path: Path) -> None:
     """A million of them are read in seconds at 20 bytes each, and in a minute at 160."""
     whole = torch.randn(3000, 2)
-    rows = {f"w#{i + 1}" if i else "w": (whole[i : i + 1], Box((3000, 2), (i, 0), (1, 2))) for i in range(3000)}
+    rows = {f"w#{i + 1}" if i else "w": (whole[i : i + 1], TensorSlice((3000, 2), (i, 0), (1, 2))) for i in range(3000)}
     path = save(tmp_path, 1, rows, {}, keep=1)
     assert (path / MANIFEST).stat().st_size < 3000 * 24 + 1000
     reader = Reader(path)
     reader.verify()
-    assert torch.equal(reader.read("w", Box((3000, 2), (1234, 0), (3, 2))), whole[1234:1237])
+    assert torch.equal(reader.read("w", TensorSlice((3000, 2), (1234, 0), (3, 2))), whole[1234:1237])
 
 
 def saved_by_four(folder: Path) -> Path:

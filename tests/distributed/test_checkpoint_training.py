@@ -18,12 +18,12 @@ import pytest
 
 from megacore import checkpoint
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.manifest import sealed
 from megacore.checkpoint.staging import Staging
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.errors import CheckpointError
 from megacore.pipeline.runtime import Microbatch
 from megacore.train.inputs import Inputs

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megacore.distributed import comm
+from megacore.distributed import collectives as comm
 from tests import training
 from tests.compiling import compiled_rank
 

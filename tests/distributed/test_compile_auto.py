@@ -12,7 +12,7 @@ from torch import nn
 from megacore.checkpoint import Reader
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.train import compiling
 from megacore.train.compiling import Small, Times, can_compile, settled
 from tests import training

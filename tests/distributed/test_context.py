@@ -14,14 +14,15 @@ from torch import Tensor
 
 from megacore.config import load
 from megacore.config.schema import MASK
-from megacore.context_parallel import attention, blocks
+from megacore.context_parallel import attention
+from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.pieces import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
+from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
 from megacore.distributed.mesh import SOLO, Group, Mesh
-from megacore.distributed.place import place_from_environment
-from megacore.verify.layouts import parse
-from megacore.verify.run import ROOT, Options, prove
-from megacore.verify.workers import Workers
+from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.verify.layouts import parse
+from megacore.tools.verify.run import ROOT, Options, prove
+from megacore.tools.verify.workers import ProofWorkers
 from tests.attention_checks import HEADS, SCALE, inputs, masked, standing_in
 from tests.commands import provers
 from tests.training import write_config
@@ -34,7 +35,7 @@ MASKED = "data.train=MASKED"  # stands for a corpus with a mask: some ranks then
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
+def workers() -> Iterator[ProofWorkers]:
     with provers() as workers:
         yield workers
 
@@ -55,7 +56,7 @@ def workers() -> Iterator[Workers]:
         ("auto", "pp2,dp2", [*PACKED, MASKED]),
     ],
 )
-def test_equals_one_process(workers: Workers, tmp_path: Path, method: str, layouts: str, overrides: list[str]) -> None:
+def test_equals_one_process(workers: ProofWorkers, tmp_path: Path, method: str, layouts: str, overrides: list[str]) -> None:
     """A gradient wrong only in backward, a loss scaled by the number of ranks, or a target lost at a piece's edge would train on, worse."""
     (tmp_path / f"corpus{MASK}").touch()
     overrides = [override.replace("MASKED", str(tmp_path / "corpus")) for override in overrides]

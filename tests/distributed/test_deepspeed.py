@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.pipeline.runtime import Microbatch
 from megacore.train.inputs import Inputs

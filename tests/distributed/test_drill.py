@@ -11,10 +11,10 @@ import pytest
 from launch.drill import SHORT, run
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.survive.drills import EXPECTED, Drill
-from megacore.survive.faults import KINDS, check, parse
 from tests import training
 from tests.distributed.test_launch import ENVIRONMENT
+from tests.drills.drills import EXPECTED, Drill
+from tests.drills.faults import KINDS, check, parse
 from tests.pool import ROOT
 
 

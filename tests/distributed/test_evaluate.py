@@ -18,14 +18,14 @@ from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedTokens
-from megacore.data.prepare import prepare
 from megacore.data.tokenizer import load_tokenizer
-from megacore.distributed.place import Place, place_from_environment
+from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
-from megacore.interchange.importer import PEERS, import_model
-from megacore.interchange.settings import read_gpt2
 from megacore.model.gpt import whole_model
+from megacore.tools.interchange.import_model import PEERS, import_model
+from megacore.tools.interchange.settings import read_gpt2
+from megacore.tools.prepare.prepare import prepare
 from megacore.train.inputs import Inputs
 from tests import training
 from tests.checkpoints import save
@@ -164,7 +164,7 @@ def test_bytes_of_pieces(pool: Any, tmp_path: Path) -> None:
 
 def evaluate_mistake(arguments: list[str]) -> str:
     with pytest.raises((CheckpointError, ConfigError, DataError)) as raised:
-        run(arguments, Place())
+        run(arguments, RankInfo())
     return str(raised.value)
 
 

@@ -16,7 +16,7 @@ from megacore.checkpoint.find import locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
 from megacore.model.gpt import whole_model

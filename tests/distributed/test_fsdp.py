@@ -12,7 +12,7 @@ import torch
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.fsdp import FSDPEngine
 from megacore.train.step import TrainStep
 from tests import training

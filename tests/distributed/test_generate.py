@@ -11,13 +11,13 @@ import torch
 from launch.generate import run
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
-from megacore.interchange.exporter import export_hf
+from megacore.distributed.rank_info import place_from_environment
 from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage
 from megacore.model.sampling import Sampler
-from megacore.plan.partition import stage_layers
-from megacore.survive.noting import note_mesh
+from megacore.pipeline.partition import stage_layers
+from megacore.tools.diagnosis.noting import note_mesh
+from megacore.tools.interchange.export_hf import export_hf
 from tests import training
 
 LAYOUTS = {

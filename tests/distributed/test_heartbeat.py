@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megacore.distributed.place import Place, free_port
-from megacore.survive import beats, heartbeat, pulse
-from megacore.survive.beats import Beat
+from megacore.distributed.rank_info import RankInfo, free_port
+from megacore.tools.relaunch import beats, heartbeat
+from megacore.tools.relaunch import heartbeat_client as pulse
+from megacore.tools.relaunch.beats import Beat
 from tests.pool import CONTEXT, ROOT
 from tests.strangers import GARBAGE
 
@@ -313,7 +314,7 @@ def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
     pulse.machine = lambda: f"host{rank}"  # type: ignore[assignment]
     pulse.LOOK_SECONDS = 0.05
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    ours = pulse.Pulse(store, Place(rank, 2, 0, 1, "127.0.0.1", port), SECONDS, Path(folder))
+    ours = pulse.Pulse(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), SECONDS, Path(folder))
     while ours.connection is None or not store.check(["doctor/heartbeat/hub"]):
         time.sleep(0.05)
     time.sleep(0.5 * SECONDS)

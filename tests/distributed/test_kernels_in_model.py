@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megacore.config import load
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.mesh import Group
 from megacore.distributed.shard import shard_of
-from megacore.distributed.wire import Wire
 from megacore.model.block import FeedForward
 from megacore.tensor_parallel.gradient import MainGradient
 from tests import training
@@ -75,7 +75,7 @@ def feed_forward_errors(path: str, world: int, overrides: list[str]) -> tuple[li
     config = load(path, ["train.precision=fp32", f"parallel.tensor={world}", *overrides], world).config
     if world > 1:
         dist.init_process_group("gloo")
-    wire = Wire(dist.group.WORLD, world) if world > 1 and dist.group.WORLD is not None else None
+    wire = Communicator(dist.group.WORLD, world) if world > 1 and dist.group.WORLD is not None else None
     group = Group("tp", tuple(range(world)), dist.get_rank() if world > 1 else 0, wire)
     layer = FeedForward(config, group, torch.float32, torch.device("cpu"), 0.1)
     shards = {name: shard_of(parameter) for name, parameter in layer.named_parameters()}
@@ -125,12 +125,12 @@ def test_the_activations_kernel_adds_the_bias(interpreting: Pool, tmp_path: Path
 def test_triton_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fail in the middle of the first step, with a message of Triton's."""
     from megacore.distributed.mesh import pick_device
-    from megacore.distributed.place import Place
+    from megacore.distributed.rank_info import RankInfo
     from megacore.errors import ConfigError
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config: Any = load(training.write_config(tmp_path, "unused"), ["model.kernels=triton"]).config
     with pytest.raises(ConfigError, match=r"model.kernels: triton needs a GPU, .* \(auto, or TRITON_INTERPRET=1\)"):
-        pick_device(config, Place())
+        pick_device(config, RankInfo())
     with pytest.raises(ConfigError, match=r"model.kernels: .* \(auto or eager\)"):
         load(str(tmp_path / "config.json"), ["model.kernels=triton", "train.precision=fp64"])

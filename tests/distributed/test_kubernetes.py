@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from launch.kubernetes import render
-from megacore.distributed.place import free_port
+from megacore.distributed.rank_info import free_port
 from megacore.errors import ConfigError
 from tests.commands import run_script
 from tests.pool import ROOT

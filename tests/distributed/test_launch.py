@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megacore.data.indexed import IndexedWriter
-from megacore.distributed.place import free_port
+from megacore.distributed.rank_info import free_port
 from tests import training
 from tests.commands import run_script
 from tests.pool import ROOT

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from megacore.config.load import resolve
-from megacore.distributed.comm import all_gather
-from megacore.distributed.levels import Levels, by_host
+from megacore.distributed.collectives import all_gather
+from megacore.distributed.communicator import Group
+from megacore.distributed.hierarchical_reduce import Levels, by_host
 from megacore.distributed.mesh import SOLO, Mesh, pick_device
-from megacore.distributed.place import place_from_environment
-from megacore.distributed.wire import Group
-from megacore.engine.gather import start_gather
+from megacore.distributed.rank_info import place_from_environment
+from megacore.engine.param_all_gather import start_gather
 from megacore.engine.reduce import start_sum
 
 UNIT = 2.0**-8  # bf16's unit roundoff

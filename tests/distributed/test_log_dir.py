@@ -11,7 +11,7 @@ import pytest
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import LAUNCHERS, place_from_environment
+from megacore.distributed.rank_info import LAUNCHERS, place_from_environment
 from megacore.errors import ConfigError
 from megacore.train.lock import FolderLock, apart_from_owner
 from tests.training import write_config

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from megacore.config import load
-from megacore.data.batches import dealt
+from megacore.data.dp_sharding import dealt
 from megacore.data.indexed import IGNORED, MASK
 from megacore.data.samples import EvalSamples, SampleStream, training_stream
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.pipeline.runtime import Runtime
 from megacore.train.evaluation import evaluate
 from megacore.train.loader import Loader

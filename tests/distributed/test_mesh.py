@@ -11,9 +11,9 @@ import torch
 
 from megacore.config import load
 from megacore.distributed.axes import AXES, coordinates, ranks_along
-from megacore.distributed.comm import all_reduce, broadcast_text
+from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from tests.training import write_config
 
 NAMES = [axis.name for axis in AXES]

@@ -13,11 +13,11 @@ from megacore.checkpoint import Saver
 from megacore.config import load
 from megacore.data.documents import of_inputs
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
+from megacore.model.flops import flops_per_token
 from megacore.pipeline.runtime import Runtime
-from megacore.plan.flops import flops_per_token
-from megacore.survive.ledger import Ledger
-from megacore.survive.noting import note_mesh
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.diagnosis.noting import note_mesh
 from megacore.train import meters
 from megacore.train.inputs import Inputs
 from tests import training
@@ -30,9 +30,9 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     """A run in which a step takes as long as `STEP` says, and nothing else any time; rank r's memory peaks at r + 1 KiB."""
     rank, now = place_from_environment().rank, [0.0]
     run, start = Runtime.run, Saver.start
-    ledgers: list[Ledger] = []
+    ledgers: list[FlightRecorder] = []
 
-    def noting(mesh: Mesh) -> Ledger:
+    def noting(mesh: Mesh) -> FlightRecorder:
         ledgers.append(note_mesh(mesh))
         return ledgers[0]
 

@@ -10,13 +10,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
+from megacore.pipeline import generators
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import generators
-from megacore.plan.schedule import IN_FLIGHT, Action, Op
-from megacore.plan.simulate import peak_live
+from megacore.pipeline.schedule import IN_FLIGHT, Action, Op
+from megacore.pipeline.simulate import peak_live
 from tests.training import VOCAB_SIZE, write_config
 
 STAGES = 4

@@ -7,9 +7,9 @@ import torch
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
-from megacore.preflight import links
-from megacore.preflight.judge import judge_together
+from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.preflight import links
+from megacore.tools.preflight.judge import judge_together
 from tests.training import write_config
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megacore.checkpoint import Reader
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.manifest import FORMAT_VERSION
 from megacore.config import load
 from megacore.errors import CheckpointError

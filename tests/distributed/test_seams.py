@@ -13,17 +13,17 @@ from torch import Tensor
 
 from megacore.config import Config, load
 from megacore.distributed.axes import AXES, Axis
-from megacore.distributed.comm import leave_tensor_parallel
+from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.mesh import SOLO, Group, Mesh
-from megacore.distributed.place import Place, place_from_environment
+from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.distributed.shard import Shard, new_parameter, shard_of, split
 from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.initial import initialise
-from megacore.plan import generators, partition, schedule
-from megacore.plan.schedule import Action, Op, Placement, Plan, looped
-from megacore.plan.validate import validate
+from megacore.pipeline import generators, partition, schedule
+from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped
+from megacore.pipeline.validate import validate
 from tests import training
 from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train
 
@@ -208,7 +208,7 @@ def test_momentum_sgd_is_what_it_says(tmp_path: Path) -> None:
                 decay = 0.1 if p.dim() > 1 and "norm" not in name and not name.endswith("bias") else 0.0
                 p.mul_(1 - rate * decay).sub_(rate * buffers[name])
                 p.grad = None
-    found = put_together([train(config, Mesh(config, Place(), CPU))])
+    found = put_together([train(config, Mesh(config, RankInfo(), CPU))])
     assert found.keys() == {f"{kind}/{name}" for kind in ("model", "momentum") for name in buffers}
     for name, p in model.named_parameters():
         assert float((found[f"model/{name}"] - p.detach()).norm()) < TOLERANCE * float(p.detach().norm() + 1), name

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megacore.config import load
-from megacore.distributed import comm, shared_memory
+from megacore.distributed import collectives as comm
+from megacore.distributed import shared_memory
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.mesh import Group, Mesh, pick_device
-from megacore.distributed.place import place_from_environment
+from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
-from megacore.distributed.wire import Wire
-from megacore.survive.failure import lost_peer
+from megacore.tools.diagnosis.failure import lost_peer
 from tests import training
 
 ROUNDS = 40
@@ -51,8 +52,8 @@ def results(group: Group, dtype: torch.dtype, rows: int, seed: int) -> list[torc
 
 def without(group: Group) -> Group:
     """The same ranks, over gloo alone."""
-    assert group.wire is not None
-    return replace(group, wire=Wire(group.wire.process_group, group.size))
+    assert group.communicator is not None
+    return replace(group, wire=Communicator(group.communicator.process_group, group.size))
 
 
 def compared_with_gloo(config_path: str) -> tuple[bool, list[str]]:
@@ -63,7 +64,7 @@ def compared_with_gloo(config_path: str) -> tuple[bool, list[str]]:
         for rows in (1, 7, 5000):  # the last does not fit
             pairs = zip(results(mesh.tp, dtype, rows, rows), results(without(mesh.tp), dtype, rows, rows), strict=True)
             apart += [f"{dtype} {rows} operation {i}" for i, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
-    wire = mesh.tp.wire
+    wire = mesh.tp.communicator
     shared = wire is not None and wire.shared is not None and not wire.carries(torch.empty(5000, 3))
     mesh.close()
     return shared, apart
@@ -142,7 +143,7 @@ def apart(config_path: str) -> bool:
     elsewhere = "elsewhere" if place_from_environment().rank == 1 else shared_memory.machine()
     with patch.object(shared_memory, "machine", lambda: elsewhere):
         mesh = opened(config_path)
-    wire = mesh.tp.wire
+    wire = mesh.tp.communicator
     mesh.close()
     return wire is not None and wire.shared is None
 

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from megacore.distributed.processes import ENDED, descendants, process_state
-from megacore.survive.hosts import Fleet
-from megacore.survive.supervisor import Supervisor, environment
+from megacore.tools.relaunch.hosts import Fleet
+from megacore.tools.relaunch.supervisor import Supervisor, environment
 from megacore.train.stopping import STOP
 from tests.pool import CONTEXT
 from tests.unit.test_guardians import DAMAGED

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.mesh import Group
 from megacore.distributed.shard import shard_of
-from megacore.distributed.wire import Wire
 from megacore.kernels.swiglu import swiglu
 from megacore.rng import key_of
 from megacore.tensor_parallel import embedding, linear
@@ -108,7 +108,7 @@ def join() -> Group:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     assert dist.group.WORLD is not None
-    return Group("tp", tuple(range(world)), dist.get_rank(), Wire(dist.group.WORLD, world) if world > 1 else None)
+    return Group("tp", tuple(range(world)), dist.get_rank(), Communicator(dist.group.WORLD, world) if world > 1 else None)
 
 
 def own(whole: Tensor, cut: int | str | None, group: Group, sequence: bool) -> Tensor:

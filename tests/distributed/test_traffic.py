@@ -15,13 +15,13 @@ from benchmarks.breakdown import measured_step, shares
 from benchmarks.training import RandomStream, Training
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.distributed import comm
+from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.place import place_from_environment
-from megacore.dry_run.watch import OPERATIONS
-from megacore.plan.parameters import rank_parameters
-from megacore.plan.traffic import Transfer, rank_traffic, sent_by_group
+from megacore.distributed.rank_info import place_from_environment
 from megacore.tensor_parallel import linear
+from megacore.tools.dry_run.meta_watch import OPERATIONS
+from megacore.tools.planner.parameters import rank_parameters
+from megacore.tools.planner.traffic import Transfer, rank_traffic, sent_by_group
 
 AXES = ("tensor", "pipeline", "data", "context")
 TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2

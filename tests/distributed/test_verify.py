@@ -12,17 +12,17 @@ from unittest import mock
 import pytest
 
 from megacore.errors import ConfigError
-from megacore.verify.layouts import parse
-from megacore.verify.report import explain, verdict
-from megacore.verify.run import ROOT, Options, Proof, prove
-from megacore.verify.workers import Workers
+from megacore.tools.verify.layouts import parse
+from megacore.tools.verify.proof_report import explain, verdict
+from megacore.tools.verify.run import ROOT, Options, Proof, prove
+from megacore.tools.verify.workers import ProofWorkers
 from tests.commands import provers
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
+def workers() -> Iterator[ProofWorkers]:
     with provers() as workers:
         yield workers
 
@@ -76,7 +76,7 @@ def test_the_documented_block_is_proved_and_a_mistake_in_it_is_found_by_name(for
     assert "before it, module blocks.0.feed_forward, its output, microbatch 0, forward still agrees" in done.stdout
 
 
-def test_two_versions_of_the_code_are_compared(fork: Path, workers: Workers) -> None:
+def test_two_versions_of_the_code_are_compared(fork: Path, workers: ProofWorkers) -> None:
     options = Options(TINY, [], [parse("tp2")], against=fork)
     proof = prove(options, workers=workers)
     assert proof.holds and verdict(proof).endswith("bitwise")
@@ -86,11 +86,11 @@ def test_two_versions_of_the_code_are_compared(fork: Path, workers: Workers) -> 
     assert not proof.holds and "module blocks.0.attention.output, its input" in next(iter(explain(proof.results[0])))
 
 
-def bf16(workers: Workers, plant: str | None) -> Proof:
+def bf16(workers: ProofWorkers, plant: str | None) -> Proof:
     return prove(Options(TINY, ["model.bias=true"], [parse("tp2sp")], precision="bf16", plant=plant), workers=workers)
 
 
-def test_bf16_is_held_to_what_bf16_explains(workers: Workers) -> None:
+def test_bf16_is_held_to_what_bf16_explains(workers: ProofWorkers) -> None:
     """Its differences are above 1e-3, so that a fixed bound would pass the mistakes too."""
     proof = bf16(workers, None)
     assert proof.holds and max(d.relative for d in proof.results[0].differences.values()) > 1e-3
@@ -141,21 +141,21 @@ def with_parameters_of_other_kinds() -> Iterator[None]:
         yield
 
 
-def test_what_is_not_a_number_is_not_explained(workers: Workers) -> None:
+def test_what_is_not_a_number_is_not_explained(workers: ProofWorkers) -> None:
     assert not bf16(workers, f"{__name__}:nothing_is_a_number").holds
 
 
-def test_scalars_and_unused_parameters_are_proved(workers: Workers) -> None:
+def test_scalars_and_unused_parameters_are_proved(workers: ProofWorkers) -> None:
     proof = prove(Options(TINY, [], [parse("tp2sp")], plant=f"{__name__}:with_parameters_of_other_kinds"), workers=workers)
     assert proof.holds and "blocks.1.gate" in proof.names and "blocks.1.unused" in proof.names
 
 
-def test_a_plant_that_is_not_there_is_the_user_s_mistake(workers: Workers) -> None:
+def test_a_plant_that_is_not_there_is_the_user_s_mistake(workers: ProofWorkers) -> None:
     with pytest.raises(ConfigError, match="--plant: tests.faults.tensor:typo cannot be found"):
         prove(Options(TINY, [], [parse("one")], plant="tests.faults.tensor:typo"), workers=workers)
 
 
-def test_a_rank_that_fails_is_named_with_its_reason(workers: Workers) -> None:
+def test_a_rank_that_fails_is_named_with_its_reason(workers: ProofWorkers) -> None:
     """The others wait for it in vain: what they say must not hide the cause."""
     proof = prove(Options(TINY, [], [parse("tp2"), parse("one")], plant=f"{__name__}:second_rank_raises"), workers=workers)
     assert not proof.holds and proof.results[1].equal

@@ -7,15 +7,15 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from megacore.config.schema import MASK, Train
-from megacore.data.coverage import Epoch, Leg
+from megacore.config.schema import MASK, TrainConfig
 from megacore.data.samples import SampleStream
-from megacore.plan.generators import build
-from megacore.plan.validate import validate
-from megacore.verify.layouts import parse
-from megacore.verify.report import explain
-from megacore.verify.run import ROOT, Options, prove
-from megacore.verify.worker import planted
+from megacore.pipeline.generators import build
+from megacore.pipeline.validate import validate
+from megacore.tools.verify.coverage import Epoch, Leg
+from megacore.tools.verify.layouts import parse
+from megacore.tools.verify.proof_report import explain
+from megacore.tools.verify.run import ROOT, Options, prove
+from megacore.tools.verify.worker import planted
 from tests import plain, training
 from tests.commands import provers
 from tests.faults import FAULTS, Fault, context, data, links, pipeline, plans, precision, public, races, split, structure, tensor, trainer
@@ -87,7 +87,7 @@ def epoch_read() -> str:
     """What is wrong with the samples that a run reads in an epoch, with four data ranks first and then with two; in words."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = training.write_corpus(Path(folder))
-        train = Train(seq_len=16, micro_batch_size=1, global_batch_size=8)
+        train = TrainConfig(seq_len=16, micro_batch_size=1, global_batch_size=8)
         found = Epoch(SampleStream(prefix, 16, 0, training.VOCAB_SIZE), 0, 0, [Leg(4, 1, 10), Leg(2, 11)], train).check()
     kinds = {"left out": found.missing, "read again": found.repeated}
     return " and ".join(f"samples are {kind}" for kind, count in kinds.items() if count)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megacore.distributed import comm
+from megacore.distributed import collectives as comm
 
 
 def not_started(x: Tensor, group: Any) -> comm.Done:

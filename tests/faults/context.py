@@ -7,8 +7,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megacore.context_parallel import attention, blocks, pieces
-from megacore.distributed import comm
+from megacore.context_parallel import attention
+from megacore.context_parallel import ring_blocks as blocks
+from megacore.context_parallel import sharding as pieces
+from megacore.distributed import collectives as comm
 from megacore.model import context, gpt
 from megacore.train import loader, step
 from tests.faults import fault

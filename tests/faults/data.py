@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from megacore import checkpoint
-from megacore.data import batches, coverage
+from megacore.data import dp_sharding as batches
 from megacore.data.samples import EvalSamples
-from megacore.distributed import comm
-from megacore.distributed.wire import Staged
-from megacore.engine import gather, native, reduce
+from megacore.distributed import collectives as comm
+from megacore.distributed.communicator import Staged
+from megacore.engine import native, reduce
+from megacore.engine import param_all_gather as gather
 from megacore.tensor_parallel import gradient
+from megacore.tools.verify import coverage
 from megacore.train import loader, trainer
 from tests.faults import both, fault
 from tests.faults.collectives import not_started, twice

@@ -5,7 +5,8 @@ from unittest import mock
 
 import torch
 
-from megacore.distributed import levels, wire
+from megacore.distributed import communicator as wire
+from megacore.distributed import hierarchical_reduce as levels
 from megacore.engine import reduce
 from tests.faults import fault
 from tests.faults.collectives import not_started

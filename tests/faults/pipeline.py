@@ -7,8 +7,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore.distributed import comm
-from megacore.engine import native, rules, stepper
+from megacore.distributed import collectives as comm
+from megacore.engine import native, stepper
+from megacore.engine import optimizers as rules
 from megacore.model import context, norm
 from megacore.pipeline import runtime
 from tests.faults import fault

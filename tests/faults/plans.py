@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from megacore.plan import generators
-from megacore.plan.schedule import Action, Op, Plan, looped, unsplit
+from megacore.pipeline import generators
+from megacore.pipeline.schedule import Action, Op, Plan, looped, unsplit
 from tests.faults import fault
 
 

@@ -6,7 +6,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore.engine import native, rules
+from megacore.engine import native
+from megacore.engine import optimizers as rules
 from megacore.kernels import adamw
 from megacore.tensor_parallel import gradient
 from tests.faults import fault

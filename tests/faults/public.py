@@ -8,7 +8,7 @@ import torch
 
 from megacore.context_parallel import attention
 from megacore.data import packing, samples
-from megacore.distributed import comm
+from megacore.distributed import collectives as comm
 from megacore.engine import fsdp, reduce, stepper
 from megacore.model import context
 from megacore.train import step
@@ -105,8 +105,8 @@ def replicated_gradient_summed_twice() -> Any:
     "engine.shard_size=2",
 )
 def norm_counts_copies() -> Any:
-    right = fsdp.Rows.norm_weights
-    return patch(fsdp.Rows, "norm_weights", lambda self, copies: right(self, 1))
+    right = fsdp.ShardRows.norm_weights
+    return patch(fsdp.ShardRows, "norm_weights", lambda self, copies: right(self, 1))
 
 
 @fault(
@@ -116,14 +116,14 @@ def norm_counts_copies() -> Any:
     check="trained",
 )
 def not_a_number_taken() -> Any:
-    right = stepper.Stepper.step
+    right = stepper.OptimizerStep.step
 
     def taken(self: Any, *arguments: Any) -> Any:
         update = self.optimizer.step
         with patch(self.optimizer, "step", lambda lr, scale, skip: update(lr, scale, torch.zeros_like(skip))):
             return right(self, *arguments)
 
-    return patch(stepper.Stepper, "step", taken)
+    return patch(stepper.OptimizerStep, "step", taken)
 
 
 @fault(

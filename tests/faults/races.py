@@ -7,9 +7,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore.distributed import comm
-from megacore.distributed.wire import Wire
-from megacore.engine import gather, reduce
+from megacore.distributed import collectives as comm
+from megacore.distributed.communicator import Communicator
+from megacore.engine import param_all_gather as gather
+from megacore.engine import reduce
 from tests.faults import both, fault
 
 patch = mock.patch.object
@@ -36,7 +37,7 @@ RACED: dict[Any, Any] = {}  # of each class, how many were made in this process
 class Early:
     """A reduction of `x` into `out` that has read `x` before the last gradient came, as one that is begun too early may."""
 
-    def __init__(self, start: Any, wire: Wire, x: Tensor, out: Tensor) -> None:
+    def __init__(self, start: Any, wire: Communicator, x: Tensor, out: Tensor) -> None:
         self.out, read = out, x.clone()
         self.result = read if out is x else torch.empty_like(out)
         self.work = start(wire, read, *([] if out is x else [self.result]))
@@ -50,7 +51,7 @@ class Early:
 def begun_early() -> Any:
     """Buckets are begun one gradient early; the operation itself is on the bucket's memory."""
     rearm, start = reduce.GradientReducer._rearm, reduce.GradientReducer._start
-    all_reduce, reduce_scatter = Wire.start_all_reduce, Wire.start_reduce_scatter
+    all_reduce, reduce_scatter = Communicator.start_all_reduce, Communicator.start_reduce_scatter
     now = [False]  # whether a bucket is begun
 
     def hasty(self: Any) -> None:
@@ -62,13 +63,13 @@ def begun_early() -> Any:
         start(self, buffer, bucket)
         now[0] = False
 
-    def summed(wire: Wire, x: Tensor) -> Any:
+    def summed(wire: Communicator, x: Tensor) -> Any:
         return Early(all_reduce, wire, x, x) if now[0] else all_reduce(wire, x)
 
-    def scattered(wire: Wire, x: Tensor, out: Tensor) -> Any:
+    def scattered(wire: Communicator, x: Tensor, out: Tensor) -> Any:
         return Early(reduce_scatter, wire, x, out) if now[0] else reduce_scatter(wire, x, out)
 
-    in_wire = patch(Wire, "start_all_reduce", summed), patch(Wire, "start_reduce_scatter", scattered)
+    in_wire = patch(Communicator, "start_all_reduce", summed), patch(Communicator, "start_reduce_scatter", scattered)
     return both(*in_wire, lost_at_first(reduce.GradientReducer, {"_rearm": hasty, "_start": early}))
 
 

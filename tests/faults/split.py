@@ -6,18 +6,18 @@ from unittest import mock
 
 from megacore.engine import native
 from megacore.pipeline import runtime
-from megacore.tensor_parallel.gradient import Part, finish_in_turn
+from megacore.tensor_parallel.gradient import WeightGradPart, finish_in_turn
 from tests.faults import fault
 
 patch = mock.patch.object
 ZB = "parallel.schedule=zb_h1"
 
 
-def spoiling(spoil: Callable[[Any, list[Part]], None]) -> Any:
+def spoiling(spoil: Callable[[Any, list[WeightGradPart]], None]) -> Any:
     """The second half of every backward, with its parts changed beforehand."""
     whole = native.NativeEngine.backward_weight
 
-    def spoilt(self: Any, chunk: int, parts: list[Part], *, last: bool) -> None:
+    def spoilt(self: Any, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:
         spoil(self, parts)
         whole(self, chunk, parts, last=last)
 
@@ -41,7 +41,7 @@ def weight_gradient_lost() -> Any:
     ZB,
 )
 def weight_gradient_doubled() -> Any:
-    return spoiling(lambda engine, parts: parts.append(Part(parts[-2].total, parts[-2].add, parts[-2].grad, parts[-2].x)))
+    return spoiling(lambda engine, parts: parts.append(WeightGradPart(parts[-2].total, parts[-2].add, parts[-2].grad, parts[-2].x)))
 
 
 @fault(
@@ -53,7 +53,7 @@ def weight_gradient_doubled() -> Any:
 def weight_gradient_of_another_microbatch() -> Any:
     before: dict[int, Any] = {}
 
-    def mix(engine: Any, parts: list[Part]) -> None:
+    def mix(engine: Any, parts: list[WeightGradPart]) -> None:
         for part in parts:
             own = part.x
             part.x = before.get(id(part.total), own)
@@ -69,7 +69,7 @@ def weight_gradient_of_another_microbatch() -> Any:
     ZB,
 )
 def reduced_before_the_last_weight() -> Any:
-    def early(self: Any, chunk: int, parts: list[Part], *, last: bool) -> None:
+    def early(self: Any, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:
         if last:
             self.reducer.complete(self.reducer.totals_of(chunk))
             for work in self.reducer.work:

@@ -6,9 +6,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacore.distributed import comm
+from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import SOLO
-from megacore.distributed.shard import Box
+from megacore.distributed.shard import TensorSlice
 from megacore.engine import choose, reduce
 from megacore.model import context, gpt, norm
 from megacore.tensor_parallel import cross_entropy, embedding, linear
@@ -203,7 +203,8 @@ def weights_drawn_by_rank() -> Any:
 
     def wrong(held: Any, *rest: Any) -> None:
         initialise(
-            {key: (tensor, Box(box.local_shape, (0,) * tensor.dim(), box.local_shape)) for key, (tensor, box) in held.items()}, *rest
+            {key: (tensor, TensorSlice(box.local_shape, (0,) * tensor.dim(), box.local_shape)) for key, (tensor, box) in held.items()},
+            *rest,
         )
 
     return patch(step, "initialise", wrong)

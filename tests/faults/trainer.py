@@ -3,8 +3,8 @@
 from typing import Any
 from unittest import mock
 
+from megacore.engine.flat_buffer import learning_rate
 from megacore.engine.native import NativeEngine
-from megacore.engine.optimizer import learning_rate
 from megacore.train import evaluation, step, trainer
 from tests.faults import both, fault
 

@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.context_parallel import blocks, packed
+from megacore.context_parallel import ring_blocks as blocks
+from megacore.context_parallel import varlen as packed
 from tests import attention_checks as checks
-from tests.unit.test_packed_attention import ROWS, lengths
+from tests.unit.test_varlen import ROWS, lengths
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

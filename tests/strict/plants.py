@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.context_parallel import attention
-from megacore.distributed import wire
+from megacore.distributed import communicator as wire
 from megacore.distributed.mesh import Mesh
-from megacore.engine import gather, reduce
+from megacore.engine import param_all_gather as gather
+from megacore.engine import reduce
 from megacore.pipeline import runtime
 from tests.strict.device import Rules
 from tests.strict.runs import BATCH, MICRO_BATCH, STEPS, Case
@@ -105,7 +106,7 @@ def one_communicator() -> Any:
 
     def together(self: Any, config: Any) -> None:
         connect(self, config)
-        self.pp.wire.downward = self.pp.wire.process_group
+        self.pp.communicator.downward = self.pp.communicator.process_group
 
     return patch(Mesh, "_connect_stages", together)
 

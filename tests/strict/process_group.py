@@ -24,9 +24,9 @@ GROUP, PAIR = 0, 1  # tags
 BETWEEN = (
     "torch/",
     "strict/process_group.py",
-    "distributed/wire.py",
-    "distributed/comm.py",
-    "survive/noting.py",
+    "distributed/communicator.py",
+    "distributed/collectives.py",
+    "tools/diagnosis/noting.py",
 )  # from a call to here
 
 

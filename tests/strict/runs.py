@@ -16,14 +16,14 @@ from torch import Tensor
 from megacore.checkpoint import Reader, checkpoints_in
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import place_from_environment
-from megacore.distributed.shard import Box
+from megacore.distributed.rank_info import place_from_environment
+from megacore.distributed.shard import TensorSlice
 from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage
 from megacore.model.sampling import Sampler
-from megacore.plan.partition import placement_of, stage_layers
-from megacore.verify.layouts import Layout, parse
-from megacore.verify.worker import planted
+from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.tools.verify.layouts import Layout, parse
+from megacore.tools.verify.worker import planted
 from tests import training
 from tests.pool import Pool, RankError, RankTimeout
 from tests.strict import Rules, strict
@@ -149,7 +149,7 @@ def train(config: str, overrides: list[str], out: str) -> Outcome | None:
         reader = Reader(path)
         for name in reader.names:
             shape = tuple(reader.manifest.tensors[name].shape)
-            tensors[f"step {reader.step}, {name}"] = reader.read(name, Box(shape, (0,) * len(shape), shape))
+            tensors[f"step {reader.step}, {name}"] = reader.read(name, TensorSlice(shape, (0,) * len(shape), shape))
     return Outcome(figures, tensors)
 
 

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from tests.bad_inputs import HUGE, SUPERVISED, Row, config, rows
 from tests.conftest import Refused
@@ -98,6 +98,6 @@ def test_a_benchmark_takes_whole_numbers_alone(name: str, option: str, value: st
     """Else it divides by zero behind minutes of work, or never ends."""
     main = importlib.import_module(f"benchmarks.{name}")
     script = getattr(main, "main", None) or main.run
-    places = [Place()] * (len(inspect.signature(script).parameters) - 1)
+    places = [RankInfo()] * (len(inspect.signature(script).parameters) - 1)
     with pytest.raises(ConfigError, match=f"^config error: {option}: .* is no whole number from 1 to 999999999"):
         script([f"{option}={value}"], *places)

@@ -9,7 +9,7 @@ import pytest
 
 from launch import compare
 from megacore.errors import ConfigError
-from megacore.plan.devices import read_cluster, read_device
+from megacore.tools.planner.devices import read_cluster, read_device
 
 WRONG: list[Any] = ["1", "x", [1], {}, True, -1, 10**400, 1e300, float("nan"), float("inf"), -1e-9]
 TINY = 5e-324  # infinite as a divisor
@@ -47,7 +47,7 @@ def test_a_device_or_cluster_file(read: Callable[[str], Any], wrong: list[Any], 
     path, what = tmp_path / "file.json", read.__name__.removeprefix("read_")
     for content in wrong:
         path.write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match=rf"^config error: --{what}: \S+ is no {what} file: .*as in megacore/plan/{what}s"):
+        with pytest.raises(ConfigError, match=rf"^config error: --{what}: \S+ is no {what} file: .*as in megacore/tools/planner/{what}s"):
             read(str(path))
     path.write_text(json.dumps(whole))
     assert read(str(path)).name == "x"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.engine.guard import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
-from megacore.survive.stragglers import Stragglers, outliers
-from megacore.train.mailbox import Figures
-from megacore.train.skips import Skips, TooManySkips
+from megacore.engine.spike_detector import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
+from megacore.tools.diagnosis.stragglers import Stragglers, outliers
+from megacore.train.async_metrics import StepMetrics
+from megacore.train.skip_policy import Skips, TooManySkips
 
 CPU = torch.device("cpu")
 
@@ -79,8 +79,8 @@ def test_equal_norms_make_no_spike_of_the_next() -> None:
     assert found[40:] == [False, False, True]
 
 
-def figures(step: int, skipped: float) -> Figures:
-    return Figures(step, 1.0, 0.0, 0.0, 1.0, skipped, 0.0)
+def figures(step: int, skipped: float) -> StepMetrics:
+    return StepMetrics(step, 1.0, 0.0, 0.0, 1.0, skipped, 0.0)
 
 
 def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:

@@ -31,22 +31,23 @@ from benchmarks.throughput import hardware_flops_per_token
 from benchmarks.training import Training, random_batch
 from megacore.config import Config, load
 from megacore.config.load import resolve
-from megacore.context_parallel import attention, pieces
+from megacore.context_parallel import attention
+from megacore.context_parallel import sharding as pieces
 from megacore.distributed.axes import ranks_along
+from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh, sizes_of
-from megacore.distributed.place import Place
-from megacore.distributed.wire import Group
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.interchange.mapped import Mapped, gpt2_tensors
-from megacore.interchange.nanogpt import nanogpt_tensors
+from megacore.model.flops import attention_flops, block_flops, flops_per_token, head_flops
 from megacore.model.gpt import Stage, whole_model
-from megacore.plan.devices import Cluster, Device, Level
-from megacore.plan.flops import attention_flops, block_flops, flops_per_token, head_flops
-from megacore.plan.operations import Machine
-from megacore.plan.plot import draw
-from megacore.plan.profile import Profile
-from megacore.plan.schedule import COMPUTE, Action, Op
-from megacore.plan.traffic import rank_traffic, seconds_by_group
+from megacore.pipeline.schedule import COMPUTE, Action, Op
+from megacore.tools.interchange.mapped import Mapped, gpt2_tensors
+from megacore.tools.interchange.nanogpt import nanogpt_tensors
+from megacore.tools.planner.devices import Cluster, DeviceSpec, Level
+from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.plot import draw
+from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
 from megacore.train.meters import Utilisation
 from tests.training import write_config
 
@@ -83,7 +84,9 @@ def test_planner_times_what_is_sent_by_the_clusters_links() -> None:
         "train": {"seq_len": 32, "micro_batch_size": 1, "global_batch_size": 2, "precision": "fp32"},
         "parallel": {"tensor": 2},
     }
-    machine = Machine(Device("none", {}), Cluster("two", (Level("in", 2, 100.0, 3.0), Level("out", None, 10.0, 5.0))), Profile(call=0.5))
+    machine = Machine(
+        DeviceSpec("none", {}), Cluster("two", (Level("in", 2, 100.0, 3.0), Level("out", None, 10.0, 5.0))), Profile(call=0.5)
+    )
     config = resolve(sections, [], "small", 4).config
     (transfers,) = rank_traffic(config)
     seconds, size = seconds_by_group(transfers, config, machine), 32 * 64 * 4
@@ -137,7 +140,7 @@ def test_the_first_layout_calibrates_and_is_no_proof(monkeypatch: pytest.MonkeyP
     prediction, which goes by what each layout changes."""
     seconds = {"one": 3.0, "dp2": 2.0}
     monkeypatch.setattr(predicted, "start", lambda args, name: {"step_seconds": {"median": seconds[name], "spread": 0.1}})
-    machine = Device("here", {"fp32": 1e10}, memory_bytes_per_second=1e10), Cluster("here", (Level("fast", None, 1e9, 1e-6),))
+    machine = DeviceSpec("here", {"fp32": 1e10}, memory_bytes_per_second=1e10), Cluster("here", (Level("fast", None, 1e9, 1e-6),))
     monkeypatch.setattr(predicted, "measured_device", lambda args, world: machine[0])
     monkeypatch.setattr(predicted, "measured_links", lambda args, layout, config: machine[1])
     one, two = predicted.compare(predicted.parse(["--config", "configs/gpt_tiny.json", "--layouts", "one,dp2"]))
@@ -432,7 +435,7 @@ def test_the_plain_gpt_trains_as_megacore_does(monkeypatch: pytest.MonkeyPatch) 
     """The same steps from the same initial weights: accumulation, clipping, AdamW and what decays. One that does less would be faster."""
     monkeypatch.setattr(torch, "compile", lambda model: model)  # which would take a minute, and is not what is looked at
     config = small_gpt()
-    ours = losses(Training(config, Mesh(config, Place(), torch.device("cpu"))))
+    ours = losses(Training(config, Mesh(config, RankInfo(), torch.device("cpu"))))
     assert ours[-1] < ours[0] - 0.1
     assert losses(PlainGPTLoop(config)) == pytest.approx(ours, rel=1e-5)
     for difference in ("optim.weight_decay=0", "optim.grad_clip=0.01", "train.seed=5"):
@@ -461,7 +464,7 @@ def test_the_model_of_transformers_starts_with_megacores_weights() -> None:
 def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
     """A drawing that mixes up actions, clocks or ranks would send people after differences that are not there."""
     config = load(write_config(tmp_path, "unused"), ["parallel.schedule=zb_h1"]).config
-    training = Training(config, Mesh(config, Place(), torch.device("cpu")))
+    training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
     timeline = beside_each_other(training)
     simulated, measured = timeline.spans
     done = [action for action in training.train_step.plan.actions[0] if action.op in COMPUTE]

@@ -10,13 +10,13 @@ import torch
 
 from launch import prepare as script
 from megacore.config import load
-from megacore.data.chat import WrongConversation, chat_of, encode
 from megacore.data.indexed import IGNORED, MASK, IndexedTokens, IndexedWriter, Sidecar
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.data.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
+from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, write_config
@@ -181,7 +181,7 @@ def test_a_blend_learns_all_of_a_corpus_without_a_mask(tmp_path: Path) -> None:
 def trained(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """All state behind two steps on a corpus."""
     config = load(write_config(folder, prefix, train={"global_batch_size": 4, "steps": 2}), [], 1).config
-    mesh = Mesh(config, Place(), torch.device("cpu"))
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     step, stream = TrainStep(config, mesh), SampleStream(prefix, 16, 0, VOCAB_SIZE)
     loader = Loader(config, mesh, stream)
     for number in (1, 2):

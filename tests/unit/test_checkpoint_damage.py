@@ -17,7 +17,7 @@ import torch
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, locate
-from megacore.checkpoint.compare import compare
+from megacore.checkpoint.diff import compare
 from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
 from tests.checkpoints import find_latest, save

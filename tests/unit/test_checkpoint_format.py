@@ -25,8 +25,8 @@ from megacore.checkpoint.commit import save_stream, set_aside
 from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.config.schema import Model
-from megacore.distributed.shard import Box, Shard
+from megacore.config.schema import ModelConfig
+from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
 from megacore.model.gpt import whole_model
 from tests import crashes
@@ -99,7 +99,7 @@ def test_reading_never_holds_more_than_a_block(tmp_path, monkeypatch):
     whole = torch.randn(5, 4, 6)
     path = save_alone(tmp_path, 1, {"w": whole})
     for trusted in (False, True):
-        part = Reader(path, trusted).read("w", Box((5, 4, 6), (1, 0, 2), (3, 4, 3)))
+        part = Reader(path, trusted).read("w", TensorSlice((5, 4, 6), (1, 0, 2), (3, 4, 3)))
         assert torch.equal(part, whole[1:4, :, 2:5])
     Reader(path).verify()
     assert max(asked) <= 7 and sum(asked) > 2 * whole.numel()
@@ -132,7 +132,7 @@ def others_of(key: str, value: Any) -> list[Any]:
         return [2 * value, value / 2 if isinstance(value, float) else value // 2, 0.5]
     if key == "rope_scaling":
         return [None, {"type": "ntk", "factor": 3.0}, {"type": "linear", "factor": 3.0}]
-    choices = get_args(Model.model_fields[key].annotation)
+    choices = get_args(ModelConfig.model_fields[key].annotation)
     return [choice for choice in choices if choice not in (value, "triton")]  # which needs a GPU, and equals eager elsewhere
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from launch.prepare import parse
 from megacore.config import load
-from megacore.data import prepare as prepare_module
-from megacore.data import sources
 from megacore.data.indexed import IndexedTokens, Sidecar
-from megacore.data.prepare import cross_entropy, prepare
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import ConfigError, DataError, UserError
+from megacore.tools.prepare import prepare as prepare_module
+from megacore.tools.prepare import sources
+from megacore.tools.prepare.prepare import cross_entropy, prepare
 from megacore.train.inputs import Inputs
 from tests.training import write_config
 

@@ -15,10 +15,10 @@ from megacore.config.schema import MASK
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend, training_stream
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
+from megacore.tools.verify.reference import Corpus
 from megacore.train.loader import Loader, validation_batches
-from megacore.verify.reference import Corpus
 
 
 def write(path: Path, values: np.ndarray) -> str:
@@ -137,7 +137,7 @@ def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing
     config = resolve({"model": model, "train": train, "data": data}, [], "blend", 1).config
     stream = training_stream(config)
     plain = {prefix: Corpus(prefix, config) for _, prefix in parts}
-    loader, seen = Loader(config, Mesh(config, Place(), torch.device("cpu")), stream), set()
+    loader, seen = Loader(config, Mesh(config, RankInfo(), torch.device("cpu")), stream), set()
     for index, microbatch in enumerate(microbatch for step in range(1, 11) for microbatch in loader.step(step)):
         for row in range(2):
             prefix, _, sample = stream.where(2 * index + row)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.model.gpt import whole_model
 from megacore.model.norm import Norm
-from megacore.survive.joining import joined
+from megacore.tools.diagnosis.joining import joined
 from megacore.train.determinism import compute_deterministically
 
 MODELS = {
@@ -103,7 +103,7 @@ def test_a_gpu_adds_up_in_fp32(setting: str) -> None:
     before = getattr(matmul, setting)
     setattr(matmul, setting, True)
     try:
-        with joined(small(), Place(), torch.device("cuda", 0)):  # of one rank, where joining touches no device
+        with joined(small(), RankInfo(), torch.device("cuda", 0)):  # of one rank, where joining touches no device
             allowed = getattr(matmul, setting)
         assert allowed is False  # out here: an error inside would end this process, as it ends a rank
     finally:

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megacore.checkpoint.staging import Staging
 from megacore.config import Config, load
+from megacore.distributed import communicator as wire_module
 from megacore.distributed import mesh as mesh_module
-from megacore.distributed import wire as wire_module
-from megacore.distributed.comm import all_reduce
-from megacore.distributed.meeting import claim
+from megacore.distributed.collectives import all_reduce
+from megacore.distributed.communicator import Communicator
 from megacore.distributed.mesh import SOLO, Mesh, pick_device
-from megacore.distributed.place import Place
-from megacore.distributed.wire import Wire
+from megacore.distributed.rank_info import RankInfo
+from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError
 from megacore.train import loader as loader_module
 from megacore.train.garbage import EVERY, Garbage
@@ -60,7 +60,7 @@ def test_a_rank_takes_its_gpu(
 ) -> None:
     """Slurm with --gpus-per-task=1 shows each rank its own GPU alone: it is the first, whatever the local rank."""
     gpus(visible)
-    device = pick_device(config, Place(local_rank, 8, local_rank, 8))
+    device = pick_device(config, RankInfo(local_rank, 8, local_rank, 8))
     assert device == torch.device("cuda", index) and threads["MainThread"] == device
 
 
@@ -94,7 +94,7 @@ def test_libraries_are_told_before_they_start(
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(tuple(map(os.environ.get, names))) or True)
     config = load(training.write_config(tmp_path, "nothing"), ["train.device=auto", *overrides], world).config
-    pick_device(config, Place(0, world, 0, world))
+    pick_device(config, RankInfo(0, world, 0, world))
     assert tuple(map(os.environ.get, names)) == found
     assert all(told == found for told in asked)
 
@@ -102,7 +102,7 @@ def test_libraries_are_told_before_they_start(
 def test_a_rank_without_a_gpu_is_refused(gpus: Any, config: Config) -> None:
     gpus(4)
     with pytest.raises(ConfigError, match="local rank 5 has no GPU of its own: this machine has 4"):
-        pick_device(config, Place(5, 8, 5, 8))
+        pick_device(config, RankInfo(5, 8, 5, 8))
 
 
 def test_two_ranks_on_one_gpu_are_refused(gpus: Any) -> None:
@@ -110,12 +110,12 @@ def test_two_ranks_on_one_gpu_are_refused(gpus: Any) -> None:
     store, device = dist.HashStore(), torch.device("cuda", 0)
     for rank in range(2):
         gpus(1, f"GPU-{rank}")
-        claim(device, Place(rank, 3, rank, 3), store)
+        claim(device, RankInfo(rank, 3, rank, 3), store)
     gpus(1, "GPU-1")
     with pytest.raises(ConfigError, match="rank 2 has no GPU of its own: rank 1 computes on the one that it sees"):
-        claim(device, Place(2, 3, 2, 3), store)
+        claim(device, RankInfo(2, 3, 2, 3), store)
     gpus(3)
-    claim(device, Place(2, 3, 2, 3), store)  # the machine's GPUs are counted by the local ranks
+    claim(device, RankInfo(2, 3, 2, 3), store)  # the machine's GPUs are counted by the local ranks
 
 
 def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
@@ -164,7 +164,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], dict[str, Any
 
 def mesh_of(tmp_path: Path, device: str, *overrides: str) -> Mesh:
     config = load(training.write_config(tmp_path, "nothing"), list(overrides), 8).config
-    return Mesh(config, Place(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
+    return Mesh(config, RankInfo(0, 8, 0, 8), torch.device(device), store=dist.HashStore())
 
 
 def test_what_nccl_sends_goes_before_what_is_computed(tmp_path: Path, made: dict[tuple[int, ...], dict[str, Any]]) -> None:
@@ -192,7 +192,7 @@ def test_nccl_sums_no_parts_in_fewer_bits_than_their_sum_has(sent: str, summed: 
     monkeypatch.setattr(wire_module, "_reduce_scatter", lambda out, x, **rest: asked.append((x.dtype, out.dtype)))
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     x, out = torch.tensor([256.0, 1.0], dtype=getattr(torch, sent)), torch.zeros(1, dtype=getattr(torch, summed))
-    work = Wire(group, 2).start_reduce_scatter(x, out)
+    work = Communicator(group, 2).start_reduce_scatter(x, out)
     if sent == summed:
         assert asked == [(x.dtype, out.dtype)]
     else:

@@ -14,29 +14,29 @@ from torch.distributed.fsdp import FSDPModule
 from kernels.linear_cross_entropy import default_chunk
 from launch import plan as script
 from megacore.config import Config, load
+from megacore.config.resolve_auto import loss_chunk
 from megacore.context_parallel import attention
-from megacore.distributed import comm
+from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
-from megacore.dry_run.compare import differences
-from megacore.dry_run.fake import as_on_its_device, playing
-from megacore.dry_run.match import mismatches
-from megacore.dry_run.report import against_formulas, members, parse_ranks
-from megacore.dry_run.step import DryRank, dry_run
-from megacore.dry_run.watch import Call, Watch
+from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
+from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.pipeline.runtime import Microbatch
-from megacore.plan.activations import block_activations, logits_kept, rank_activations, stage_kept
-from megacore.plan.buckets import buffers_of
-from megacore.plan.choices import loss_chunk
-from megacore.plan.memory import rank_memory
-from megacore.plan.parameters import parameters
-from megacore.plan.partition import placement_of, stage_layers
-from megacore.plan.traffic import rank_traffic
 from megacore.tensor_parallel import linear
+from megacore.tools.dry_run.compare_traffic import mismatches
+from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks
+from megacore.tools.dry_run.dry_step import DryRank, dry_run
+from megacore.tools.dry_run.expected_traffic import differences
+from megacore.tools.dry_run.fake import as_on_its_device, playing
+from megacore.tools.dry_run.meta_watch import Call, MetaWatch
+from megacore.tools.planner.activations import block_activations, logits_kept, rank_activations, stage_kept
+from megacore.tools.planner.buckets import buffers_of
+from megacore.tools.planner.memory import rank_memory
+from megacore.tools.planner.parameters import parameters
+from megacore.tools.planner.traffic import rank_traffic
 from megacore.train.step import TrainStep
 from tests import training
 from tests.memory import Allocated
@@ -86,7 +86,7 @@ def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
     """A gap, an order or a boundary that the plan has otherwise: bytes and calls would be predicted for other buckets."""
     world, config = configured(tmp_path, name)
     for rank in range(world):
-        with playing(as_on_its_device(config), rank, Watch()) as mesh:
+        with playing(as_on_its_device(config), rank, MetaWatch()) as mesh:
             engine = NativeEngine(as_on_its_device(config), build_stages(config, mesh), mesh)
             built = [[bucket.stop - bucket.start for bucket in buffer.buckets] for buffer in engine.buffers]
             assert built == [buffer.buckets for buffer in buffers_of(config, mesh.pp.rank, mesh.tp.rank)]
@@ -109,7 +109,7 @@ def test_the_peak_is_that_of_a_real_step(overrides: list[str], tmp_path: Path) -
     config = load(training.write_config(tmp_path, "nothing"), ["model.vocab_size=1000", *overrides], 1).config
     cpu = torch.device("cpu")
     with Allocated() as real:
-        step = TrainStep(config, Mesh(config, Place(), cpu), draw=False)
+        step = TrainStep(config, Mesh(config, RankInfo(), cpu), draw=False)
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         step(1, [Microbatch(tokens, tokens, key) for key in range(4)])
     assert dry_run(config, 0).peak == pytest.approx(real.peak, rel=0.01)

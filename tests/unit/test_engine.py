@@ -13,20 +13,20 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megacore.config import Config, load
-from megacore.config.schema import Optim, resolved
-from megacore.distributed.comm import Done
+from megacore.config.schema import OptimConfig, resolved
+from megacore.distributed.collectives import Done
 from megacore.distributed.mesh import SOLO, Group, Mesh
-from megacore.distributed.place import Place
-from megacore.distributed.shard import Along, hold, shard_of
+from megacore.distributed.rank_info import RankInfo
+from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
-from megacore.engine.guard import ENOUGH
+from megacore.engine.flat_buffer import LossScale, fill_buffers, learning_rate
 from megacore.engine.native import NativeEngine
-from megacore.engine.optimizer import LossScale, fill_buffers, learning_rate
+from megacore.engine.optimizers import UPDATES
 from megacore.engine.reduce import GradientReducer
-from megacore.engine.rules import UPDATES
+from megacore.engine.spike_detector import ENOUGH
 from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline import generators
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import generators
 from megacore.train.restoring import engine_state
 from tests.training import VOCAB_SIZE, write_config
 
@@ -43,7 +43,7 @@ def configure(tmp_path: Path) -> Configure:
 
 def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
     stage = whole_model(config)
-    return stage, NativeEngine(config, [stage], Mesh(config, Place(), CPU))
+    return stage, NativeEngine(config, [stage], Mesh(config, RankInfo(), CPU))
 
 
 def batch_of(config: Config, step: int) -> list[Microbatch]:
@@ -280,7 +280,7 @@ def test_loss_scale_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_learning_rate_at_its_corners(schedule: str, points: dict[int, float]) -> None:
     """Warmup that begins at zero, or a decay that ends a step early or late, is not the documented schedule."""
-    optim = Optim.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "schedule": schedule})
+    optim = OptimConfig.model_validate({"lr": 1.0, "min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110, "schedule": schedule})
     cosine = {35: 0.1 + 0.45 * (1 + math.cos(math.pi / 4)), 85: 0.1 + 0.45 * (1 - math.cos(math.pi / 4))}
     for step, rate in (points | cosine if schedule == "cosine" else points).items():
         assert learning_rate(optim, step, 200) == pytest.approx(rate, abs=1e-12), step
@@ -289,14 +289,14 @@ def test_learning_rate_at_its_corners(schedule: str, points: dict[int, float]) -
 def test_learning_rate_without_room() -> None:
     """No warmup, warmup longer than the run, decay that starts where warmup ends: no division by zero, no step at lr 0."""
     for kind in ("cosine", "linear", "constant", "wsd"):
-        flat = Optim.model_validate({"lr": 1.0, "warmup_steps": 0, "decay_steps": 1, "schedule": kind})
+        flat = OptimConfig.model_validate({"lr": 1.0, "warmup_steps": 0, "decay_steps": 1, "schedule": kind})
         assert learning_rate(flat, 1, 1) == (1.0 if kind == "constant" else 0.0)
-        cut = Optim.model_validate({"lr": 1.0, "warmup_steps": 30, "decay_steps": 30, "schedule": kind})
+        cut = OptimConfig.model_validate({"lr": 1.0, "warmup_steps": 30, "decay_steps": 30, "schedule": kind})
         assert [learning_rate(cut, step, 20) for step in (1, 15, 20)] == pytest.approx([1 / 30, 0.5, 2 / 3])
 
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
-    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib)), Mesh(config, Place(), CPU))
+    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib)), Mesh(config, RankInfo(), CPU))
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
@@ -327,7 +327,7 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
     # As sequence parallelism marks them: norms' gradients are of this rank's tokens only.
     for parameter in stage.parameters():
         if shard_of(parameter).fill:
-            parameter.shard = replace(shard_of(parameter), along=(Along("tp", 0, 2, partial=True),))  # type: ignore[attr-defined]
+            parameter.shard = replace(shard_of(parameter), along=(AxisPlacement("tp", 0, 2, partial=True),))  # type: ignore[attr-defined]
     started: list[tuple[str, int]] = []
 
     def record(kind: str) -> Callable[[Tensor, Group], Done]:

@@ -8,11 +8,11 @@ import torch
 
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.config.schema import Model
+from megacore.config.schema import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
-from megacore.interchange.families import FAMILIES, family_for_config, family_for_hf
-from megacore.interchange.mapped import stored_name
 from megacore.model.gpt import whole_model
+from megacore.tools.interchange.families import FAMILIES, family_for_config, family_for_hf
+from megacore.tools.interchange.mapped import stored_name
 from tests.peers import LLAMA, PEERS, VOCAB_SIZE
 
 ARCHITECTURES = {
@@ -42,7 +42,7 @@ def settings(name: str) -> dict[str, Any]:
 
 def read(hf: dict[str, Any]) -> dict[str, Any]:
     """Our model section, complete, as the schema has it."""
-    return Model.model_validate(family_for_hf(hf, "config.json").read(hf)).model_dump()
+    return ModelConfig.model_validate(family_for_hf(hf, "config.json").read(hf)).model_dump()
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -15,7 +15,7 @@ from megacore.config import Config, load
 from megacore.config.load import parse_override
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
-from megacore.interchange.families import family_for_hf
+from megacore.tools.interchange.families import family_for_hf
 from tests.checkpoints import save
 from tests.commands import ROOT, run_script
 from tests.conversion import random_run

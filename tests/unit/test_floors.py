@@ -36,15 +36,15 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.config.", "megacore.plan.",
-    "megacore.distributed.place", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
-    "megacore.distributed.reasons", "megacore.distributed.crowd",
+    "megacore.distributed.rank_info", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
+    "megacore.distributed.error_report", "megacore.distributed.crowd",
 )  # fmt: skip
 # Third-party packages that they may import: those in the second set not at import time, only where something is drawn.
 TORCH_FREE_PACKAGES = ({"pydantic"}, {"matplotlib", "rich"})
 KERNEL_PACKAGES = {"torch", "triton"}  # and no others in megacore.kernels
 
 # The one module that may call torch.load, with `weights_only=True` spelt out: it then builds tensors and plain values, and calls nothing.
-RESTRICTED_LOADER = "megacore.interchange.nanogpt"
+RESTRICTED_LOADER = "megacore.tools.interchange.nanogpt"
 
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
@@ -173,7 +173,7 @@ def test_imports_go_down_only():
 def test_every_room_is_read():
     """If a folder moved, the test above would pass because it reads nothing."""
     names = {source.name for source in sources()}
-    assert {"megacore.errors", "megacore.kernels.softmax", "megacore.plan.schedule", "megacore.config.schema"} <= names
+    assert {"megacore.errors", "megacore.kernels.softmax", "megacore.pipeline.schedule", "megacore.config.schema"} <= names
     assert any(name.startswith("launch.") for name in names)
 
 
@@ -217,20 +217,24 @@ def build(root: Path, files: dict[str, str]) -> None:
         ("megacore/model/gpt.py", "from ..engine import native", "imports megacore.engine.native on floor 7"),
         ("megacore/model/__init__.py", "from ..engine.native import step", "imports megacore.engine.native on floor 7"),
         ("megacore/checkpoint/read.py", "import megacore.engine.native", "checkpoint on floor 7 imports megacore.engine.native on floor 7"),
-        ("megacore/data/order.py", "import launch.pretrain", "megacore.data on floor 5 imports launch.pretrain on floor 12"),
+        ("megacore/data/shuffle.py", "import launch.pretrain", "megacore.data on floor 5 imports launch.pretrain on floor 12"),
         ("megacore/attic.py", "", "stands on no floor"),
         ("megacore/attic/old.py", "", "stands on no floor"),
-        ("megacore/plan/schedule.py", "import torch", "comes before torch and imports torch"),
-        ("megacore/plan/plot.py", "import matplotlib.pyplot", "comes before torch and imports matplotlib"),
-        ("megacore/plan/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
-        ("megacore/cli.py", "from megacore.distributed import comm", "comes before torch and imports megacore.distributed.comm"),
+        ("megacore/pipeline/schedule.py", "import torch", "comes before torch and imports torch"),
+        ("megacore/tools/planner/plot.py", "import matplotlib.pyplot", "comes before torch and imports matplotlib"),
+        ("megacore/tools/planner/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
+        ("megacore/cli.py", "from megacore.distributed import comm", "comes before torch and imports megacore.distributed.collectives"),
         ("kernels/softmax.py", "import numpy", "a kernel imports numpy"),
-        ("kernels/softmax.py", "from megacore.distributed.comm import all_reduce", "imports megacore.distributed.comm on floor 4"),
+        (
+            "kernels/softmax.py",
+            "from megacore.distributed.collectives import all_reduce",
+            "imports megacore.distributed.collectives on floor 4",
+        ),
     ],
 )
 def test_planted_imports_are_reported(tmp_path, path, code, complaint):
     """Each fault is planted alone among harmless files; a check that reads less than it claims would stay silent."""
-    harmless = ["megacore/__init__.py", "megacore/distributed/comm.py", "launch/pretrain.py"]
+    harmless = ["megacore/__init__.py", "megacore/distributed/collectives.py", "launch/pretrain.py"]
     harmless += ["megacore/engine/__init__.py", "megacore/engine/native.py"]
     build(tmp_path, dict.fromkeys(harmless, "") | {path: code})
     found = violations(sources(tmp_path))
@@ -241,7 +245,7 @@ def test_allowed_imports_pass(tmp_path):
     """The check forbids no more than the floors do: downwards, sideways, lazily drawn, standard library."""
     gpt = """
 import json, torch, triton
-from megacore.distributed.comm import all_reduce
+from megacore.distributed.collectives import all_reduce
 from megacore import errors
 from megacore.kernels.softmax import causal_softmax
 from . import block
@@ -256,7 +260,7 @@ def draw():
 """
     files = ("__init__", "errors", "distributed/comm", "model/__init__", "model/block")
     empty = [f"megacore/{name}.py" for name in files]
-    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/plan/plot.py": plot}
+    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/tools/planner/plot.py": plot}
     build(tmp_path, dict.fromkeys(empty, "") | full)
     assert violations(sources(tmp_path)) == []
 
@@ -266,18 +270,18 @@ UNPICKLING = ["import pickle", "def f():\n    from shelve import open", "torch.l
 
 @pytest.mark.parametrize("code", UNPICKLING)
 def test_planted_unpickling_is_reported(tmp_path, code):
-    build(tmp_path, {"megacore/distributed/comm.py": code})
-    assert len(unpickling(read_source(tmp_path / "megacore/distributed/comm.py", tmp_path))) == 1
+    build(tmp_path, {"megacore/distributed/collectives.py": code})
+    assert len(unpickling(read_source(tmp_path / "megacore/distributed/collectives.py", tmp_path))) == 1
 
 
 @pytest.mark.parametrize(
     "path, code, allowed",
     [
-        ("megacore/interchange/nanogpt.py", "torch.load(path, weights_only=True)", True),
-        ("megacore/interchange/nanogpt.py", "torch.load(path)", False),
-        ("megacore/interchange/nanogpt.py", "torch.load(path, weights_only=False)", False),
-        ("megacore/interchange/nanogpt.py", "torch.load(path, weights_only=trusted)", False),
-        ("megacore/distributed/comm.py", "torch.load(path, weights_only=True)", False),
+        ("megacore/tools/interchange/nanogpt.py", "torch.load(path, weights_only=True)", True),
+        ("megacore/tools/interchange/nanogpt.py", "torch.load(path)", False),
+        ("megacore/tools/interchange/nanogpt.py", "torch.load(path, weights_only=False)", False),
+        ("megacore/tools/interchange/nanogpt.py", "torch.load(path, weights_only=trusted)", False),
+        ("megacore/distributed/collectives.py", "torch.load(path, weights_only=True)", False),
     ],
 )
 def test_only_one_module_loads_torch_files_and_only_without_code(tmp_path, path, code, allowed):

@@ -12,7 +12,7 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.data.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.model import attention, decoding
 from megacore.model.cache import KeyValueCache
@@ -47,7 +47,7 @@ def config_of(**model: Any) -> Config:
 
 def decoder_of(config: Config) -> Decoder:
     """The config's model, on this process alone."""
-    return Decoder([whole_model(config).eval()], Mesh(config, Place(), torch.device("cpu")))
+    return Decoder([whole_model(config).eval()], Mesh(config, RankInfo(), torch.device("cpu")))
 
 
 def full_logits(model: Stage, tokens: list[int]) -> torch.Tensor:
@@ -241,11 +241,11 @@ def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, arguments: l
     for name, path in names.items():
         arguments, line = [a.replace(name, path) for a in arguments], line.replace(name, path)
     with pytest.raises(UserError) as raised:
-        run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], Place())
+        run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], RankInfo())
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
 def test_as_many_ranks_as_the_layout(checkpoint: str) -> None:
     """Ranks beyond the layout would each write a text of their own."""
     with pytest.raises(UserError, match="config error: parallel: tensor 2 × pipeline 1, and 4 ranks started"):
-        run(["--checkpoint", checkpoint, "parallel.tensor=2"], Place(rank=0, world_size=4))
+        run(["--checkpoint", checkpoint, "parallel.tensor=2"], RankInfo(rank=0, world_size=4))

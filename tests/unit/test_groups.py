@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.distributed.mesh import Mesh
-from megacore.dry_run.fake import playing
-from megacore.dry_run.watch import Watch
-from megacore.plan.memory import communicators_of
+from megacore.tools.dry_run.fake import playing
+from megacore.tools.dry_run.meta_watch import MetaWatch
+from megacore.tools.planner.memory import communicators_of
 from tests import training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def made_by(config: Config, ranks: Iterable[int], host_size: int | None = None) 
     made, counts = {}, {}
     host_size = host_size or 2 * config.parallel.context * config.parallel.tensor
     for rank in ranks:
-        with recorded() as (own, connected), playing(config, rank, Watch(), host_size):
+        with recorded() as (own, connected), playing(config, rank, MetaWatch(), host_size):
             made[rank], counts[rank] = own, len(connected)
     return made, counts
 

@@ -17,10 +17,12 @@ import torch
 from launch.ray_train import figures
 from megacore.distributed.processes import descendants, stat_fields
 from megacore.records import LINE_BYTES, recorded
-from megacore.survive import doctor, drills, heartbeat, supervisor
-from megacore.survive.supervisor import Supervisor
+from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.relaunch import heartbeat, supervisor
+from megacore.tools.relaunch.supervisor import Supervisor
 from megacore.train.logs import open_metrics
 from megacore.train.stopping import StopRequest
+from tests.drills import drills
 
 # What may stand in metrics.jsonl: lines cut off, joined, overwritten, of another program, of somebody who means harm.
 DAMAGED = [

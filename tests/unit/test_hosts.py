@@ -9,8 +9,8 @@ import pytest
 
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.survive import hosts
-from megacore.survive.hosts import PROBE, Fleet, hostfile_option, plan, read_hostfile
+from megacore.tools.relaunch import hosts
+from megacore.tools.relaunch.hosts import PROBE, Fleet, hostfile_option, plan, read_hostfile
 from megacore.train.lock import FolderLock
 from tests.commands import run_script
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.mesh import SOLO
-from megacore.distributed.shard import Box, Shard, split
+from megacore.distributed.shard import Shard, TensorSlice, split
 from megacore.model import initial
 from megacore.model.initial import BLOCKS, initialise
 from megacore.rng import key_of, normal_runs
 
 
-def piece(shape: tuple[int, ...], dim: int, box: Box | None = None, *, seed: int = 0, name: str = "w", std: float = 1.0) -> Tensor:
+def piece(shape: tuple[int, ...], dim: int, box: TensorSlice | None = None, *, seed: int = 0, name: str = "w", std: float = 1.0) -> Tensor:
     """What is drawn of a logical tensor whose blocks lie along `dim`; all of it without a box."""
     shard = Shard(shape, (split(SOLO, dim),), init_std=std)
     out = torch.full((box or shard).local_shape, torch.nan)
@@ -47,7 +47,7 @@ def test_any_box_is_that_part_of_the_whole(monkeypatch: pytest.MonkeyPatch, size
             starts = tuple(cut.randrange(n) for n in shape)
             sizes = tuple(cut.randint(0, n - start) for start, n in zip(starts, shape, strict=True))
             part = full[tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))]
-            assert torch.equal(piece(shape, dim, Box(shape, starts, sizes)), part), (starts, sizes)
+            assert torch.equal(piece(shape, dim, TensorSlice(shape, starts, sizes)), part), (starts, sizes)
 
 
 def test_threads_give_the_same_numbers_and_tell_of_each_block() -> None:
@@ -67,7 +67,7 @@ def test_masters_start_as_the_rounded_weights() -> None:
     assert torch.equal(out, piece((8, 8), 0).bfloat16().float())
 
 
-def numbers_drawn(shape: tuple[int, ...], dim: int, box: Box) -> int:
+def numbers_drawn(shape: tuple[int, ...], dim: int, box: TensorSlice) -> int:
     drawn = 0
 
     def counted(key: tuple[object, ...], size: int, std: float, stop: int) -> object:
@@ -85,10 +85,10 @@ def test_a_rank_draws_little_more_than_its_part(monkeypatch: pytest.MonkeyPatch)
     """Drawing the whole tensor on every rank would make start-up grow with the model instead of with its part."""
     monkeypatch.setattr("megacore.rng.RUN", 16)
     rows = 50304
-    assert numbers_drawn((rows, 2), 0, Box((rows, 2), (rows // 8, 0), (rows // 8, 2))) <= rows * 2 * (BLOCKS // 8 + 1) / BLOCKS
+    assert numbers_drawn((rows, 2), 0, TensorSlice((rows, 2), (rows // 8, 0), (rows // 8, 2))) <= rows * 2 * (BLOCKS // 8 + 1) / BLOCKS
     # Rows of a tensor whose blocks are columns: no further than the last row.
-    assert numbers_drawn((800, 640), 1, Box((800, 640), (0, 0), (100, 640))) <= 100 * 640 + 16 * BLOCKS
-    assert numbers_drawn((800, 640), 1, Box((800, 640), (300, 0), (0, 640))) == 0
+    assert numbers_drawn((800, 640), 1, TensorSlice((800, 640), (0, 0), (100, 640))) <= 100 * 640 + 16 * BLOCKS
+    assert numbers_drawn((800, 640), 1, TensorSlice((800, 640), (300, 0), (0, 640))) == 0
 
 
 def test_numbers_are_normal() -> None:

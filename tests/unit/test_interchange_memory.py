@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Reader
-from megacore.interchange import exporter, importer
-from megacore.interchange.folder import Folder
+from megacore.tools.interchange import export_hf as exporter
+from megacore.tools.interchange import import_model as importer
+from megacore.tools.interchange.folder import Folder
 from tests.conversion import export, random_run, take_in
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")

@@ -8,10 +8,10 @@ import torch
 
 from launch.generate import run as generate
 from megacore.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.interchange import tokenizer
 from megacore.model.text import TextStream
+from megacore.tools.interchange import export_tokenizer as tokenizer
 from tests.conversion import export, random_run, take_in
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
@@ -44,7 +44,7 @@ def test_the_greedy_text_is_the_same(model, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     monkeypatch.setattr(TextStream, "push", lambda self, token: f" {token}")  # bytes that are no UTF-8 would all look alike
     options = ["--checkpoint", str(tmp_path / "run"), "--prompt", "def main(", "--tokens", "50", "--temperature", "0"]
-    assert generate(options, Place()) == 0
+    assert generate(options, RankInfo()) == 0
     assert capsys.readouterr().out == " ".join(["def main(", *map(str, ids)]) + "\n"
 
 

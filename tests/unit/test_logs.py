@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import Config, load
-from megacore.train.board import Board
+from megacore.tools.monitoring.tensorboard import Board
 from megacore.train.logs import Logs, open_metrics
 from tests.training import write_config
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, load
-from megacore.plan import activations, partition
-from megacore.plan.generators import GENERATORS
-from megacore.plan.memory import rank_memory
-from megacore.plan.partition import measured, plan_of
-from megacore.plan.schedule import SENDS, Plan
-from megacore.plan.simulate import peak_held, peak_live, simulate
-from megacore.plan.traffic import rank_traffic
+from megacore.pipeline import partition
+from megacore.pipeline.generators import GENERATORS
+from megacore.pipeline.partition import measured, plan_of
+from megacore.pipeline.schedule import SENDS, Plan
+from megacore.pipeline.simulate import peak_held, peak_live, simulate
+from megacore.tools.planner import activations
+from megacore.tools.planner.memory import rank_memory
+from megacore.tools.planner.traffic import rank_traffic
 from tests import training
 
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from megacore.config import load
 from megacore.distributed import cpu
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.engine.native import NativeEngine
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
 from megacore.model.gpt import whole_model
+from megacore.pipeline import generators
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import generators
-from megacore.plan.schedule import Plan
+from megacore.pipeline.schedule import Plan
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tensor_parallel.linear import ColumnLinear
 from tests.pieces import SPLIT
@@ -101,7 +101,7 @@ def gradients(path: str, overrides: str, plan: Plan | None = None) -> tuple[dict
     train = config.train
     shape = (2, 3, 2, train.micro_batch_size, train.seq_len)
     steps = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
-    native = NativeEngine(config, [stage], Mesh(config, Place(), CPU)) if plan else None
+    native = NativeEngine(config, [stage], Mesh(config, RankInfo(), CPU)) if plan else None
     for step in steps:
         if native is None or plan is None:
             stage.zero_grad()

@@ -21,8 +21,8 @@ from megacore.model.context import Context
 from megacore.model.gpt import Stage, whole_model
 from megacore.model.norm import Norm
 from megacore.model.rotary import rope_tables
-from megacore.plan.parameters import parameters
 from megacore.tensor_parallel.linear import row_stride
+from megacore.tools.planner.parameters import parameters
 from megacore.train.loader import Loader
 from tests.pieces import dim_of
 from tests.training import VOCAB_SIZE, write_config

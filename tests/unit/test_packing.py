@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megacore.config import load
+from megacore.config.resolve_auto import masks_targets
 from megacore.data import packing
 from megacore.data.indexed import IGNORED, MASK, IndexedTokens, IndexedWriter
 from megacore.data.packing import WholeDocuments, best_fit
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, DataError
-from megacore.plan.choices import masks_targets
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from tests.training import run_rank, write_config, write_corpus
@@ -117,7 +117,7 @@ def test_a_microbatch_keeps_documents_and_padding_apart(tmp_path: Path) -> None:
     """With document_mask: positions start anew in each document, and padding is a document of its own that no target follows."""
     path = write_config(tmp_path, write(tmp_path / "c"), train={"seq_len": SEQ, "global_batch_size": 2}, model={"vocab_size": 200})
     config = load(path, ["data.packing=best_fit", "data.document_mask=true"], 1).config
-    mesh = Mesh(config, Place(), torch.device("cpu"))
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     stream = Inputs(config, 0).stream
     loader, seen = Loader(config, mesh, stream), 0
     for step in range(1, stream.counts[0] // 2 + 1):

@@ -7,9 +7,9 @@ import pytest
 
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.plan.activations import rank_activations, stage_sizes
-from megacore.plan.flops import embedding_cost, head_cost, layer_cost
-from megacore.plan.partition import placement_of, split_layers, stage_costs, stage_layers
+from megacore.model.flops import embedding_cost, head_cost, layer_cost
+from megacore.pipeline.partition import placement_of, split_layers, stage_costs, stage_layers
+from megacore.tools.planner.activations import rank_activations, stage_sizes
 
 
 def worst(sizes: list[int], layer: float, first: float, last: float) -> float:

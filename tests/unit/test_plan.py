@@ -16,27 +16,27 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.throughput import hardware_flops_per_token
 from megacore.config import Config, load
 from megacore.config.load import resolve
-from megacore.context_parallel import blocks
+from megacore.context_parallel import ring_blocks as blocks
 from megacore.data.documents import document_positions
 from megacore.distributed import cpu
 from megacore.distributed.mesh import Group
 from megacore.distributed.shard import shard_of
 from megacore.kernels import layernorm
-from megacore.model.gpt import Stage, whole_model
-from megacore.pipeline.runtime import Microbatch
-from megacore.plan import activations
-from megacore.plan.activations import block_activations, rank_activations
-from megacore.plan.devices import peak_flops
-from megacore.plan.flops import (
+from megacore.model.flops import (
     block_flops,
     flops_per_token,
     head_flops,
     layer_cost,
 )
-from megacore.plan.memory import RankMemory, besides, rank_memory
-from megacore.plan.parameters import block_list, ends_list, parameters, rank_parameters
-from megacore.plan.partition import stage_layers
-from megacore.plan.traffic import rank_traffic
+from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline.partition import stage_layers
+from megacore.pipeline.runtime import Microbatch
+from megacore.tools.planner import activations
+from megacore.tools.planner.activations import block_activations, rank_activations
+from megacore.tools.planner.devices import peak_flops
+from megacore.tools.planner.memory import RankMemory, besides, rank_memory
+from megacore.tools.planner.parameters import block_list, ends_list, parameters, rank_parameters
+from megacore.tools.planner.traffic import rank_traffic
 from megacore.train.meters import PairsSeen
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ import pytest
 
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.plan.generators import GENERATORS, build
-from megacore.plan.partition import plan_of
-from megacore.plan.plan_file import write_plan
+from megacore.pipeline.generators import GENERATORS, build
+from megacore.pipeline.partition import plan_of
+from megacore.pipeline.plan_file import write_plan
 from tests.training import write_config
 
 

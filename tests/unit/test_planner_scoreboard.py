@@ -15,13 +15,13 @@ from benchmarks.planner import run
 from benchmarks.planner_fit import Case, fit, steps
 from benchmarks.planner_rows import SCHEDULES, Row, read
 from benchmarks.planner_score import baseline, errors, operations, regret
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.plan.devices import read_cluster, read_device
-from megacore.plan.operations import Machine
-from megacore.plan.profile import Profile
-from megacore.plan.setting import Setting
-from megacore.plan.step_time import BUBBLES, predict
+from megacore.tools.planner.devices import read_cluster, read_device
+from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.step_time import BUBBLES, predict
+from megacore.tools.planner.workload import Setting
 
 SETTING = Setting(
     layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=16, head_size=128, vocab=32000, seq=2048, global_batch=64, precision="bf16"
@@ -272,7 +272,7 @@ def test_a_broken_table_is_one_line(column: str, cell: str, line: str, tmp_path:
 
 def test_a_place_for_results_is_asked_for_first(tmp_path: Path) -> None:
     """After minutes of measuring, a missing folder would lose what was measured."""
-    nowhere, tiny, alone = str(tmp_path / "no" / "x.json"), ["--config", "configs/gpt_tiny.json"], Place(0, 2, 0, 2, "127.0.0.1", 1)
+    nowhere, tiny, alone = str(tmp_path / "no" / "x.json"), ["--config", "configs/gpt_tiny.json"], RankInfo(0, 2, 0, 2, "127.0.0.1", 1)
     for measure in (
         lambda: run([str(tmp_path / "rows.csv"), "--output", nowhere]),
         lambda: predicted.parse([*tiny, "--layouts", "one", "--output", nowhere]),

@@ -6,10 +6,10 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from megacore.plan.generators import build
-from megacore.plan.plot import BOXES_A_STAGE, BREAK, MOST_BOXES, Cut, draw, find_cut
-from megacore.plan.schedule import COMPUTE, Op
-from megacore.plan.simulate import Timeline, simulate
+from megacore.pipeline.generators import build
+from megacore.pipeline.schedule import COMPUTE, Op
+from megacore.pipeline.simulate import Timeline, simulate
+from megacore.tools.planner.plot import BOXES_A_STAGE, BREAK, MOST_BOXES, Cut, draw, find_cut
 
 COSTS = {"equal": (1.0, 1.0), "a heavy last stage": (1.0, 1.37), "a heavy first stage": (1.21, 1.0)}
 

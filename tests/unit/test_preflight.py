@@ -14,15 +14,15 @@ import pytest
 
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.preflight import devices, facts, launching
-from megacore.preflight.facts import Question
-from megacore.preflight.judge import Finding, excluded, judge, judge_together
-from megacore.preflight.launching import dry_run, launch_together, reason_in
-from megacore.preflight.patience import patience
-from megacore.preflight.ranks import VERDICT_SECONDS, short
-from megacore.preflight.reach import Hosts, forwarded
-from megacore.preflight.report import as_json, lines, readable, settings_lines, table, together_lines, verdict
-from megacore.survive.doctor import START_UP
+from megacore.tools.diagnosis.watchdog import START_UP
+from megacore.tools.preflight import devices, facts, launching
+from megacore.tools.preflight.facts import Question
+from megacore.tools.preflight.host_report import as_json, lines, readable, settings_lines, table, together_lines, verdict
+from megacore.tools.preflight.judge import HostFinding, excluded, judge, judge_together
+from megacore.tools.preflight.launching import dry_run, launch_together, reason_in
+from megacore.tools.preflight.patience import patience
+from megacore.tools.preflight.rank_checks import VERDICT_SECONDS, short
+from megacore.tools.preflight.reach import Hosts, forwarded
 from tests.pool import ROOT
 
 GIB = 1 << 30
@@ -249,7 +249,7 @@ def test_links_are_judged_against_the_median() -> None:
 
 def test_a_fault_of_all_together_leaves_no_host_out() -> None:
     hosts = {name: copy.deepcopy(HEALTHY) for name in SLOTS}
-    found = [Finding("all hosts together", "links", "pdsh is not installed on this machine")]
+    found = [HostFinding("all hosts together", "links", "pdsh is not installed on this machine")]
     assert excluded(found) == "" and verdict(hosts, found, "") == "each host passes by itself, and all together do not"
     assert not as_json(hosts, found, "", "pdsh is not installed")["passed"]
 

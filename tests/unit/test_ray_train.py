@@ -13,9 +13,9 @@ import pytest
 
 from launch.ray_train import end_of, figures, lay_out, parse, run, scale, work, workers_of
 from megacore.config import Config
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.survive.failure import fail
+from megacore.tools.diagnosis.failure import fail
 from tests.training import write_config
 
 EIGHT = {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}
@@ -102,9 +102,9 @@ def test_each_worker_has_its_place(
 ) -> None:
     """Nodes that have unequally many workers: ranks that are computed from one node's number would be there twice, or not at all. Of
     three workers that may be elastic, one is no rank."""
-    places: list[Place] = []
+    places: list[RankInfo] = []
 
-    def train(config: Config, place: Place, *_: object) -> int:
+    def train(config: Config, place: RankInfo, *_: object) -> int:
         places.append(place)
         return 0
 
@@ -126,7 +126,7 @@ def test_each_worker_has_its_place(
             assert work(start) == 0
     expected = [(node, local) for node, count in enumerate(on_nodes) for local in range(count)]
     assert places == [
-        Place(rank, len(expected), local, on_nodes[node], "10.0.0.1", 1234, guest=True) for rank, (node, local) in enumerate(expected)
+        RankInfo(rank, len(expected), local, on_nodes[node], "10.0.0.1", 1234, guest=True) for rank, (node, local) in enumerate(expected)
     ]
 
 
@@ -155,5 +155,5 @@ def test_the_end_says_why() -> None:
 @pytest.mark.parametrize("error", [ConfigError("data", "wrong", "right"), ValueError("nan")])
 def test_a_rank_in_rays_process_does_not_end_it(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     """Ray would see a worker that died, and not the exception that says why."""
-    fail(error, Place(guest=True), None)
+    fail(error, RankInfo(guest=True), None)
     assert ("failed: ValueError: nan" in capsys.readouterr().err) == (type(error) is ValueError)

@@ -14,13 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import Config, load
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.place import Place
+from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.model.gpt import Stage, whole_model
+from megacore.pipeline import generators, schedule
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.plan import generators, schedule
-from megacore.plan.simulate import peak_live
+from megacore.pipeline.simulate import peak_live
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
@@ -37,7 +37,7 @@ def configure(tmp_path: Path) -> Configure:
 
 def engine_of(config: Config) -> tuple[list[Stage], NativeEngine]:
     """The stages of all chunks of one rank, with drawn weights, and their engine."""
-    mesh = Mesh(config, Place(), torch.device("cpu"))
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
     stages = build_stages(config, mesh)
     engine = NativeEngine(config, stages, mesh)
     copy = dict(whole_model(config).named_parameters())

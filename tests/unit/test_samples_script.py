@@ -13,12 +13,13 @@ import torch
 
 from launch.samples import run
 from megacore.config import load
-from megacore.data import batches, coverage
-from megacore.data.coverage import Epoch, Finding, Leg
+from megacore.data import dp_sharding as batches
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import SampleStream, training_stream, visits
 from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.errors import UserError
+from megacore.tools.verify import coverage
+from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
 from megacore.train.loader import Loader
 
 DOCUMENTS = {"a": [7, 1, 30, 22, 5, 66], "b": [40, 2, 19], "c": [9, 3]}  # their lengths; a's samples: 26, b's 12, c's 2
@@ -220,7 +221,7 @@ def test_a_device_is_written_to_and_not_replaced(config: str, tmp_path: Path) ->
 
 def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(coverage, "dealt", lambda *arguments: same_for_all(batches.dealt(*arguments)))
-    assert all(Finding(**finding).missing for finding in found(config, tmp_path, "--prove", "--layouts", "dp2", status=1))
+    assert all(EpochCoverage(**finding).missing for finding in found(config, tmp_path, "--prove", "--layouts", "dp2", status=1))
     assert "NOT proved" in capsys.readouterr().out
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megacore.plan.generators import GENERATORS, build, generated
-from megacore.plan.schedule import COMPUTE, RECEIVES, Action, Op, Plan, forward_only, looped, lower, unsplit
-from megacore.plan.simulate import peak_live, simulate
-from megacore.plan.validate import validate
+from megacore.pipeline.generators import GENERATORS, build, generated
+from megacore.pipeline.schedule import COMPUTE, RECEIVES, Action, Op, Plan, forward_only, looped, lower, unsplit
+from megacore.pipeline.simulate import peak_live, simulate
+from megacore.pipeline.validate import validate
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 7), (4, 2), (4, 8), (8, 3), (8, 16)]
 

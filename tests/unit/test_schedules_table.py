@@ -8,12 +8,12 @@ from typing import Any, get_args
 import pytest
 
 from megacore.config import load
-from megacore.config.schema import CHUNKS, V_SHAPED, Parallel
-from megacore.plan import partition
-from megacore.plan.generators import GENERATORS, build, placement
-from megacore.plan.partition import _search, alternatives, settled, step_times
-from megacore.plan.schedule import SENDS, Placement, Plan, v_shaped
-from megacore.plan.simulate import peak_live, simulate
+from megacore.config.schema import CHUNKS, V_SHAPED, ParallelConfig
+from megacore.pipeline import partition
+from megacore.pipeline.generators import GENERATORS, build, placement
+from megacore.pipeline.partition import _search, alternatives, settled, step_times
+from megacore.pipeline.schedule import SENDS, Placement, Plan, v_shaped
+from megacore.pipeline.simulate import peak_live, simulate
 
 TABLE = Path(__file__).resolve().parents[2] / "docs/schedules.md"
 
@@ -38,7 +38,7 @@ def test_every_schedule_has_a_row() -> None:
 
 def test_the_config_names_every_schedule() -> None:
     """A schedule could not be chosen, or would be checked and timed with other chunks, or with chunks on other ranks, than it has."""
-    names = get_args(get_args(Parallel.model_fields["schedule"].annotation)[0])
+    names = get_args(get_args(ParallelConfig.model_fields["schedule"].annotation)[0])
     assert {*names} == {*GENERATORS, "auto"}, "Parallel.schedule names others than GENERATORS"
     assert {name: len(placement(name, 4)[0]) for name in GENERATORS} == CHUNKS, "CHUNKS has others"
     assert {name for name in GENERATORS if placement(name, 4) == v_shaped(4)} == {*V_SHAPED}, "V_SHAPED has others"

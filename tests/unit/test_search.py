@@ -11,17 +11,17 @@ import pytest
 from launch import plan as script
 from megacore.config import Config, load
 from megacore.errors import ConfigError
-from megacore.plan.activations import fullest
-from megacore.plan.cost import best_interval, cost, loss
-from megacore.plan.devices import read_cluster, read_device
-from megacore.plan.generators import GENERATORS
-from megacore.plan.memory import besides, rank_memory
-from megacore.plan.partition import plan_of
-from megacore.plan.profile import profile
-from megacore.plan.search import Found, layouts, lost, offloaded, replace_config, search
-from megacore.plan.search_report import launcher
-from megacore.plan.simulate import peak_held
-from megacore.plan.step_time import Prediction
+from megacore.pipeline.generators import GENERATORS
+from megacore.pipeline.partition import plan_of
+from megacore.pipeline.simulate import peak_held
+from megacore.tools.planner.activations import fullest
+from megacore.tools.planner.devices import read_cluster, read_device
+from megacore.tools.planner.memory import besides, rank_memory
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.run_cost import best_interval, cost, loss
+from megacore.tools.planner.search import Found, layouts, lost, offloaded, replace_config, search
+from megacore.tools.planner.search_report import launcher
+from megacore.tools.planner.step_time import Prediction
 from tests import training
 
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "train.micro_batch_size=1"]
@@ -235,7 +235,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megacore.plan.search_plot.draw_search", full)
+    monkeypatch.setattr("megacore.tools.planner.search_plot.draw_search", full)
     with pytest.raises(ConfigError, match="--plot: cannot write picture.png: No space left on device"):
         script.run(["--config", "configs/gpt_tiny.json", "--world", "1", "--search", "--plot", "picture.png"])
 

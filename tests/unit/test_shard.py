@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from megacore.distributed.shard import Box, boxes_of_range, logical_name, piece_key
+from megacore.distributed.shard import TensorSlice, boxes_of_range, logical_name, piece_key
 
 
 def test_a_range_of_elements_is_cut_into_boxes_that_hold_just_them() -> None:
@@ -18,7 +18,7 @@ def test_a_range_of_elements_is_cut_into_boxes_that_hold_just_them() -> None:
         local = whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
         start = rng.randint(0, prod(shape))
         stop = rng.randint(start, prod(shape))
-        found = list(boxes_of_range(Box(tuple(whole.shape), offset, shape), start, stop))
+        found = list(boxes_of_range(TensorSlice(tuple(whole.shape), offset, shape), start, stop))
         boxes = [whole[tuple(slice(o, o + s) for o, s in zip(b.offset, b.local_shape, strict=True))] for _, b in found]
         assert torch.equal(torch.cat([torch.empty(0), *(box.flatten() for box in boxes)]), local.flatten()[start:stop])
         assert [first for first, _ in found] == [start + sum(b.numel() for b in boxes[:i]) for i in range(len(boxes))]
@@ -27,7 +27,7 @@ def test_a_range_of_elements_is_cut_into_boxes_that_hold_just_them() -> None:
 
 def test_whole_pieces_stay_one_box() -> None:
     """Else every replicated checkpoint would be cut for nothing."""
-    assert list(boxes_of_range(Box((4, 6), (2, 0), (2, 6)), 0, 12)) == [(0, Box((4, 6), (2, 0), (2, 6)))]
+    assert list(boxes_of_range(TensorSlice((4, 6), (2, 0), (2, 6)), 0, 12)) == [(0, TensorSlice((4, 6), (2, 0), (2, 6)))]
 
 
 def test_further_pieces_of_a_tensor_are_numbered() -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.distributed import wire
-from megacore.distributed.levels import Levels
-from megacore.distributed.wire import Group, Staged
-from megacore.engine import gather, reduce
+from megacore.distributed import communicator as wire
+from megacore.distributed.communicator import Group, Staged
+from megacore.distributed.hierarchical_reduce import Levels
+from megacore.engine import param_all_gather as gather
+from megacore.engine import reduce
 
 
 class Stream:

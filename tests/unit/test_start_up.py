@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.start_up import fake_rank, run
 from megacore.config import load
-from megacore.plan.partition import placement_of
+from megacore.pipeline.partition import placement_of
 
 LAYOUT = ["parallel.tensor=2", "parallel.pipeline=2", "train.global_batch_size=64", "engine.bucket_mib=0.05"]
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.json")
@@ -20,7 +20,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.json")
 
 def test_a_run_does_not_load_the_compiler() -> None:
     """Every command would start 1.5 s later, and every rank of a thousand: a decorator of `torch.compiler` is enough for that."""
-    loaded = "import sys, megacore.train.trainer, megacore.verify.record; print({*sys.modules} & {'torch._dynamo', 'sympy'})"
+    loaded = "import sys, megacore.train.trainer, megacore.tools.verify.record; print({*sys.modules} & {'torch._dynamo', 'sympy'})"
     done = subprocess.run([sys.executable, "-c", loaded], cwd=Path(CONFIG).parents[1], capture_output=True, text=True, timeout=60)
     assert done.stdout == "set()\n", done.stdout + done.stderr
 

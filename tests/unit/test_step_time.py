@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from megacore.config.load import resolve
+from megacore.config.resolve_auto import context_method_of
 from megacore.errors import ConfigError
-from megacore.plan import context_time
-from megacore.plan.calibrate import calibrated, read_run, slowed
-from megacore.plan.choices import context_method_of
-from megacore.plan.context_time import CPU, exposed, fastest
-from megacore.plan.devices import Cluster, Device, Level, cluster_names, device_names, read_cluster, read_device
-from megacore.plan.generators import GENERATORS, build
-from megacore.plan.operations import START, TILES, Machine
-from megacore.plan.profile import Profile, profile, profile_names
-from megacore.plan.setting import Setting, setting_of
-from megacore.plan.simulate import simulate
-from megacore.plan.step_time import SECOND, Stage, cut, predict
+from megacore.pipeline.generators import GENERATORS, build
+from megacore.pipeline.simulate import simulate
+from megacore.tools.planner import context_time
+from megacore.tools.planner.calibrate import calibrated, read_run, slowed
+from megacore.tools.planner.context_time import CPU, exposed, fastest
+from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, cluster_names, device_names, read_cluster, read_device
+from megacore.tools.planner.operations import START, TILES, Machine
+from megacore.tools.planner.profile import Profile, profile, profile_names
+from megacore.tools.planner.step_time import SECOND, StageWork, cut, predict
+from megacore.tools.planner.workload import Setting, setting_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # A device with round numbers, and 4 ranks a machine.
-DEVICE = Device("round", {"bf16": 1e12, "fp8": 2e12}, 1.0, 1e9, 10)
+DEVICE = DeviceSpec("round", {"bf16": 1e12, "fp8": 2e12}, 1.0, 1e9, 10)
 SMOOTH = replace(DEVICE, multiprocessors=None)  # a product's time is its operations over the rate
 CLUSTER = Cluster("round", (Level("fast", 4, 100.0, 0.5), Level("slow", None, 10.0, 2.0)))
 PLAIN = Profile(
@@ -37,7 +37,7 @@ PLAIN = Profile(
 SETTING = Setting(layers=4, hidden=64, ffn=256, heads=4, kv_heads=4, head_size=16, vocab=128, seq=32, micro_batch=2, global_batch=8)
 
 
-def on(profile: Profile = PLAIN, device: Device = SMOOTH) -> Machine:
+def on(profile: Profile = PLAIN, device: DeviceSpec = SMOOTH) -> Machine:
     return Machine(device, CLUSTER, profile)
 
 
@@ -231,7 +231,7 @@ def test_stages_are_cut_by_the_frameworks_rule() -> None:
     setting = replace(SETTING, layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=32, head_size=64, vocab=131072, gated=True, pipeline=8)
     assert [stage.blocks for stage in cut(setting, "nanotron")] == [3, 3, 2, 3, 2, 3, 0, 0]
     assert [stage.head for stage in cut(setting, "nanotron")].index(True) == 6
-    assert cut(setting, "even") == [Stage(2, i == 0, i == 7) for i in range(8)]
+    assert cut(setting, "even") == [StageWork(2, i == 0, i == 7) for i in range(8)]
     assert cut(setting, "cost")[-1].blocks < 2, "the head costs four blocks"
 
 
@@ -408,7 +408,7 @@ def test_on_a_cpu_auto_takes_what_was_fastest_there() -> None:
 def test_every_term_of_a_step_by_hand() -> None:
     """A term that is forgotten, counted twice or goes over the wrong links: all are computed here once more, without the model's code."""
     peak, memory = 1e15, 1e12
-    device = Device("plain", {"bf16": peak}, memory_bytes_per_second=memory)
+    device = DeviceSpec("plain", {"bf16": peak}, memory_bytes_per_second=memory)
     levels = (Level("a", 2, 1e11, 1e-6), Level("b", 4, 5e10, 1e-5), Level("c", None, 1e10, 1e-4))
     profile = Profile(
         product_rate={"any": 1.0}, attention_rate=1.0, memory_rate=1.0, call=0.0, data_hidden=0.0, step_host=0.5, jitter=0.01, stages="even"

@@ -9,10 +9,10 @@ import pytest
 
 from launch import generate, prepare
 from megacore.data import sandbox
-from megacore.data.chat import WrongConversation, chat_of, encode
 from megacore.data.indexed import IndexedTokens
 from megacore.data.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.errors import UserError
+from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
 
 ANSWER = {"role": "assistant", "content": "b"}
 TALK = {"messages": [{"role": "user", "content": "a"}, ANSWER]}

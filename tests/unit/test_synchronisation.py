@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.config import load
 from megacore.distributed.mesh import SOLO, Mesh
-from megacore.distributed.place import Place, free_port
+from megacore.distributed.rank_info import RankInfo, free_port
 from megacore.engine.deepspeed import DeepSpeedEngine
-from megacore.engine.guard import SpikeGuard, median_of_known
+from megacore.engine.spike_detector import SpikeGuard, median_of_known
 from megacore.pipeline.runtime import Microbatch
-from megacore.train.exporter import Exporter
+from megacore.tools.monitoring.prometheus import Exporter
+from megacore.train.async_metrics import StepMetrics
 from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
-from megacore.train.mailbox import Figures
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
-from tests.unit.test_exporter import scrape
+from tests.unit.test_prometheus import scrape
 
 META = torch.device("meta")
 # Whose results' sizes, or whose ways, depend on values: on a GPU the host asks for these and waits.
@@ -88,7 +88,7 @@ CONFIGS = {
 def test_no_step_waits_for_its_device(case: str, tmp_path: Path) -> None:
     """Forward, backward, reduction, norm, guard and update of two steps."""
     config = load(training.write_config(tmp_path, "nothing"), ["model.kernels=eager", *CONFIGS[case]], 1).config
-    step = TrainStep(config, Mesh(config, Place(), META), draw=False)
+    step = TrainStep(config, Mesh(config, RankInfo(), META), draw=False)
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     with refusing():
         for number in (1, 2):
@@ -104,14 +104,14 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True})
     config = load(path, overrides, 1).config
     with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "machine_ranks", lambda self: [0]):
-        trainer = Trainer(config, Mesh(config, Place(), META), Inputs(config, 0), Exporter(port, Place(), META))
+        trainer = Trainer(config, Mesh(config, RankInfo(), META), Inputs(config, 0), Exporter(port, RankInfo(), META))
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.multiple(
         trainer,
         next_batch=lambda: [Microbatch(tokens, tokens, key) for key in range(4)],
         told_by_all=lambda own: torch.tensor([own], dtype=torch.float64).T,
     )
-    arrived = mock.patch.object(trainer.mailbox, "take", lambda **_: [Figures(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
+    arrived = mock.patch.object(trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
     try:
         with read, arrived, Garbage() as garbage, refusing():
             trainer.loop(garbage)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from launch import prepare
-from megacore.data import prepare as prepare_module
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
+from megacore.tools.prepare import prepare as prepare_module
 
 PARQUET = b"PAR1" + bytes(92) + b"PAR1"
 TEXT = b"To be, or not to be.\n"

@@ -15,26 +15,26 @@ from rich.console import Console
 
 from launch.verify import changed_since
 from megacore.config import Config, load
-from megacore.config.schema import CHUNKS, Optim
+from megacore.config.schema import CHUNKS, OptimConfig
 from megacore.distributed.shard import Shard
-from megacore.engine.optimizer import learning_rate
+from megacore.engine.flat_buffer import learning_rate
+from megacore.engine.optimizer_states import STATES
 from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.gpt import whole_model
-from megacore.plan.optimizers import STATES
-from megacore.plan.partition import stage_layers
-from megacore.survive.ledger import Ledger
+from megacore.pipeline.partition import stage_layers
 from megacore.tensor_parallel.gradient import MainGradient
-from megacore.verify.bounds import Bounds
-from megacore.verify.compare import Difference, Records, against_reference, missing
-from megacore.verify.flight import Flight, Flights, in_flight, memory_of
-from megacore.verify.layouts import BESIDES, DEFAULT, SCHEDULES, Layout, besides, impossible, parse
-from megacore.verify.locate import apart
-from megacore.verify.record import Record, noise
-from megacore.verify.replay import RULES, Replay, cancelled, directions, rate, rounded
-from megacore.verify.report import tables, verdict
-from megacore.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
-from megacore.verify.trace import SeenGradient
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.verify.compare import Difference, Records, against_reference, missing
+from megacore.tools.verify.first_divergence import apart
+from megacore.tools.verify.flight import Flight, Flights, in_flight, memory_of
+from megacore.tools.verify.layouts import BESIDES, DEFAULT, SCHEDULES, Layout, besides, impossible, parse
+from megacore.tools.verify.proof_report import tables, verdict
+from megacore.tools.verify.record import ProofRecord, noise
+from megacore.tools.verify.replay import RULES, Replay, cancelled, directions, rate, rounded
+from megacore.tools.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
+from megacore.tools.verify.tolerances import Bounds
+from megacore.tools.verify.trace import SeenGradient
 from tests.pieces import piece
 
 CONFIGS = sorted(Path(__file__).resolve().parents[2].glob("configs/*.json"))
@@ -183,7 +183,7 @@ def test_a_document_is_cut_in_a_learned_sample(data: list[str], masked: bool, tm
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_the_proof_s_own_rate_is_the_run_s(schedule: str) -> None:
     """Written twice, so that a mistake in one is seen; this holds the two together where a proof of three steps does not reach."""
-    optim = Optim(schedule=schedule, lr=1.0, min_lr=0.1, warmup_steps=3, decay_steps=4 if schedule == "wsd" else 15)
+    optim = OptimConfig(schedule=schedule, lr=1.0, min_lr=0.1, warmup_steps=3, decay_steps=4 if schedule == "wsd" else 15)
     assert [rate(optim, step, 20) for step in range(1, 21)] == pytest.approx([learning_rate(optim, step, 20) for step in range(1, 21)])
 
 
@@ -229,7 +229,7 @@ def test_an_update_that_points_elsewhere_is_seen() -> None:
 
     assert found(right * [1, 1, 1, -1]) == pytest.approx([0.0]) and found(right * [1, -1, 1, 1]) == pytest.approx([2 / 3])
     assert found(-right, ratio=20.0) == []
-    names, optim = ["w"], Optim(beta1=0.9, beta2=0.95)
+    names, optim = ["w"], OptimConfig(beta1=0.9, beta2=0.95)
     assert cancelled(SimpleNamespace(whole=reference), optim, names) == {(1, "w"): 1.0}  # type: ignore[arg-type]
     small = reference | {"adam_m 1|w": moment / 10}
     assert cancelled(SimpleNamespace(whole=small), optim, names)[1, "w"] == pytest.approx(10.0)  # type: ignore[arg-type]
@@ -252,7 +252,7 @@ def test_what_was_in_flight_in_a_step() -> None:
 def test_an_operation_on_what_differs_is_named_first() -> None:
     """By its name alone the first would be an innocent one, such as the gather of a step that came before."""
     gradients, values = torch.zeros(8), torch.zeros(8)
-    flights = Flights(Ledger())
+    flights = Flights(FlightRecorder())
     on = {"all_gather": values, "reduce_scatter 1": gradients[:4], "reduce_scatter 2": gradients[4:]}
     for number, (what, x) in enumerate(on.items()):
         flights.flights[0, number] = Flight(what, 1, "backward", 1, "forward", [memory_of(x)])
@@ -316,7 +316,7 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, 
 def records(folder: Path, pieces: list[tuple[torch.Tensor, Shard]], loss: float = 2.0) -> Records:
     folder.mkdir()
     for rank, held in enumerate(pieces):
-        record = Record(folder, rank)
+        record = ProofRecord(folder, rank)
         record.tensors("gradient 1", {"weight": held})
         record.figures(1, loss, 1.0)
         record.close()

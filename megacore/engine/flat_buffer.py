@@ -1,0 +1,218 @@
+"""Flat buffers, loss scale and learning rate, for steps without a host synchronisation."""
+
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config.schema import OptimConfig, resolved
+from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
+from megacore.engine.optimizer_states import ALIGNMENT
+from megacore.model.gpt import Stage
+
+
+@dataclass
+class ParameterRange:
+    """One parameter in a buffer."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    position: int  # in the order in which backward completes gradients
+    chunks: tuple[int, ...]  # those that use it: its gradient is complete when the last backward of each is done
+
+    @property
+    def shard(self) -> Shard:
+        return shard_of(self.parameter)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of one of the buffer's flat tensors, in the parameter's shape."""
+        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+
+@dataclass
+class Bucket:
+    """Consecutive parameters of a buffer, reduced and gathered as one tensor."""
+
+    start: int
+    stop: int = 0
+    slots: list[ParameterRange] = field(default_factory=list)
+
+    @property
+    def completes(self) -> int:
+        """The position, in backward's order, of the last gradient that completes it."""
+        return self.slots[-1].position
+
+
+@dataclass
+class FlatBuffer:
+    """Parameters that are treated alike, laid end to end, so that a step is a few operations on long tensors.
+
+    The model's parameters become views of `values` (compute dtype). Gradients accumulate in `gradients` (fp32 or fp64). The optimizer
+    updates `masters` for the `ranges` that this rank owns: the whole buffer, or with a sharded optimizer its part of every bucket.
+    If `values` are exact enough, they are the masters.
+    """
+
+    chunk: int  # the first that uses its parameters
+    decay: bool
+    summed_over: tuple[
+        str, ...
+    ]  # axes over which gradients are summed, besides those that divide tokens; one buffer each, so that ranks lay them out alike
+    owners: Group  # the ranks that divide every bucket; a group of one does not divide it
+    parts: int  # into which every bucket can be divided, by its owners or on the wire
+    bucket_bytes: float
+    device: torch.device
+    slots: list[ParameterRange] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, name: str, parameter: nn.Parameter, position: int, chunks: tuple[int, ...]) -> None:
+        """Lays a parameter behind the others."""
+        if not self.buckets or self.buckets[-1].stop:
+            self.buckets.append(Bucket(self.size))
+        slot = ParameterRange(name, parameter, self.size, position, chunks)
+        self.slots.append(slot)
+        self.buckets[-1].slots.append(slot)
+        self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        if (self.size - self.buckets[-1].start) * accumulation_dtype(parameter).itemsize >= self.bucket_bytes:
+            self._close()
+
+    def _close(self) -> None:
+        """Pads the last bucket to a size that can be divided."""
+        bucket = self.buckets[-1]
+        unit = ALIGNMENT * self.parts
+        self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
+        bucket.stop = self.size
+
+    def part(self, bucket: Bucket) -> slice:
+        """The part of a bucket that this rank owns."""
+        size = (bucket.stop - bucket.start) // self.owners.size
+        return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
+
+    def allocate(self) -> None:
+        """Moves the parameters into the buffer, where those on `meta` are zeros. The gaps between them stay zero."""
+        if not self.buckets[-1].stop:
+            self._close()
+        first = self.slots[0].parameter
+        dtype = accumulation_dtype(first)
+        self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device)
+        self.gradients = torch.zeros(self.size, dtype=dtype, device=self.device)
+        for slot in self.slots:
+            if not slot.parameter.is_meta:
+                slot.view(self.values).copy_(slot.parameter.detach())
+            hold(slot.parameter, slot.view(self.values))
+        self.ranges = [slice(0, self.size)] if self.owners.size == 1 else [self.part(bucket) for bucket in self.buckets]
+        self.rounds = first.dtype != dtype  # whether the parameters are a rounded copy of the masters
+        # Masters are made from the rounded weights, so they are exact, and a resumed run would see the same.
+        self.masters = [self.values[r].to(dtype) if self.rounds else self.values[r] for r in self.ranges]
+
+    def row_weights(self, weight: Callable[[Shard], float]) -> Tensor:
+        """For each row of `ALIGNMENT` elements, the `weight` of its parameter, fp64; 0 in gaps."""
+        rows = torch.zeros(self.size // ALIGNMENT, dtype=torch.float64, device=self.values.device)
+        for slot in self.slots:
+            first = slot.start // ALIGNMENT
+            rows[first : first - (-slot.parameter.numel() // ALIGNMENT)] = weight(slot.shard)
+        return rows
+
+    def publish(self) -> None:
+        """Rounds the masters into this rank's part of the parameters."""
+        if self.rounds:
+            for own, master in zip(self.own_values, self.masters, strict=True):
+                own.copy_(master)
+
+    @property
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients of the parameters that this rank updates."""
+        return [self.gradients[own] for own in self.ranges]
+
+    @property
+    def own_values(self) -> list[Tensor]:
+        """The parameters that this rank updates."""
+        return [self.values[own] for own in self.ranges]
+
+    def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
+        """Every parameter's pieces of `tensors`, which have an element for each of `ranges`: (slot, view, position).
+
+        A parameter that this rank owns whole is one piece.
+        """
+        for own, tensor in zip(self.ranges, tensors, strict=True):
+            for slot in self.slots:
+                start, stop = max(own.start, slot.start), min(own.stop, slot.start + slot.parameter.numel())
+                if start < stop:
+                    for first, box in boxes_of_range(slot.shard, start - slot.start, stop - slot.start):
+                        begin = slot.start + first - own.start
+                        yield slot, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
+
+
+def accumulation_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of gradients, masters and moments."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def fill_buffers(
+    stages: Sequence[Stage], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = (), parts: int = 1
+) -> list[FlatBuffer]:
+    """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
+
+    `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. `parts`: see
+    `FlatBuffer`. A parameter that two stages of the rank share belongs to the first of them.
+    """
+    owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
+    for chunk, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            first, chunks = owned.get(parameter, (name, ()))
+            owned[parameter] = first, (*chunks, chunk)
+    buffers: dict[tuple[int, bool, tuple[str, ...]], FlatBuffer] = {}
+    for position, (parameter, (name, chunks)) in enumerate(reversed(owned.items())):
+        shard = shard_of(parameter)
+        kind = (chunks[0], shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
+        fresh = FlatBuffer(*kind, owners, max(parts, owners.size), bucket_mib * 2**20, stages[0].device)
+        buffers.setdefault(kind, fresh).add(name, parameter, position, chunks)
+    for buffer in buffers.values():
+        buffer.allocate()
+    return list(buffers.values())
+
+
+class LossScale:
+    """Dynamic loss scaling (Micikevicius et al. 2018), kept on the device: halved when a gradient overflowed,
+    doubled after `INTERVAL` steps without. Constant 1 unless the precision is fp16."""
+
+    INTERVAL = 1000
+
+    def __init__(self, dynamic: bool, initial: float, device: torch.device) -> None:
+        self.dynamic = dynamic
+        self.value = torch.full((), initial if dynamic else 1.0, device=device, dtype=torch.float64)
+        self.good_steps = torch.zeros((), device=device, dtype=torch.float64)
+
+    def update(self, overflowed: Tensor) -> None:
+        """`overflowed` is 1 if this step's gradients were not finite, else 0."""
+        if not self.dynamic:
+            return
+        self.good_steps.add_(1.0).mul_(1.0 - overflowed)
+        grown = self.good_steps == self.INTERVAL
+        self.value.mul_(torch.where(overflowed > 0, 0.5, torch.where(grown, 2.0, 1.0)))
+        self.good_steps.masked_fill_(grown, 0.0)
+
+
+def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 1) of `steps`: linear warmup, then the schedule.
+
+    cosine and linear fall to `min_lr` at `decay_steps` and stay there; wsd holds `lr` and falls linearly over the last
+    `decay_steps` (Hu et al. 2024, MiniCPM); constant holds.
+    """
+    decay_steps = resolved(optim.decay_steps)
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "wsd":
+        done = (step - (steps - decay_steps)) / decay_steps
+    else:
+        done = (step - optim.warmup_steps) / max(1, decay_steps - optim.warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    remaining = 0.5 * (1.0 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
+    return optim.min_lr + remaining * (optim.lr - optim.min_lr)

@@ -1,0 +1,124 @@
+"""Counts the floating-point operations of a model from its config.
+
+Notation: h hidden size, f feed-forward size, s sequence length, V vocabulary, L layers, a = query heads × head size (usually h),
+k = key/value heads × head size.
+A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megacore.config.resolve_auto import attention_of
+from megacore.config.schema import Config, resolved
+
+# Elementwise operations of embedding and loss. They matter only for splitting layers over stages.
+EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
+LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
+
+
+def attention_sizes(config: Config) -> tuple[int, int]:
+    """The features of all query heads, and those of all key or value heads."""
+    return config.model.num_heads * config.head_size, config.kv_heads * config.head_size
+
+
+def attention_flops(config: Config, causal: bool) -> float:
+    """Forward operations of scores and weighted values: 2·s·a each; half of both if only the causal triangle is counted.
+
+    Grouping key/value heads changes neither, because every query head still meets s keys.
+    """
+    return 4 * config.train.seq_len * attention_sizes(config)[0] * (0.5 if causal else 1.0)
+
+
+def block_flops(config: Config, causal: bool) -> float:
+    """Forward operations of one transformer block.
+
+    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
+    feed-forward products, and `attention_flops`. Norms, activations and residuals are not products, and not counted.
+    """
+    h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), attention_sizes(config)
+    ffn_products = 3 if config.model.activation == "swiglu" else 2
+    return 2 * h * (a + 2 * k) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
+
+
+def head_flops(config: Config) -> float:
+    """Forward operations of the LM head: 2·h·V, tied or not. (The embedding is a lookup and has none.)"""
+    return 2 * config.model.hidden_size * config.model.vocab_size
+
+
+def flops_per_token(config: Config, causal: bool, pairs: float = 1.0) -> float:
+    """Model FLOPs of training on one token: 3 × (L blocks + LM head).
+
+    Three, because the backward of a product is two products of the same size: one for the input's gradient, one for the
+    weight's. Attention counts the whole s × s square, or with `causal` the half that a causal model needs. Recomputation
+    and the optimizer are not counted (this is the numerator of MFU, not of HFU). With full recomputation
+    and `causal=False` the blocks run 4 times instead of 3, and a batch of B sequences costs the published
+    96·B·s·L·h²·(1 + s/6h + V/16Lh) (Narayanan et al. 2021).
+
+    With `data.document_mask` attention needs only a part of the square: `pairs`, in which both tokens are of one document.
+    """
+    block = block_flops(config, causal) - (1 - pairs) * attention_flops(config, causal)
+    return 3 * (config.model.num_layers * block + head_flops(config))
+
+
+def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
+    """Operations of attention in a step over documents of these lengths, with `data.document_mask`: forward and backward, all layers.
+
+    A document of n tokens has n·(n+1)/2 pairs of a query and a key that it sees. A pair costs 4·a operations forward, and 8·a backward.
+    """
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    return 12 * config.model.num_layers * attention_sizes(config)[0] * pairs
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations a token, forward and backward (recomputation is part of the backward), and how many of the backward's are for weights."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
+
+    def __mul__(self, count: float) -> "Flops":
+        return Flops(self.forward * count, self.backward * count, self.weight * count)
+
+
+def layer_cost(config: Config) -> Flops:
+    """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention."""
+    sdpa = attention_of(config) == "sdpa"
+    forward = block_flops(config, causal=sdpa)
+    weight = forward - attention_flops(config, causal=sdpa)  # attention has no weights
+    return Flops(forward, 2 * forward + recomputed_flops(config, causal=sdpa), weight)
+
+
+def recomputed_flops(config: Config, causal: bool) -> float:
+    """Forward operations that the backward of one block executes a second time, by `train.recompute`.
+
+    PyTorch stops when it has recomputed what backward needs, so a product whose result is not kept is not repeated: with `full` the
+    last product of the block (the published formulas count it), with `selective` attention's second product. SDPA keeps no scores, so
+    `selective` repeats no product for it. What SDPA's own backward recomputes is not counted, as is usual.
+    """
+    model = config.model
+    if config.train.recompute == "full":
+        return block_flops(config, causal) - 2 * model.hidden_size * resolved(model.ffn_size)
+    if config.train.recompute == "selective" and attention_of(config) != "sdpa":
+        return attention_flops(config, causal) / 2
+    return 0.0
+
+
+def embedding_cost(config: Config) -> Flops:
+    """The cost of the embedding on the first stage: little elementwise work."""
+    work = float(EMBEDDING_OPS_PER_FEATURE * config.model.hidden_size)
+    return Flops(work, work, work)
+
+
+def head_cost(config: Config) -> Flops:
+    """The cost of LM head and loss on the last stage. They are never recomputed."""
+    product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
+    return Flops(product + loss, 2 * product + loss, product)

@@ -1,0 +1,59 @@
+"""Ends a job when a rank cannot go on, so that the cause is the last line on stderr."""
+
+import os
+import socket
+import sys
+import time
+import traceback
+
+import torch.distributed as dist
+
+from megacore.cli import INTERRUPTED
+from megacore.distributed.error_report import GRACE_SECONDS, record, say_once
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
+from megacore.errors import UserError
+from megacore.tools.diagnosis.watchdog import Watchdog, say
+
+# What gloo and NCCL say when the other side is gone.
+LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket error", "remote process", "timed out")
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether `error` is the echo of another rank's failure."""
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST_PEER)
+
+
+def fail(error: BaseException, place: RankInfo, mesh: Mesh | None, doctor: Watchdog | None = None) -> None:
+    """Prints this rank's traceback, then its reason in one line, and ends the process with status 1. It does not clean up, because
+    leaving a process group would wait for ranks that may never answer. The launcher ends the other ranks.
+    If this rank only lost its peer, the doctor speaks instead, if there is one. A `UserError` is one line and status 2. After Ctrl-C
+    the status is `INTERRUPTED`, and nothing is printed.
+
+    In another program's process it returns, so that the program gets the exception."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(INTERRUPTED)
+    if isinstance(error, UserError):  # as before the ranks had met: one line and status 2
+        error.of_this_machine = True
+        if place.guest:
+            return
+        say_once(error, place)
+        sys.stdout.flush()
+        os._exit(2)
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    if lost_peer(error):
+        if doctor is not None:
+            doctor.ask(f"{type(error).__name__}: {first_line}")
+        time.sleep(GRACE_SECONDS)  # the peer speaks first; the launcher then ends this rank
+    where = "" if mesh is None else f", {mesh.coordinates_text}"
+    report = "".join(traceback.format_exception(error))
+    reason = f"rank {place.rank} (host {socket.gethostname()}{where}) failed: {type(error).__name__}: {first_line}"
+    say(report + reason)
+    record(reason)
+    if doctor is not None:
+        doctor.last_words(reason)
+    sys.stdout.flush()
+    if not place.guest:
+        os._exit(1)

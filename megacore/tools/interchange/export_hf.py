@@ -1,0 +1,89 @@
+"""Exports a checkpoint of any layout to a Hugging Face model folder."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import Layout, Reader, locate
+from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
+from megacore.config import Config
+from megacore.config.load import resolve
+from megacore.distributed.shard import Shard
+from megacore.errors import ConfigError
+from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
+from megacore.tools.interchange.export_tokenizer import write_tokenizer
+from megacore.tools.interchange.families import family_for_config
+from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json, write_weights
+from megacore.tools.interchange.mapped import Mapped
+
+
+def export_hf(
+    path: Path,
+    output: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    tokenizer: str | None,
+    compare_layers: int | None,
+    say: Callable[[str], None],
+) -> None:
+    """Write the checkpoint at `path` (see `checkpoint.locate`) to the new folder `output`, which transformers opens.
+
+    Only one logical tensor is in memory at a time, until the comparison, which holds one whole model (cut to `compare_layers`).
+
+    Args:
+        dtype: what the weights are rounded to.
+        shard_bytes: size of a file.
+        tokenizer: see `write_tokenizer`; None: the run's.
+        say: takes a line for the user.
+
+    Raises:
+        UserError: whatever is wrong; `output` is then as it was.
+    """
+    transformers = transformers_if_installed()
+    if transformers is None:
+        wrong = "an export is compared with transformers, which is not installed"
+        raise ConfigError("--format", wrong, "pip install transformers, or megacore's extra: pip install -e '.[hf]'")
+    reader = Reader(locate(path))
+    config = config_of(reader)
+    check_layers(compare_layers, config)
+    check_weights(reader, config)
+    family = family_for_config(config)
+    mapped = family.mapped(config)
+    with aside(output) as partial:
+        settings = family.write(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        write_json(partial / CONFIG, settings)
+        text = write_tokenizer(config.data.tokenizer if tokenizer is None else tokenizer, partial, config.model.vocab_size, transformers)
+        write_json(partial / CONFIG, settings | text.token_ids)
+        if text.token_ids:
+            write_json(partial / "generation_config.json", text.token_ids)
+        layout: Layout = {peer: (dtype, shape) for tensor in mapped for peer, shape in tensor.peers.items()}
+        files = write_weights(partial, layout, _split(reader, mapped, dtype), shard_bytes)
+        say(f"{reader.path}: {len(layout)} tensors of {family.architecture} in {str(dtype).removeprefix('torch.')}, {files} file(s)")
+        say(text.finding)
+        written = Folder(partial)
+        for tensor in mapped:
+            read_back = tensor.join({peer: written.read(peer) for peer in tensor.peers})
+            require_same(partial, tensor.name, _read(reader, tensor).to(dtype), read_back)
+        say(f"read back: all {len(layout)} tensors are those of the checkpoint, in every bit")
+        say(compare_logits(transformers, config, reader, dtype, partial, compare_layers))
+    say(f"wrote {output}")
+
+
+def config_of(reader: Reader) -> Config:
+    """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded."""
+    sections = recorded_sections(reader)
+    return resolve({key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1).config
+
+
+def _read(reader: Reader, tensor: Mapped) -> Tensor:
+    return reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))
+
+
+def _split(reader: Reader, mapped: list[Mapped], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields the peer's tensors one after the other, and keeps none."""
+    for tensor in mapped:
+        theirs = tensor.split(_read(reader, tensor).to(dtype))
+        for peer in tensor.peers:
+            yield theirs.pop(peer)

@@ -1,0 +1,104 @@
+"""Families of Hugging Face models that our config expresses exactly, with their settings and tensors in both directions.
+
+Nothing here needs transformers: a peer's model is a `config.json`, read as an object, and named tensors.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megacore.config import Config
+from megacore.config.schema import ModelConfig
+from megacore.errors import CheckpointError, ConfigError
+from megacore.tools.interchange import settings
+from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
+
+TRAINING_KEYS = {"dropout", "attention", "init_std", "kernels", "chunked_loss"}  # of our model section: no part of the function
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture of a peer.
+
+    `read` raises `CheckpointError` naming the key that our models cannot express. `write` is right for a config of which
+    `family_for_config` says that it is of this family. What fully matches one of `ignored` is a buffer of an old file, no parameter.
+    """
+
+    architecture: str  # "LlamaForCausalLM"
+    read: Callable[[dict[str, Any]], dict[str, Any]]  # their config.json → our `model` section
+    write: Callable[[Config], dict[str, Any]]  # our config → their config.json
+    mapped: Callable[[Config], list[Mapped]]  # every parameter of the logical model exactly once, in the order of the layers
+    ignored: tuple[re.Pattern[str], ...] = ()
+
+
+OLD_ROTARY = (re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
+OLD_MASKS = (re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),)
+
+# In the order in which `family_for_config` tries them: the plain ones first.
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family("GPT2LMHeadModel", settings.read_gpt2, settings.write_gpt2, gpt2_tensors, OLD_MASKS),
+        Family("LlamaForCausalLM", settings.read_llama, settings.write_llama, llama_tensors, OLD_ROTARY),
+        Family("MistralForCausalLM", settings.read_mistral, settings.write_mistral, llama_tensors, OLD_ROTARY),
+        Family("Qwen2ForCausalLM", settings.read_qwen2, settings.write_qwen2, llama_tensors, OLD_ROTARY),
+        Family("Qwen3ForCausalLM", settings.read_qwen3, settings.write_qwen3, llama_tensors, OLD_ROTARY),
+        Family("GraniteForCausalLM", settings.read_granite, settings.write_granite, llama_tensors, OLD_ROTARY),
+    )
+}
+
+
+def family_for_hf(hf: dict[str, Any], path: str) -> Family:
+    """The family that the config.json at `path` names.
+
+    Raises:
+        CheckpointError: it names none, or one that is not known here.
+    """
+    named = hf.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise CheckpointError(path, f"is of the architecture {architecture}, which is not known here", "one of " + ", ".join(FAMILIES))
+    return FAMILIES[architecture]
+
+
+def family_for_config(config: Config) -> Family:
+    """The family that computes exactly what a model of this config computes.
+
+    Raises:
+        ConfigError: none does; names the keys in which the nearest one differs.
+    """
+    nearest: tuple[str, dict[str, Any]] | None = None
+    for family in FAMILIES.values():
+        try:
+            differing = unexpressed(family, config)
+        except CheckpointError:  # sizes that the family refuses
+            continue
+        if not differing:
+            return family
+        if nearest is None or len(differing) < len(nearest[1]):
+            nearest = family.architecture, differing
+    assert nearest is not None, "the families after Llama refuse no sizes"
+    key, value = next(iter(nearest[1].items()))
+    others = f" and {', '.join(list(nearest[1])[1:])}" if len(nearest[1]) > 1 else ""
+    wrong = f"no known architecture has this model: {nearest[0]}, the nearest, differs in {key}{others}"
+    raise ConfigError(f"model.{key}", wrong, f"{key} {value}")
+
+
+def unexpressed(family: Family, config: Config) -> dict[str, Any]:
+    """The keys of our model section that the family does not bring back from its own config.json, with what it makes of them.
+
+    A key that `read` does not set is expressed where it has its default, so that a new one is refused until families know it.
+    """
+    passed_over = TRAINING_KEYS | ({"rope_theta"} if config.model.position == "learned" else set())
+    ours = settings.as_peers_have_it(config.model, config.head_size).model_dump(exclude=passed_over)
+    theirs = ModelConfig.model_validate(family.read(family.write(config))).model_dump(exclude=passed_over)
+    return {key: theirs[key] for key, value in ours.items() if not same(value, theirs[key])}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two values are equal; numbers up to the rounding of two divisions."""
+    if isinstance(ours, float) and isinstance(theirs, (int, float)):
+        return math.isclose(ours, theirs, rel_tol=1e-12)
+    return bool(ours == theirs)

@@ -1,0 +1,145 @@
+"""Imports another project's model as a run's folder."""
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import Layout, Reader, save_stream
+from megacore.checkpoint.weights import WEIGHTS
+from megacore.config import Config
+from megacore.config.load import parse_override, resolve, set_value
+from megacore.distributed.shard import Shard
+from megacore.errors import CheckpointError
+from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
+from megacore.tools.interchange.export_tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
+from megacore.tools.interchange.families import family_for_hf
+from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
+from megacore.tools.interchange.mapped import Mapped, stored_name
+from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
+
+FILE_BYTES = 4 << 30
+LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override
+GENTLE = {"lr": 3e-5, "min_lr": 3e-6, "warmup_steps": 20, "weight_decay": 0.01}  # a tenth of what trains from nothing: the model is to stay
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model of another project, with its files open."""
+
+    path: Path
+    architecture: str
+    model: dict[str, Any]  # the `model` section that is the same function
+    mapped: Callable[[Config], list[Mapped]]
+    ignored: tuple[re.Pattern[str], ...]  # tensors that are none of the model's parameters
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+
+    def names(self, mapped: list[Mapped]) -> dict[str, str]:
+        """The name in the files of every tensor in `Mapped.peers`.
+
+        Raises:
+            CheckpointError: naming a tensor that is missing, of another shape, or none of the model's.
+        """
+        found = {}
+        for name, shape in ((name, shape) for tensor in mapped for name, shape in tensor.peers.items()):
+            stored = stored_name(name, self.shapes)
+            right = f"a whole {self.architecture} of the sizes in its configuration"
+            if stored is None:
+                raise CheckpointError(str(self.path), f"has no tensor {name} of shape {shape}", right)
+            if self.shapes[stored] != shape:
+                raise CheckpointError(str(self.path), f"tensor {stored} has shape {self.shapes[stored]}, not {shape}", right)
+            found[name] = stored
+        embedding = found[next(iter(mapped[0].peers))]
+        for stored in sorted(self.shapes.keys() - set(found.values())):
+            tied = stored == HEAD and torch.equal(self.read(stored), self.read(embedding))  # some store it under both names
+            if not tied and not any(pattern.fullmatch(stored) for pattern in self.ignored):
+                wrong = f"holds the tensor {stored}, which no {self.architecture} of its configuration has"
+                raise CheckpointError(str(self.path), wrong, "a model without additions")
+        return found
+
+
+def hf_peer(path: Path) -> Peer:
+    """Opens a Hugging Face model folder. Raises `CheckpointError` if no family here expresses it."""
+    folder = Folder(path)
+    family = family_for_hf(folder.config, str(path / CONFIG))
+    try:
+        model = family.read(folder.config)
+    except CheckpointError as error:
+        raise CheckpointError(str(path / CONFIG), error.wrong, error.right) from error
+    return Peer(path, family.architecture, model, family.mapped, family.ignored, folder.shapes, folder.read)
+
+
+def nanogpt_peer(path: Path) -> Peer:
+    """Opens a ``ckpt.pt`` of nanoGPT."""
+    model, tensors = read_nanogpt(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Peer(path, "nanoGPT", model, nanogpt_tensors, IGNORED, shapes, tensors.__getitem__)
+
+
+PEERS = {"hf": hf_peer, "nanogpt": nanogpt_peer}
+
+
+def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers: int | None, say: Callable[[str], None]) -> None:
+    """Write `peer` as the new run `output`: a checkpoint of step 0 that holds weights alone, and a config.json to fine-tune them with,
+    in a folder of its own. What follows from other values (the last step of the decay, the data ranks) is left open in it.
+
+    Only one logical tensor is in memory at a time, until the comparison with transformers, which holds one whole model
+    (cut to `compare_layers`).
+
+    Args:
+        overrides: `section.key=value`, of the run's config.
+        say: takes a line for the user.
+
+    Raises:
+        UserError: whatever is wrong; `output` is then as it was.
+    """
+    transformers = transformers_if_installed()
+    sections: dict[str, Any] = {
+        "model": peer.model,
+        "train": {"seq_len": min(peer.model["max_positions"], LONGEST), "precision": "fp32"},
+        "optim": dict(GENTLE),
+        "checkpoint": {"every": 100, "weights": str(output)},
+        "log": {"dir": f"{output}_finetuned"},
+    }
+    for name in (SENTENCEPIECE, FAST[0]):
+        if "data" not in sections and (peer.path / name).is_file():
+            sections["data"] = {"tokenizer": str(output / "tokenizer" / name)}
+    for override in overrides:
+        set_value(sections, *parse_override(override))
+    config = resolve(deepcopy(sections), [], output.name, 1).config
+    if config.model.num_layers > len(peer.shapes):  # before so many are looked for
+        wrong = f"has {len(peer.shapes)} tensors, too few for {config.model.num_layers} layers"
+        raise CheckpointError(str(peer.path), wrong, f"a whole {peer.architecture} of the sizes in its configuration")
+    check_layers(compare_layers, config)
+    mapped = peer.mapped(config)
+    names = peer.names(mapped)
+    dtype = torch.float64 if config.train.precision == "fp64" else torch.float32
+    with aside(output) as partial:
+        settings = config.model_dump(mode="json", by_alias=True)
+        write_json(partial / CONFIG, sections | {"model": settings["model"]})
+        (partial / "tokenizer").mkdir()
+        if not copy_tokenizer(peer.path, partial / "tokenizer"):
+            (partial / "tokenizer").rmdir()
+        layout: Layout = {f"{WEIGHTS}{tensor.name}": (dtype, tensor.shape) for tensor in mapped}
+        origin = {"path": str(peer.path), "architecture": peer.architecture}
+        state = {"samples": 0, "seed": config.train.seed, "model": settings["model"], "config": settings, "weights_of": origin}
+        joined = (tensor.join({name: peer.read(names[name]) for name in tensor.peers}).to(dtype) for tensor in mapped)  # one at a time
+        reader = Reader(save_stream(partial / "checkpoints", 0, layout, joined, state, FILE_BYTES))
+        say(f"{peer.path}: {len(names)} tensors of {peer.architecture}, in {len(reader.manifest.files)} file(s)")
+        for tensor in mapped:
+            for name, ours in tensor.split(reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))).items():
+                require_same(peer.path, names[name], peer.read(names[name]).to(dtype), ours)
+        say(f"read back: all {len(names)} tensors are those of {peer.architecture}, in every bit")
+        if not peer.path.is_dir():
+            say("logits were not compared: they can be with a model of transformers only")
+        elif transformers is None:
+            say("logits were not compared: transformers is not installed")
+        else:
+            say(compare_logits(transformers, config, reader, dtype, peer.path, compare_layers))
+    say(f"wrote {output}, whose {CONFIG} fine-tunes it")

@@ -1,0 +1,287 @@
+"""Converts peers' `config.json` to and from our `model` section.
+
+Reading refuses every setting that would make theirs another function than ours, by name; settings that only concern training
+(dropout) or numerics are passed over. What a file leaves out is what transformers takes where it is missing; sizes must be there.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+from megacore.config import Config
+from megacore.config.schema import ModelConfig, NtkRope
+from megacore.errors import CheckpointError
+from megacore.model.rotary import stretched_base
+
+CONFIG = "config.json"
+REQUIRED = object()
+
+
+def get(hf: dict[str, Any], key: str, default: Any, kind: type | tuple[type, ...]) -> Any:
+    """`hf[key]` of a type, or the default that the peer takes where it is missing (null counts as missing where that is so there)."""
+    value = hf.get(key, default)
+    if value is REQUIRED:
+        raise CheckpointError(CONFIG, f"has no {key}", f"a config.json with {key}")
+    if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+        raise CheckpointError(CONFIG, f"{key} is {value!r}", "a value as transformers writes it")
+    return value
+
+
+def require(hf: dict[str, Any], key: str, default: Any, *right: Any) -> None:
+    """`hf[key]`, or else the peer's default, must be one of `right`: any other is a function that our models do not compute."""
+    if hf.get(key, default) not in right:
+        known = " or ".join("null" if value is None else str(value).lower() for value in right)
+        raise CheckpointError(CONFIG, f"{key} is {hf.get(key, default)!r}, which no model here has", f"{key} {known}")
+
+
+def number(hf: dict[str, Any], key: str, default: Any = REQUIRED, kind: type | tuple[type, ...] = (int, float)) -> Any:
+    """A number above 0."""
+    value = get(hf, key, default, kind)
+    if value is not None and value <= 0:
+        raise CheckpointError(CONFIG, f"{key} is {value}", "a number above 0")
+    return value
+
+
+def whole(hf: dict[str, Any], key: str, default: Any = REQUIRED) -> Any:
+    """A whole number above 0."""
+    return number(hf, key, default, int)
+
+
+def flag(hf: dict[str, Any], key: str, default: bool) -> bool:
+    """true or false."""
+    return bool(get(hf, key, default, bool))
+
+
+# GPT-2
+
+GPT2_SIZES = {  # ours, and what they are called there
+    "num_layers": "n_layer", "hidden_size": "n_embd", "num_heads": "n_head", "vocab_size": "vocab_size", "max_positions": "n_positions",
+}  # fmt: skip
+GPT2_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
+
+
+def read_gpt2(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "activation_function", "gelu_new", *GPT2_ACTIVATIONS)
+    require(hf, "scale_attn_by_inverse_layer_idx", False, False)
+    require(hf, "add_cross_attention", False, False)
+    head_size = head_size_of(hf, "n_embd", "n_head")
+    return {ours: whole(hf, theirs) for ours, theirs in GPT2_SIZES.items()} | {
+        "num_kv_heads": hf["n_head"],
+        "head_size": head_size,
+        "ffn_size": whole(hf, "n_inner", None) or 4 * hf["n_embd"],
+        "norm": "layernorm",
+        "norm_eps": number(hf, "layer_norm_epsilon", 1e-5),
+        "activation": GPT2_ACTIVATIONS[hf.get("activation_function", "gelu_new")],
+        "position": "learned",
+        "bias": True,
+        "qkv_bias": True,
+        "attention_scale": head_size**-0.5 if flag(hf, "scale_attn_weights", True) else 1.0,
+        "tie_embeddings": flag(hf, "tie_word_embeddings", True),
+        "init_std": number(hf, "initializer_range", 0.02),
+    }
+
+
+def write_gpt2(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = config.model
+    return heading(config, "GPT2LMHeadModel", "gpt2", GPT2_SIZES) | {
+        "n_inner": model.ffn_size,
+        "activation_function": {"gelu": "gelu_new"}.get(model.activation, "gelu"),
+        "layer_norm_epsilon": model.norm_eps,
+        "scale_attn_weights": model.attention_scale != 1.0,
+        "embd_pdrop": model.dropout,
+        "resid_pdrop": model.dropout,
+        "attn_pdrop": 0.0,
+    }
+
+
+def head_size_of(hf: dict[str, Any], hidden_key: str, heads_key: str) -> int:
+    """The head size of a peer that wants all heads to make up the hidden size."""
+    hidden, heads = whole(hf, hidden_key), whole(hf, heads_key)
+    if hidden % heads:
+        raise CheckpointError(CONFIG, f"{hidden_key} {hidden} is not a multiple of {heads_key} {heads}", "sizes that divide")
+    return hidden // heads
+
+
+def heading(config: Config, architecture: str, model_type: str, sizes: dict[str, str]) -> dict[str, Any]:
+    """What every config.json has; `sizes` are ours, and what they are called there.
+
+    Token ids are null, lest the peer take its own defaults, of another vocabulary.
+    """
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "torch_dtype": "float64" if config.train.precision == "fp64" else "float32",
+        "tie_word_embeddings": config.model.tie_embeddings,
+        "initializer_range": config.model.init_std,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | {theirs: getattr(config.model, ours) for ours, theirs in sizes.items()}
+
+
+# Llama and those after it: RMS norms, swiglu, rotary positions
+
+LLAMA_SIZES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads",
+    "ffn_size": "intermediate_size", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
+}  # fmt: skip
+
+
+def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """What Llama and its descendants share; `settings` are the family's own of our `model` section."""
+    require(hf, "hidden_act", "silu", "silu", "swish")
+    require(hf, "quantization_config", None, None)
+    if any(kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()):
+        raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
+    sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
+    head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
+    theta, scaling = read_rope(hf)
+    own = {
+        "num_kv_heads": whole(hf, "num_key_value_heads", None) or sizes["num_heads"],
+        "head_size": head_size,
+        "norm": "rmsnorm",
+        "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "position": "rope",
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "bias": False,
+        "qkv_bias": False,
+        "attention_scale": head_size**-0.5,
+        "tie_embeddings": flag(hf, "tie_word_embeddings", False),
+        "init_std": number(hf, "initializer_range", 0.02),
+    }
+    return sizes | own | settings
+
+
+def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    rope = get(hf, "rope_parameters", None, dict) or get(hf, "rope_scaling", None, dict) or {}
+    theta = number({"rope_theta": 10000.0} | hf | rope, "rope_theta")
+    require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
+    kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    require(kind, "rope_type", None, "default", "linear", "llama3", "dynamic", "yarn")
+    # "dynamic" changes the frequencies of texts that are longer than all positions only, which our models refuse.
+    if kind["rope_type"] in ("default", "dynamic"):
+        return theta, None
+    scaling = {"type": kind["rope_type"], "factor": number(rope, "factor")}
+    if kind["rope_type"] == "linear":
+        return theta, scaling
+    # Where it is missing, transformers takes a value of the top level, or else all positions.
+    fallback = hf.get("original_max_position_embeddings", hf.get("max_position_embeddings", REQUIRED))
+    scaling["original_max_position_embeddings"] = whole(rope, "original_max_position_embeddings", fallback)
+    if kind["rope_type"] == "llama3":
+        return theta, scaling | {key: number(rope, key) for key in ("low_freq_factor", "high_freq_factor")}
+    scaling |= {"beta_fast": number(rope, "beta_fast", None) or 32.0, "beta_slow": number(rope, "beta_slow", None) or 1.0}
+    return theta, scaling | {"attention_factor": yarn_attention_factor(rope), "truncate": flag(rope, "truncate", True)}
+
+
+def yarn_attention_factor(rope: dict[str, Any]) -> float | None:
+    """What queries and keys are multiplied by: given, or by the ratio of DeepSeek's two scales. None leaves it to `factor`."""
+    own, both = number(rope, "attention_factor", None), [number(rope, key, None) for key in ("mscale", "mscale_all_dim")]
+    if own is not None or None in both:
+        return own
+    upper, lower = (0.1 * scale * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0 for scale in both)
+    return upper / lower
+
+
+def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
+    """What Llama and its descendants share; `settings` are the family's own of their config.json."""
+    model = as_peers_have_it(config.model, config.head_size)
+    scaling = model.rope_scaling
+    own = {
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_eps,
+        "attention_dropout": 0.0,
+        # Rotary settings as transformers 4 has them, which 5 reads as well.
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling and {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True),
+    }
+    return heading(config, architecture, model_type, LLAMA_SIZES) | own | settings
+
+
+def as_peers_have_it(model: ModelConfig, head_size: int) -> ModelConfig:
+    """The same function without NTK-aware scaling, which peers have as another base."""
+    if not isinstance(model.rope_scaling, NtkRope):
+        return model
+    return model.model_copy(
+        update={"rope_theta": stretched_base(head_size, model.rope_theta, model.rope_scaling.factor), "rope_scaling": None}
+    )
+
+
+def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
+    """Llama's and Granite's `attention_bias`, of queries, keys, values and output, and `mlp_bias`."""
+    attention, mlp = flag(hf, "attention_bias", False), flag(hf, "mlp_bias", False)
+    if attention != mlp:
+        raise CheckpointError(CONFIG, f"attention_bias is {attention} and mlp_bias {mlp}, which no model here has", "both alike")
+    return {"bias": attention, "qkv_bias": attention}
+
+
+def write_biases(config: Config) -> dict[str, Any]:
+    """Writes the settings that `read_biases` reads."""
+    return {"attention_bias": config.model.bias, "mlp_bias": config.model.bias}
+
+
+def read_llama(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    head_size_of(hf, "hidden_size", "num_attention_heads")  # LlamaConfig's rule
+    return read_llama_like(hf, **read_biases(hf))
+
+
+def write_llama(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "LlamaForCausalLM", "llama", **write_biases(config))
+
+
+def read_mistral(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "sliding_window", 4096, None)
+    return read_llama_like({"num_key_value_heads": 8} | hf)
+
+
+write_mistral = partial(write_llama_like, architecture="MistralForCausalLM", model_type="mistral", sliding_window=None)
+
+
+def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "use_sliding_window", False, False)
+    return read_llama_like({"num_key_value_heads": 32} | hf, qkv_bias=True)
+
+
+write_qwen2 = partial(write_llama_like, architecture="Qwen2ForCausalLM", model_type="qwen2", use_sliding_window=False, sliding_window=None)
+
+
+def read_qwen3(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "use_sliding_window", False, False)
+    require(hf, "attention_bias", False, False)
+    return read_llama_like({"num_key_value_heads": 32, "head_dim": 128} | hf, qk_norm=True)
+
+
+write_qwen3 = partial(write_qwen2, architecture="Qwen3ForCausalLM", model_type="qwen3", attention_bias=False)
+
+
+def read_granite(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`. Its logits are *divided* by `logits_scaling`, and scores multiplied by 1 unless it says otherwise."""
+    scales = {
+        "embedding_scale": number(hf, "embedding_multiplier", 1.0),
+        "attention_scale": number(hf, "attention_multiplier", 1.0),
+        "residual_scale": number(hf, "residual_multiplier", 1.0),
+        "logit_scale": 1.0 / number(hf, "logits_scaling", 1.0),
+    }
+    return read_llama_like(hf, **read_biases(hf), **scales)
+
+
+def write_granite(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = config.model
+    scales = {
+        "embedding_multiplier": model.embedding_scale,
+        "attention_multiplier": model.attention_scale,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": float(f"{1.0 / model.logit_scale:.15g}"),  # 49 and not 48.99999999999999
+    }
+    return write_llama_like(config, "GraniteForCausalLM", "granite", **write_biases(config), **scales)

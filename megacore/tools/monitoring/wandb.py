@@ -1,0 +1,140 @@
+"""Hands a run's figures to Weights & Biases (`log.wandb`): the lines of metrics.jsonl, one run for each run's folder.
+
+A process of its own talks to wandb, so that no slow network, lost connection or error there reaches training. Run as a module, this
+file is that process: it reads a line of JSON about the run from stdin, and then lines of figures until stdin ends.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from megacore.config import Config
+from megacore.config.schema import resolved
+from megacore.errors import ConfigError
+
+GRACE = 20.0  # seconds that a run which has ended waits for what wandb has not sent yet
+COMMAND = [sys.executable, "-m", "megacore.tools.monitoring.wandb"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def check_wandb(config: Config) -> None:
+    """Raises `ConfigError` if `log.wandb` needs a package that is missing."""
+    if config.log.wandb != "off" and find_spec("wandb") is None:
+        raise ConfigError("log.wandb", "wandb is not installed", "pip install 'megacore[wandb]', or off")
+
+
+class Tracker:
+    """Passes figures on to the process. No method waits for it but `close`, and that for `GRACE` seconds at most."""
+
+    def __init__(self, config: Config, first_step: int, say: Callable[[str], None]) -> None:
+        """`say` gets the one line about a failure."""
+        self.say, self.folder = say, Path(resolved(config.log.dir))
+        self.failed = False  # and said so
+        self.log = self.folder / "wandb" / "process.log"
+        about = {
+            "mode": config.log.wandb,
+            "id": run_id(self.folder / "wandb", first_step),
+            "name": self.folder.name,
+            "dir": str(self.folder),
+            "config": config.model_dump(by_alias=True),
+        }
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        with self.log.open("w", encoding="utf-8") as log:
+            # In a session of its own: it ends when its input does, whatever signal the run gets.
+            self.process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": path, "WANDB_SILENT": "true"},
+            )  # fmt: skip
+        self.lines: SimpleQueue[str | None] = SimpleQueue()
+        self.lines.put(json.dumps(about))
+        self.thread = threading.Thread(target=self._pass_on, name="wandb", daemon=True)
+        self.thread.start()
+
+    def add(self, line: str) -> None:
+        """Passes on a line of metrics.jsonl."""
+        self.lines.put(line)
+
+    def _pass_on(self) -> None:
+        """Writes lines to the process until there are no more. It may wait for ever: nobody waits for it."""
+        pipe = self.process.stdin
+        assert pipe is not None
+        try:
+            while (line := self.lines.get()) is not None:
+                pipe.write(line + "\n")
+                pipe.flush()
+            pipe.close()
+        except OSError:  # it has ended
+            self._failed()
+
+    def _failed(self) -> None:
+        if self.failed:
+            return
+        self.failed = True
+        said = [line for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        why = f" ({said[-1].strip()[:200]})" if said else ""
+        self.say(f"WARNING: wandb gets no more figures{why}; training goes on, and metrics.jsonl has them all")
+
+    def close(self) -> None:
+        """Lets the process send what is left. If that takes too long, ends it."""
+        self.lines.put(None)
+        self.thread.join(GRACE)
+        try:
+            if self.process.wait(GRACE) and not self.thread.is_alive():
+                self._failed()
+        except subprocess.TimeoutExpired:
+            self.failed = True
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.say(f"WARNING: wandb has not sent all figures within {GRACE:g} s; metrics.jsonl has them all")
+
+
+def run_id(folder: Path, first_step: int) -> str:
+    """The id of the run in wandb: that of the run that goes on, or a new one for a run that begins."""
+    file = folder / "run_id"
+    folder.mkdir(parents=True, exist_ok=True)
+    if first_step == 1 or not file.exists():
+        file.write_text(secrets.token_hex(4) + "\n", encoding="ascii")
+    return file.read_text(encoding="ascii").strip()
+
+
+def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The figures that are numbers, but for the step."""
+    return {name: value for name, value in figures.items() if isinstance(value, int | float) and name != "step"}
+
+
+def send() -> None:
+    """The process: logs what stdin brings."""
+    import wandb
+
+    about = json.loads(sys.stdin.readline())
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "megacore"),
+        id=about["id"],
+        name=about["name"],
+        dir=about["dir"],
+        config=about["config"],
+        mode=about["mode"],
+        resume="allow" if about["mode"] == "online" else None,  # offline, wandb joins the parts when it sends them
+        settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+    )
+    for line in sys.stdin:
+        figures = json.loads(line)
+        run.log(numbers(figures), step=figures["step"])
+    # Whoever started this may be gone; it must not stay for ever.
+    late = threading.Timer(2 * GRACE, lambda: os._exit(1))
+    late.daemon = True
+    late.start()
+    run.finish()
+
+
+if __name__ == "__main__":
+    send()

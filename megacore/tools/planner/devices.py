@@ -1,0 +1,185 @@
+"""Devices and clusters as data: one JSON file each in `devices/` and `clusters/`, with constants that their makers publish.
+
+A file of your own does as well: `benchmarks.throughput --peak --device-file` and `benchmarks.collectives --cluster-file` write one of
+the machine at hand.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, ValidationError
+
+from megacore.errors import ConfigError
+from megacore.files import read_text
+from megacore.records import Record, complaint
+
+ROOT = Path(__file__).parent
+Constants = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device: operations and bytes a second."""
+
+    name: str
+    peak_flops: Constants  # by precision: dense (datasheets often print twice that), fp32 without TF32
+    memory_gib: float | None = None
+    memory_bytes_per_second: float | None = None
+    multiprocessors: int | None = None  # among which a product's tiles are dealt out; None: no such grain
+    power_watts: float | None = None
+    overlaps: bool = True  # it computes while it sends; a CPU's cores do both
+
+
+@dataclass(frozen=True)
+class Level:
+    """Links that join `ranks` consecutive ranks; None: any number. `bytes_per_second` are those that one rank sends."""
+
+    link: str
+    ranks: int | None
+    bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How ranks are joined: the inside of a machine first, then what joins machines."""
+
+    name: str
+    levels: tuple[Level, ...]
+    call_seconds: float | None = None  # of any call besides hops and bytes, where it was measured; None: a framework's constant
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks that the innermost links join."""
+        return self.levels[0].ranks or 1 << 30
+
+
+# Bounds far around any machine: what is divided by a rate stays a number.
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Rate = Annotated[float, Field(ge=1, le=1e24)]  # a second
+Seconds = Annotated[float, Field(ge=0, le=1e4)]
+Amount = Annotated[float, Field(ge=1e-6, le=1e9)]
+Count = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class DeviceFile(Record):
+    """What a device's file holds; `DeviceSpec` says what it means."""
+
+    name: Name
+    torch_names: tuple[str, ...] = ()
+    peak_flops: Annotated[dict[str, Rate], Field(min_length=1)]
+    memory_gib: Amount | None = None
+    memory_bytes_per_second: Rate | None = None
+    multiprocessors: Count | None = None
+    power_watts: Amount | None = None
+    overlaps: bool = True
+
+    def device(self) -> DeviceSpec:
+        """The device."""
+        return DeviceSpec(**self.model_dump(exclude={"torch_names"}))
+
+
+class LevelRow(Record):
+    """See `Level`."""
+
+    link: Name
+    ranks: Count | None
+    bytes_per_second: Rate
+    latency_seconds: Seconds
+
+
+class ClusterFile(Record):
+    """What a cluster's file holds; `Cluster` says what it means."""
+
+    name: Name
+    levels: Annotated[list[LevelRow], Field(min_length=1)]
+    call_seconds: Seconds | None = None
+
+    def cluster(self) -> Cluster:
+        """The cluster."""
+        return Cluster(self.name, tuple(Level(**row.model_dump()) for row in self.levels), self.call_seconds)
+
+
+File = TypeVar("File", DeviceFile, ClusterFile)
+
+
+@cache
+def _devices() -> dict[str, DeviceFile]:
+    """The devices in the folder here, by name."""
+    return _known("devices", DeviceFile)
+
+
+@cache
+def _clusters() -> dict[str, ClusterFile]:
+    """The clusters in the folder here, by name."""
+    return _known("clusters", ClusterFile)
+
+
+def _known(folder: str, kind: type[File]) -> dict[str, File]:
+    files = (kind.model_validate_json(path.read_bytes()) for path in sorted((ROOT / folder).glob("*.json")))
+    return {file.name: file for file in files}
+
+
+def device_names() -> list[str]:
+    """The devices that are known by name."""
+    return list(_devices())
+
+
+def cluster_names() -> list[str]:
+    """The clusters that are known by name."""
+    return list(_clusters())
+
+
+def listed_device(device_name: str) -> DeviceSpec | None:
+    """The device of a name, its own or that of `torch.cuda.get_device_name()`. None if it is not known: never a guess.
+
+    torch's name must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice "A100-SXM4-80GB MIG 1g.10gb" is another device.
+    """
+    name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
+    for own, file in _devices().items():
+        if name == own or any(re.fullmatch(pattern, name) for pattern in file.torch_names):
+            return file.device()
+    return None
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """The dense peak in operations a second of a device. None if the device, or its peak in this precision, is unknown."""
+    device = listed_device(device_name)
+    return None if device is None else device.peak_flops.get(precision)
+
+
+def read_device(name_or_path: str, option: str = "--device") -> DeviceSpec:
+    """A device by name or from a JSON file. Raises `ConfigError`, naming the option."""
+    device = listed_device(name_or_path)
+    return device or _read(name_or_path, option, DeviceFile, device_names()).device()
+
+
+def read_cluster(name_or_path: str, option: str = "--cluster") -> Cluster:
+    """A cluster by name or from a JSON file. Raises `ConfigError`, naming the option."""
+    file = _clusters().get(name_or_path) or _read(name_or_path, option, ClusterFile, cluster_names())
+    sizes = [level.ranks for level in file.levels]
+    inner = [size for size in sizes[:-1] if size is not None]
+    if sizes[-1] is not None or len(inner) < len(sizes) - 1 or inner != sorted(set(inner)):
+        wrong = f"{name_or_path} is no cluster file: its levels' ranks are {sizes[:8]}"
+        raise ConfigError(option, wrong, "more ranks from level to level, and null for the last, as in megacore/tools/planner/clusters")
+    return file.cluster()
+
+
+def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:
+    """A file's content. Raises `ConfigError`, naming the option."""
+    what = "device" if kind is DeviceFile else "cluster"
+    right = f"as in megacore/tools/planner/{what}s"
+    try:
+        return kind.model_validate_json(read_text(path))
+    except OSError as error:
+        wrong = f"{path} is not known, and cannot be read as a file: {error.strerror}"
+        raise ConfigError(option, wrong, f"one of {', '.join(known)}, or a JSON file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(option, f"{path} is not JSON", right) from None
+    except ValidationError as error:
+        wrong = f"{path} is not JSON" if error.errors()[0]["type"] == "json_invalid" else f"{path} is no {what} file: {complaint(error)}"
+        raise ConfigError(option, wrong, right) from None

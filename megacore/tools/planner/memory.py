@@ -1,0 +1,191 @@
+"""Predicts the memory of every rank of the pipeline, for the fullest of its tensor ranks, under each engine.
+
+It counts parameters, gradients, optimizer state, and activations at their peak (`activations.py`). Gradients are reduced in buckets that
+are parts of their buffer, and need no room of their own. `besides` estimates what CUDA, NCCL and the allocator keep for themselves.
+
+Bytes a parameter (with `engine.shard_optimizer` the data ranks divide only master weights and moments):
+
+| precision   | parameter | gradient | master weight | two moments | together |
+|-------------|-----------|----------|---------------|-------------|----------|
+| bf16, fp16  | 2         | 4        | 4             | 8           | 18       |
+| fp32        | 4         | 4        |               | 8           | 16       |
+| fp64        | 8         | 8        |               | 16          | 32       |
+
+With `engine.kind=fsdp` a rank holds only masters (4 bytes, or 8), and everything is divided among N data ranks: 16/N (32/N).
+`gathered` counts what is gathered beyond that while blocks run. With `engine.cpu_offload` the device holds only that.
+
+With `engine.kind=deepspeed` fp32 has masters beside its parameters, 20 bytes in all, except in stage 0. Each of N data ranks holds
+an N-th of the optimizer state from stage 1 on, of gradients from stage 2 on (in fp32 and fp16 from stage 1), and of parameters in
+stage 3, where layers are whole while they run. Offloaded state is not on the device. Not counted: in fp32 a rank also keeps, for a
+step, the whole gradients of the two parameters in which its part begins and ends.
+
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from megacore.config.deepspeed import ds_settings
+from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.config.resolve_auto import reshards
+from megacore.config.schema import Config
+from megacore.engine.optimizer_states import ALIGNMENT, STATES
+from megacore.pipeline.partition import placement_of
+from megacore.tools.planner.activations import Peak, rank_activations
+from megacore.tools.planner.buckets import buffers_of
+from megacore.tools.planner.fsdp_units import divides_parameters, units_of
+from megacore.tools.planner.parameters import block_parameters, rank_parameters
+
+# What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
+CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)
+FRAGMENTATION = 0.05  # of what is not held from step to step: blocks between which the allocator finds no room
+
+_PADDED: dict[Hashable, list[int]] = {}
+
+
+def optimizer_bytes(config: Config) -> int:
+    """Bytes a parameter of optimizer state: the state of `optim.kind`, and the master weight if it is not the parameter itself."""
+    wide = GRADIENT_BYTES[config.train.precision]
+    masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
+    return masters + wide * len(STATES[config.optim.kind])
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank of the pipeline, the fullest of its tensor ranks."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: Peak  # of the activations
+    gathered: int = 0  # parameters and gradients that are whole only while they are used
+    rows: int = 0  # of the native engine's gradient norm: a weight for every row of a parameter
+
+    @property
+    def activations(self) -> int:
+        """The bytes of the peak."""
+        return self.peak.total
+
+    @property
+    def held(self) -> int:
+        """The bytes that stay from step to step."""
+        return self.parameters + self.gradients + self.optimizer + self.rows
+
+    @property
+    def total(self) -> int:
+        """The bytes of all tensors."""
+        return self.held + self.activations + self.gathered
+
+
+@dataclass(frozen=True)
+class Besides:
+    """Bytes that a GPU needs besides a rank's tensors. No GPU has been measured: these are assumptions."""
+
+    context: int
+    communicators: int
+    fragmentation: int
+
+    @property
+    def total(self) -> int:
+        """The bytes of all kinds."""
+        return self.context + self.communicators + self.fragmentation
+
+
+def communicators_of(config: Config) -> list[int]:
+    """How many communicators NCCL has on each rank of the pipeline: one for each group of ranks with collectives, and with each rank
+    before or behind in the pipeline one for each direction."""
+    parallel, levels = config.parallel, 2 * (config.engine.reduce_levels == 2)
+    sizes = {"pp": parallel.pipeline, "dp": config.data_size, "cp": parallel.context, "tp": parallel.tensor}
+
+    def along(*axes: str) -> frozenset[str]:
+        return frozenset(axis for axis in axes if sizes[axis] > 1)
+
+    groups = {along(*sizes), along("tp"), along("cp")}  # groups of the same ranks share one
+    shards = config.shard_size if config.engine.kind == "fsdp" else config.token_ranks
+    groups |= {along("dp", "cp")} if shards in (1, config.token_ranks) else {frozenset({"shard"}), frozenset({"replicate"})}
+    groups |= {along("pp", "tp")} if config.engine.kind == "deepspeed" else set()
+    placement = placement_of(config)
+    place = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    tied = {place[0], place[max(place)]} if config.model.tie_embeddings and place[0] != place[max(place)] else set()
+    counts = []
+    for rank, stages in enumerate(placement):
+        own = groups | ({along("pp") if parallel.pipeline == 2 else frozenset({"tied"})} if rank in tied else set())
+        neighbours = {place[stage + step] for stage in stages for step in (-1, 1) if stage + step in place} - {rank}
+        counts.append(len(own - {frozenset()}) + levels + 2 * len(neighbours))
+    return counts
+
+
+def besides(memory: RankMemory, config: Config) -> Besides:
+    """What a rank's device needs besides tensors."""
+    return Besides(CONTEXT, COMMUNICATOR * max(communicators_of(config)), int(FRAGMENTATION * (memory.total - memory.held)))
+
+
+def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> list[RankMemory]:
+    """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks and, under fsdp, of its shards, the first being
+    the fullest."""
+    precision, data = config.train.precision, config.token_ranks
+    if divides_parameters(config):
+        return _fsdp_memory(config, tensor_rank, shard_rank)
+    if config.engine.kind == "deepspeed":
+        return _deepspeed_memory(config)
+    divisor = data if config.engine.shard_optimizer else 1
+    memories = []
+    for n, activations in zip(padded_parameters(config, tensor_rank), rank_activations(config), strict=True):
+        state = n * optimizer_bytes(config) // divisor
+        rows = n // ALIGNMENT * 8  # an fp64 number each
+        memories.append(RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], state, activations, rows=rows))
+    return memories
+
+
+def padded_parameters(config: Config, tensor_rank: int = 0) -> list[int]:
+    """What each rank of the pipeline holds in the native engine's buffers, gaps included. Equal layouts are laid out once."""
+    engine = config.engine
+    divides = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib
+    key = config.model, config.parallel, *divides, config.train.precision, config.train.seq_len, tensor_rank
+    if key not in _PADDED:
+        _PADDED[key] = [sum(b.size for b in buffers_of(config, rank, tensor_rank)) for rank in range(config.parallel.pipeline)]
+    return _PADDED[key]
+
+
+def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
+    """`rank_memory` of the fsdp engine.
+
+    With `reshard`, gathered at once are: the outermost unit (embeddings, positions, final norm, head) all the time, the block that
+    runs, the next one with its receive buffer, and the gradients of a block with the buffer in which they are summed.
+    Without it everything is gathered for a step, and whole gradients wait for the last microbatch.
+    """
+    precision, shards = config.train.precision, config.shard_size
+    compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
+    memories = []
+    for rank, activations in enumerate(rank_activations(config)):
+        units = units_of(config, rank, tensor_rank, shard_rank)
+        block = shards * max((unit.padded for unit in units if unit.block), default=0)
+        outermost = shards * sum(unit.padded for unit in units if not unit.block)
+        n, blocks = shards * sum(unit.padded for unit in units), sum(unit.block for unit in units)
+        gathered = outermost + min(blocks + 1, 3) * block if reshards(config) else n
+        waiting = outermost + 2 * block if reshards(config) or config.num_microbatches == 1 else n
+        on_device = 0 if config.engine.cpu_offload else accumulate
+        own = on_device * sum(sum(unit.own.values()) for unit in units)
+        state = len(STATES[config.optim.kind]) * own
+        memories.append(RankMemory(own, own, state, activations, compute * gathered + accumulate * waiting))
+    return memories
+
+
+def _deepspeed_memory(config: Config) -> list[RankMemory]:
+    """`rank_memory` of the deepspeed engine, without its buffers, whose sizes the ds_config gives."""
+    precision, data = config.train.precision, config.token_ranks
+    zero = ds_settings(config)["zero_optimization"]
+    stage = zero["stage"]
+    away = {name: (zero.get(f"offload_{name}") or {}).get("device", "none") != "none" for name in ("param", "optimizer")}
+    masters = 4 if precision == "fp32" and stage > 0 else 0  # in 16 bits the table has them already
+    divided = {"parameters": stage == 3, "gradients": stage >= 2 or (stage == 1 and precision != "bf16"), "optimizer": stage >= 1}
+    divisors = {part: data if yes else 1 for part, yes in divided.items()}
+    block, layers = block_parameters(config, config.parallel.tensor), config.model.num_layers
+    memories = []
+    for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True):
+        parameters = 0 if away["param"] else n * ELEMENT_BYTES[precision] // divisors["parameters"]
+        gradients = 0 if away["optimizer"] else n * GRADIENT_BYTES[precision] // divisors["gradients"]
+        optimizer = 0 if away["optimizer"] else n * (optimizer_bytes(config) + masters) // divisors["optimizer"]
+        # Stage 3 has no pipeline: the ends are gathered in turn, and of the blocks the one at work and the next.
+        gathered = ELEMENT_BYTES[precision] * max(2 * block, n - layers * block) if stage == 3 else 0
+        memories.append(RankMemory(parameters, gradients, optimizer, activations, gathered))
+    return memories

@@ -1,0 +1,113 @@
+"""How long a device takes for an operation: a matrix product, attention, a pass through memory, a collective, a transfer.
+
+A product's output is cut into tiles, which the multiprocessors compute in waves. The last wave may be half empty, a tile may stick out
+of the output, and a short inner dim leaves the start of a tile unpaid: so small products reach less of the peak than large ones.
+"""
+
+import math
+from dataclasses import dataclass
+
+from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.profile import Profile
+
+# Tiles of a product, and the share of a multiprocessor's speed that each reaches: small ones load more bytes an operation.
+TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
+BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
+START = 256  # a tile takes as long as if its inner dim were so much longer: it fills its pipeline, and writes its result
+# Bytes of one number, in memory and on the wire between ranks. Products in 8 and 4 bits keep 16-bit activations.
+ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
+WIDE = {"fp8": "bf16", "nvfp4": "bf16", "fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "fp64": "fp64"}  # what attention computes in
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What an operation's time is asked of: a device, its links, and the framework on it."""
+
+    device: DeviceSpec
+    cluster: Cluster
+    profile: Profile
+
+    @property
+    def call(self) -> float:
+        """Seconds that any collective takes besides hops and bytes."""
+        return self.profile.call if self.cluster.call_seconds is None else self.cluster.call_seconds
+
+    def rate(self, precision: str) -> float:
+        """Operations a second that a large product reaches."""
+        own = self.profile.product_rate
+        share = own.get(precision, own.get("any", 0.75)) * own.get(self.device.name, 1.0)
+        return self.device.peak_flops[precision] * share
+
+    def product(self, rows: float, inner: float, columns: float, precision: str) -> float:
+        """Seconds of [rows, inner] × [inner, columns]."""
+        if min(rows, inner, columns) <= 0:
+            return 0.0
+        rate, units = self.rate(precision), self.device.multiprocessors
+        if units is None:
+            return 2 * rows * inner * columns / rate
+        best = math.inf
+        for height, width, share in TILES:
+            tiles = math.ceil(rows / height) * math.ceil(columns / width)
+            waves = tiles / units
+            waves += 0.5 * (math.ceil(waves) - waves)  # half: kernels split the inner dim to fill the last wave
+            best = min(best, waves * units * height * width / share)
+        seconds = 2 * best * (inner + START) / rate
+        moved = (rows * inner + inner * columns + rows * columns) * (1 if precision in ("fp8", "nvfp4") else 2)
+        return max(seconds, self.pass_over(moved))
+
+    def attention(self, queries: float, keys: float, size: float, precision: str, *, causal: bool = True) -> float:
+        """Seconds of the forward of fused attention: each of `queries` meets `keys`, over `size` features of all heads."""
+        operations = 4 * queries * keys * size * (0.5 if causal else 1.0)
+        rate = self.profile.attention_rate * self.profile.attention_on.get(self.device.name, 1.0)
+        return operations / (self.device.peak_flops[WIDE[precision]] * rate)
+
+    def pass_over(self, moved: float) -> float:
+        """Seconds to read or write so many bytes of the device's memory."""
+        bandwidth = self.device.memory_bytes_per_second
+        return 0.0 if bandwidth is None else moved / (bandwidth * self.profile.memory_rate)
+
+    def collective(self, share: float, moved: float, size: int, stride: int = 1) -> float:
+        """Seconds of a ring of `size` ranks that are `stride` apart, over `moved` bytes of the whole.
+
+        `share` is 1 for a gather or a scatter, and 2 for a sum, which is both. A ring passes each link once a round. Where it
+        leaves a machine, it uses the links of all its ranks there.
+        """
+        if size <= 1 or moved <= 0:
+            return 0.0
+        inside, slowest, hops = 1, math.inf, 0.0
+        for level in self.cluster.levels:
+            within = size if level.ranks is None else min(size, max(1, level.ranks // stride))
+            if within > inside:
+                slowest = min(slowest, level.bytes_per_second * self._link_rate(level.link) * inside)
+                hops += (within // inside - 1) * self._latency(level.link, level.latency_seconds)
+                inside = within
+        return self.call + share * (hops + moved * (size - 1) / size / slowest)
+
+    def exchange(self, moved: float, size: int, stride: int = 1) -> float:
+        """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of its `moved` bytes to every other.
+
+        What leaves a machine goes through the rank's own port, while the rest goes through the links inside.
+        """
+        if size <= 1 or moved <= 0:
+            return 0.0
+        inside, longest, latency = 1, 0.0, 0.0
+        for level in self.cluster.levels:
+            within = size if level.ranks is None else min(size, max(1, level.ranks // stride))
+            if within > inside:
+                longest = max(longest, moved * (within - inside) / size / (level.bytes_per_second * self._link_rate(level.link)))
+                latency = max(latency, self._latency(level.link, level.latency_seconds))
+                inside = within
+        return self.call + latency + longest
+
+    def transfer(self, moved: float, distance: int) -> float:
+        """Seconds of a message to the rank that is `distance` away."""
+        levels = self.cluster.levels
+        level = next((level for level in levels if level.ranks is None or distance < level.ranks), levels[-1])
+        begin = (self.cluster.call_seconds or 0.0) + self._latency(level.link, level.latency_seconds)
+        return begin + moved / (level.bytes_per_second * self._link_rate(level.link))
+
+    def _link_rate(self, link: str) -> float:
+        return self.profile.link_rate.get(link, self.profile.link_rate.get("any", 1.0))
+
+    def _latency(self, link: str, stated: float) -> float:
+        return self.profile.link_latency.get(link, stated)

@@ -1,0 +1,79 @@
+"""What a whole run costs: days, money, energy, and the failures and checkpoints of a run at its scale."""
+
+import math
+from dataclasses import dataclass
+
+from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.config.schema import Config
+from megacore.tools.planner.memory import optimizer_bytes
+from megacore.tools.planner.parameters import parameters
+
+DAY = 86400.0
+# Grattafiori et al. 2024 (Llama 3, table 5): 419 unexpected interruptions in 54 days of 16,384 H100.
+DEVICE_HOURS_A_FAILURE = 16384 * 54 * 24 / 419
+RESTART_SECONDS = 600.0  # from a failure to the first step behind the checkpoint
+WRITE_BYTES_PER_SECOND = 1e9  # of a checkpoint, by each host
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """A run over some tokens."""
+
+    steps: int
+    days: float  # without failures
+    device_hours: float  # with what failures and checkpoints cost
+    money: float | None
+    energy_mwh: float | None  # at the devices' power limit
+    failures: float  # expected
+    checkpoint_seconds: float  # that a checkpoint takes, if training waits for it
+    checkpoint_steps: int  # between two, for the least loss
+    lost: float  # of the time, to checkpoints, repeated steps and restarts
+
+
+def cost(
+    config: Config, step_seconds: float, tokens: float, world: int, host_ranks: int, price: float | None, power_watts: float | None
+) -> RunCost:
+    """The cost of a run. `price` is that of a device and hour.
+
+    The interval between checkpoints is Daly's (2006), whose first term is Young's (1974), sqrt(2·δ·M), for checkpoints of δ seconds and
+    M seconds between failures.
+    """
+    steps = math.ceil(tokens / (config.train.global_batch_size * config.train.seq_len))
+    seconds = steps * step_seconds
+    between = DEVICE_HOURS_A_FAILURE * 3600 / world
+    delta = checkpoint_bytes(config) / (WRITE_BYTES_PER_SECOND * max(1, world // host_ranks))
+    interval = best_interval(delta, between)
+    every = max(1, round(interval / step_seconds))
+    lost = loss(every * step_seconds, delta, between)
+    hours = seconds * (1 + lost) * world / 3600
+    return RunCost(
+        steps,
+        seconds / DAY,
+        hours,
+        None if price is None else hours * price,
+        None if power_watts is None else hours * power_watts / 1e6,
+        seconds * (1 + lost) / between,
+        delta,
+        every,
+        lost,
+    )
+
+
+def best_interval(delta: float, between: float) -> float:
+    """Seconds of work between checkpoints that lose least (Daly 2006, equation 37)."""
+    if delta >= 2 * between:
+        return between
+    ratio = delta / (2 * between)
+    return math.sqrt(2 * delta * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - delta
+
+
+def loss(interval: float, delta: float, between: float) -> float:
+    """The time lost for each second of work: to checkpoints, and at each failure half an interval and a restart."""
+    return delta / interval + ((interval + delta) / 2 + RESTART_SECONDS) / between
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of a checkpoint: masters and the optimizer's state, once."""
+    wide, precision = GRADIENT_BYTES[config.train.precision], config.train.precision
+    masters = 0 if ELEMENT_BYTES[precision] < wide else wide  # else `optimizer_bytes` has them
+    return parameters(config) * (optimizer_bytes(config) + masters)

@@ -1,0 +1,250 @@
+"""Finds the layouts of a run that fit into a device's memory, and ranks them by predicted step time.
+
+Every candidate is a whole setting: tensor, pipeline, schedule, chunks, context and its method, data, microbatch, recomputation, engine
+and offload. Its time is that of `step_time.predict`, its memory that of `memory.rank_memory` and what a device keeps besides tensors.
+Nothing is sampled: all combinations that divide are counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.config.resolve_auto import context_method_of
+from megacore.config.schema import CHUNKS, Config, resolved
+from megacore.config.validation import BUCKET_MIB, PART_MIB, check
+from megacore.errors import ConfigError
+from megacore.model.flops import flops_per_token
+from megacore.tools.planner.context_time import METHODS
+from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.memory import RankMemory, besides, optimizer_bytes, padded_parameters, rank_memory
+from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.step_time import Prediction, predict
+from megacore.tools.planner.workload import setting_of
+
+MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
+RECOMPUTE = ("none", "selective", "full")
+MOST_CHUNKS = 8
+MOST_STAGES = 64
+MOST_SPLIT = 32  # ranks of a pipeline whose schedules with split backwards, which take seconds to lay out, are counted
+SLOWEST = 1.25  # times the best layout's step, beyond which nobody asks for a layout's memory
+HOST_BYTES_PER_SECOND = 2.5e10  # to host memory and back: what PCIe 4 with 16 lanes gives in practice
+SHORTEST_PART = 8192  # tokens of a sequence that a context rank gets at least: as many as Llama 3's had (Grattafiori et al. 2024)
+
+KEYS = ("tensor", "pipeline", "context", "context_method", "data", "sequence", "schedule", "chunks")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its prediction."""
+
+    config: Config
+    prediction: Prediction
+    peak: float  # operations a second of all devices
+
+    @cached_property
+    def memory(self) -> tuple[int, RankMemory, float]:
+        """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
+        memories = rank_memory(self.config)
+        needs = [gib(memory, self.config) for memory in memories]
+        worst = max(range(len(needs)), key=needs.__getitem__)
+        return worst, memories[worst], needs[worst]
+
+    @property
+    def needs_gib(self) -> float:
+        """GiB that the fullest device must have."""
+        return self.memory[2]
+
+    @property
+    def holds_gib(self) -> float:
+        """GiB that parameters, gradients and optimizer state take at least."""
+        if self.config.engine.kind != "native":
+            return 0.0
+        element, gradient = ELEMENT_BYTES[self.config.train.precision], GRADIENT_BYTES[self.config.train.precision]
+        state = optimizer_bytes(self.config) / (self.config.token_ranks if self.config.engine.shard_optimizer else 1)
+        return max(padded_parameters(self.config)) * (element + gradient + state) / 2**30
+
+    @property
+    def seconds(self) -> float:
+        """A step's time."""
+        return self.prediction.step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.config.train.global_batch_size * self.config.train.seq_len / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of a step, attention over all pairs, by what the devices could do."""
+        return self.tokens_per_second * flops_per_token(self.config, causal=False) / self.peak
+
+    def overrides(self) -> list[str]:
+        """The settings that make this layout of any config with the same model and batch."""
+        train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
+        found = {f"parallel.{key}": getattr(parallel, key) for key in KEYS if parallel.context > 1 or key != "context_method"}
+        found |= {"train.micro_batch_size": train.micro_batch_size, "train.recompute": train.recompute}
+        found |= {"train.offload_activations": train.offload_activations, "engine.kind": engine.kind}
+        found |= {"engine.shard_optimizer": engine.shard_optimizer}
+        return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in found.items()]
+
+    def describe(self) -> str:
+        """The layout in words."""
+        train, parallel, engine = self.config.train, self.config.parallel, self.config.engine
+        chunks = f" × {parallel.chunks} chunks" if self.config.chunks > 1 else ""
+        schedule = f" ({parallel.schedule}{chunks})" if parallel.pipeline > 1 else ""
+        state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
+        recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
+        offload = ", offload" if train.offload_activations else ""
+        context = f" × context {parallel.context} ({context_method_of(self.config)})" if parallel.context > 1 else ""
+        axes = f"tensor {parallel.tensor} × pipeline {parallel.pipeline}{schedule}{context} × data {parallel.data}"
+        return f"{axes}, microbatch {train.micro_batch_size}, {state}{recompute}{offload}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The candidates that fit, fastest first (of equally fast ones first what needs least), and those that do not, by what they need."""
+
+    fit: list[Candidate]
+    too_large: list[Candidate]
+    hopeless: int  # whose parameters, gradients and optimizer state alone are too much
+    counted: int  # with those whose memory was not asked for, because others are faster and fit
+
+
+def gib(memory: RankMemory, config: Config) -> float:
+    """GiB that a device must have for a rank's tensors and all else."""
+    return (memory.total + besides(memory, config).total) / 2**30
+
+
+def search(config: Config, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:
+    """Every layout of `config`'s model and global batch on `world` devices, predicted."""
+    peak = world * device.peak_flops[config.train.precision]
+    every = [Candidate(layout, predict(setting_of(layout), device, cluster, profile), peak) for layout in layouts(config, world, cluster)]
+    found = fitting(every, memory_gib)
+    if found.fit:
+        return found
+    # Activations go to host memory where nothing else helps.
+    away = (replace_config(c.config, "train", offload_activations=True) for c in every if c.config.train.recompute == "none")
+    return fitting(
+        [Candidate(layout, offloaded(layout, predict(setting_of(layout), device, cluster, profile)), peak) for layout in away], memory_gib
+    )
+
+
+def fitting(candidates: list[Candidate], memory_gib: float) -> Found:
+    """Divides candidates by what they need. Memory is asked for from the fastest on, until what is left is much slower than what fits."""
+    candidates = sorted(candidates, key=lambda candidate: candidate.seconds)
+    fit: list[Candidate] = []
+    large: list[Candidate] = []
+    hopeless = 0
+    for candidate in candidates:
+        if fit and candidate.seconds > SLOWEST * fit[0].seconds:
+            break
+        if candidate.holds_gib > memory_gib:
+            hopeless += 1
+        else:
+            (fit if candidate.needs_gib <= memory_gib else large).append(candidate)
+    best = fit[0].seconds if fit else 1.0
+    in_order = sorted(fit, key=lambda candidate: (round(candidate.seconds / best, 4), candidate.needs_gib))
+    return Found(in_order, sorted(large, key=lambda candidate: candidate.needs_gib), hopeless, len(candidates))
+
+
+def offloaded(config: Config, prediction: Prediction) -> Prediction:
+    """With the time in which a device waits for activations on their way to host memory or back, as far as it does not compute then."""
+    kept = replace_config(config, "train", offload_activations=False)
+    away = max(memory.activations for memory in rank_memory(kept)) / max(1, min(config.num_microbatches, config.parallel.pipeline))
+    copies = 2 * config.num_microbatches * away / HOST_BYTES_PER_SECOND
+    computes = sum(prediction.terms[name] for name in ("products", "attention", "passes"))
+    return replace(prediction, terms=prediction.terms | {"offload": max(0.0, copies - computes)})
+
+
+def layouts(config: Config, world: int, cluster: Cluster) -> Iterator[Config]:
+    """Every setting of the config's model and global batch that divides on `world` devices."""
+    model, train = config.model, config.train
+    for tensor in divisors(world):
+        if tensor > cluster.node_ranks or any(size % tensor for size in (model.num_heads, config.kv_heads, resolved(model.ffn_size))):
+            continue
+        for pipeline in divisors(world // tensor):
+            if pipeline > min(MOST_STAGES, model.num_layers):
+                break
+            for context, method in contexts(config, world // tensor // pipeline):
+                data = world // tensor // pipeline // context
+                sequence = tensor > 1 and train.seq_len // context % tensor == 0
+                for schedule, chunks in schedules(pipeline, model.num_layers):
+                    parallel = dict(zip(KEYS, (tensor, pipeline, context, method, data, sequence, schedule, chunks), strict=True))
+                    for micro in MICROBATCHES:
+                        if train.global_batch_size % (micro * data):
+                            continue
+                        for engine in engines(data * context):
+                            yield from _variants(config, parallel, micro, engine)
+
+
+def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict[str, Any]) -> Iterator[Config]:
+    token_ranks = parallel["data"] * parallel["context"]
+    bucket = max(BUCKET_MIB, PART_MIB * token_ranks)
+    laid_out = replace_config(replace_config(config, "parallel", **parallel), "engine", bucket_mib=bucket, **engine)
+    laid_out = replace_config(laid_out, "train", micro_batch_size=micro, offload_activations=False)
+    try:
+        check(laid_out, parallel["tensor"] * parallel["pipeline"] * token_ranks)
+    except ConfigError:  # a run would refuse it
+        return
+    for recompute in RECOMPUTE:
+        yield replace_config(laid_out, "train", recompute=recompute)
+
+
+def schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
+    """The schedules of a pipeline, with numbers of chunks that have a layer each."""
+    if pipeline == 1:
+        yield "1f1b", 1
+        return
+    for schedule, chunks in CHUNKS.items():
+        if pipeline > MOST_SPLIT and schedule not in ("1f1b", "interleaved"):
+            continue
+        most = MOST_CHUNKS if schedule == "interleaved" else chunks
+        for count in range(chunks, most + 1):
+            if pipeline * count <= layers and (count == chunks or layers % (pipeline * count) == 0):
+                yield schedule, count
+
+
+def contexts(config: Config, ranks: int) -> Iterator[tuple[int, str]]:
+    """How many of `ranks` may divide a sequence, and by which method; the config's own, if it names one."""
+    own = config.parallel.context_method
+    yield 1, own
+    for context in divisors(ranks)[1:]:
+        if config.train.seq_len // context < SHORTEST_PART:
+            return
+        yield from ((context, method) for method in (METHODS if own == "auto" else (own,)))
+
+
+def engines(token_ranks: int) -> Iterator[dict[str, Any]]:
+    """The engines of so many ranks that sum gradients."""
+    plain: dict[str, Any] = {"kind": "native", "shard_optimizer": False}
+    yield plain
+    if token_ranks > 1:
+        yield plain | {"shard_optimizer": True}
+        yield plain | {"kind": "fsdp"}
+
+
+def replace_config(config: Config, section: str, **values: Any) -> Config:
+    """The config with other values in one section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def lost(winner: Candidate, other: Candidate) -> str:
+    """Why `other` is slower, or if it is as fast needs more: the term that differs most."""
+    best, own = winner.prediction.terms, other.prediction.terms
+    terms = {name: own.get(name, 0.0) - best.get(name, 0.0) for name in best | own}
+    name = max(terms, key=terms.__getitem__)
+    slower = other.seconds - winner.seconds
+    if terms[name] <= 1e-6 * winner.seconds:
+        return f"as fast, and needs {other.needs_gib - winner.needs_gib:.1f} GiB more"
+    gains = {key: -value for key, value in terms.items() if value < -0.005 * winner.seconds}
+    most = max(gains, key=gains.__getitem__, default="")
+    instead = f", and saves {gains[most]:.3g} s of {most}" if most else ""
+    return f"{slower:.3g} s slower: {terms[name]:.3g} s more of {name}{instead}"

@@ -1,0 +1,102 @@
+"""`launch/plan.py --search`: prints the best layouts, why others lost, what does not fit, and what the run costs."""
+
+import sys
+
+from megacore.config.schema import Config
+from megacore.errors import ConfigError
+from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.run_cost import DEVICE_HOURS_A_FAILURE, cost
+from megacore.tools.planner.search import Candidate, Found, lost, search
+
+SHOWN = 5
+MOST_DEVICES = 2**20
+
+
+def report(
+    config: Config, command: str, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float | None,
+    tokens: float | None, price: float | None,
+) -> tuple[Found, float]:  # fmt: skip
+    """Searches, and prints what it finds, behind `command`: the config's path and overrides. Returns it with the GiB of a device.
+    Raises `ConfigError` if nothing fits."""
+    limit = memory_gib if memory_gib is not None else device.memory_gib
+    if limit is None:
+        raise ConfigError("--memory-gib", f"the memory of {device.name} is not known", "its GiB")
+    if world > MOST_DEVICES:
+        raise ConfigError("--world", f"{world:,} devices are more than any run has", f"at most {MOST_DEVICES:,}")
+    if config.train.precision not in device.peak_flops:
+        wrong = f"the {config.train.precision} peak of {device.name} is not known"
+        raise ConfigError("--device", wrong, f"train.precision one of {', '.join(device.peak_flops)}")
+    found = search(config, world, device, cluster, profile, limit)
+    if not found.fit:
+        batch = config.train.global_batch_size
+        if not found.counted:
+            raise ConfigError("train.global_batch_size", f"{batch} divides in no layout of {world} devices", "a multiple of their number")
+        least = f"; the smallest needs {found.too_large[0].needs_gib:,.1f}" if found.too_large else ""
+        raise ConfigError("--memory-gib", f"none of {found.counted:,} layouts fits in {limit:g} GiB{least}", "more devices, or more memory")
+    table(found, limit)
+    best = found.fit[0]
+    for number, candidate in enumerate(found.fit[:SHOWN], 1):
+        print(f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
+    if tokens is not None:
+        costs(best, tokens, world, cluster.node_ranks, price, device.power_watts)
+    return found, limit
+
+
+def launcher(world: int, host_ranks: int) -> str:
+    """What starts so many ranks: on one machine without help, on several with Slurm."""
+    if world == 1:
+        return "python"
+    return f"torchrun --nproc-per-node {world}" if world <= host_ranks else f"srun --ntasks {world} python"
+
+
+def table(found: Found, limit: float) -> None:
+    """Prints the best layouts, and those that just do not fit."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    console.print(
+        f"{found.counted:,} layouts; the fastest {len(found.fit):,} that fit in {limit:g} GiB were compared with "
+        f"{len(found.too_large):,} as fast that do not, and {found.hopeless:,} whose state alone does not"
+    )
+    rows = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for name in ("", "step s", "tokens/s", "MFU", "GiB", "layout", "why not"):
+        rows.add_column(name, justify="left" if name in ("layout", "why not") else "right", no_wrap=name != "why not")
+    best = found.fit[0]
+    for number, candidate in enumerate(found.fit[:SHOWN], 1):
+        why = "" if candidate is best else lost(best, candidate)
+        rows.add_row(str(number), *figures(candidate), candidate.describe(), why)
+    faster = [candidate for candidate in found.too_large if candidate.seconds < best.seconds]
+    for candidate in sorted(faster, key=lambda c: c.seconds)[:2] or found.too_large[:1]:
+        worst, memory, needs = candidate.memory
+        parts = {name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "gathered")}
+        most = max(parts, key=parts.__getitem__)
+        why = f"{needs - limit:,.1f} GiB too much on pipeline rank {worst}, most of it {most} ({parts[most] / 2**30:,.1f})"
+        rows.add_row("–", *figures(candidate), candidate.describe(), why)
+    console.print(rows)
+    terms = sorted(best.prediction.terms.items(), key=lambda term: -term[1])
+    shares = ", ".join(f"{name} {value / best.seconds:.0%}" for name, value in terms if value > 0.005 * best.seconds)
+    console.print(f"The best layout's step: {shares}.")
+
+
+def figures(candidate: Candidate) -> list[str]:
+    """A candidate's numbers as text."""
+    return [f"{candidate.seconds:.3f}", f"{candidate.tokens_per_second:,.0f}", f"{candidate.mfu:.1%}", f"{candidate.needs_gib:,.1f}"]
+
+
+def costs(best: Candidate, tokens: float, world: int, host_ranks: int, price: float | None, power_watts: float | None) -> None:
+    """Prints what a run over some tokens costs."""
+    found = cost(best.config, best.seconds, tokens, world, host_ranks, price, power_watts)
+    days = f"{found.days:.4g} days, or {found.device_hours / world / 24:.4g} with failures and checkpoints"
+    print(f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours")
+    if found.money is not None:
+        print(f"money     {found.money:,.0f}, at {price:g} a device and hour")
+    if found.energy_mwh is not None:
+        print(f"energy    at most {found.energy_mwh:,.3g} MWh, at the devices' power limit")
+    print(f"failures  {found.failures:,.3g} expected, at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)")
+    print(
+        f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), if a checkpoint takes "
+        f"{found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
+    )

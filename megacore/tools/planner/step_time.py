@@ -1,0 +1,261 @@
+"""Predicts how long a training step takes: named terms in seconds, which add up to the step.
+
+The slowest stage of the pipeline sets the pace. Its time for a microbatch, forward and backward, is that of
+
+- products: each by its shape and precision (`operations.Machine.product`);
+- attention: fused, by its operations; otherwise also by its scores' passes through memory;
+- passes: what norms, activations, residuals, gradient sums and the loss read from and write to memory;
+- tensor, context and expert collectives, as far as nothing hides them;
+- or the host's, if it needs longer to start the work than the device to do it.
+
+The step has as many of these as microbatches, and then
+
+- pipeline: transfers that the schedule does not hide;
+- bubble: filling and draining the pipeline;
+- data: gathering parameters and summing gradients, as far as forward and backward do not hide it;
+- optimizer: one pass over the parameters' state;
+- host: what the host does once a step;
+- stragglers: the slowest of many ranks is later than the mean one.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from megacore.config.schema import V_SHAPED
+from megacore.pipeline.partition import split_layers
+from megacore.tools.planner import context_time
+from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.operations import BACKWARD_ATTENTION, Machine
+from megacore.tools.planner.profile import Profile
+from megacore.tools.planner.workload import Setting
+
+SECOND = 0.35  # every second of query, key, value, out, gate, up and down has so much of their operations
+# The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
+# gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
+BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step's terms in seconds; their sum is the step."""
+
+    terms: dict[str, float]
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def bubble_rate(self) -> float:
+        """The part of the step in which the pipeline fills and drains."""
+        return self.terms["bubble"] / self.step
+
+
+@dataclass
+class MicrobatchTime:
+    """Seconds of a microbatch on a rank, by forward and backward."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+    def __add__(self, other: "MicrobatchTime") -> "MicrobatchTime":
+        return MicrobatchTime(_sum(self.forward, other.forward), _sum(self.backward, other.backward))
+
+    def __mul__(self, count: float) -> "MicrobatchTime":
+        return MicrobatchTime(*({name: count * value for name, value in part.items()} for part in (self.forward, self.backward)))
+
+    def term(self, name: str) -> float:
+        """Forward and backward of one term."""
+        return self.forward.get(name, 0.0) + self.backward.get(name, 0.0)
+
+    def host_bound(self) -> tuple[float, float]:
+        """Seconds of forward and of backward: what the device needs, or the host if it needs longer."""
+        return tuple(max(sum(v for k, v in part.items() if k != "host"), part.get("host", 0.0)) for part in (self.forward, self.backward))  # type: ignore[return-value]
+
+
+def _sum(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in one | other}
+
+
+def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
+    """One block's microbatch on a rank."""
+    p, t, e, rows = machine.profile, s.tensor, s.element, s.tokens
+    a, k, f = s.attention_size, s.kv_size, s.ffn
+    routed = rows * s.experts_a_token if s.experts else 0
+    # (rows, inner, columns, how many)
+    shapes: list[tuple[float, float, float, float]] = [(rows, s.hidden, (a + 2 * k) / t, 1.0), (rows, a / t, s.hidden, 1.0)]
+    if s.experts:
+        local = s.experts / s.expert
+        shapes += [(routed / local, s.hidden, (2 if s.gated else 1) * f / t, local), (routed / local, f / t, s.hidden, local)]
+    else:
+        shapes += [(rows, s.hidden, (2 if s.gated else 1) * f / t, 1.0), (rows, f / t, s.hidden, 1.0)]
+    forward_products = sum(n * machine.product(m, i, c, s.precision) for m, i, c, n in shapes)
+    backward_products = sum(n * (machine.product(m, c, i, s.precision) + machine.product(i, m, c, s.precision)) for m, i, c, n in shapes)
+    attention = machine.attention(rows, s.seq, a / t, s.precision, causal=s.flash)
+    if s.context_method == "ring" and not p.ring_balanced:
+        attention *= 2 - 1 / s.context  # of its keys the last rank meets half of its own, and all of the others'
+    score_bytes = 0.0 if s.flash else e * rows * s.seq * s.heads / t
+    width = f * (3 if s.gated else 2) * (s.experts_a_token or 1) / t
+    # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the activation.
+    wide = s.hidden / t if s.sequence else s.hidden
+    passes = p.passes * (p.compiled_passes if s.compiled else 1.0)
+    moved = passes * e * rows * (10 * wide + 2 * (a + k) / t + width) + p.score_passes * score_bytes
+    forward = {"products": forward_products, "attention": attention, "passes": machine.pass_over(moved)}
+    backward = {
+        "products": backward_products,
+        "attention": attention * (BACKWARD_ATTENTION if s.flash else 2.0),
+        "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.block_parameters),
+    }
+    calls = context_time.calls(s.context_method, s.context)
+    waits = context_time.exposed(s.divided, s.context_method, machine, (attention, backward["attention"]))
+    forward["context"], backward["context"] = waits
+    if t > 1:
+        # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two inputs again.
+        one = machine.collective(1.0 if s.sequence else 2.0, e * rows * s.hidden, t)
+        each = 4 if s.sequence else 2
+        seen = 1 - (p.async_hidden if s.async_tensor else p.tensor_hidden)
+        forward["tensor"] = seen * each * one
+        backward["tensor"] = seen * (each + (2 if s.sequence else 0)) * one
+        calls += each
+    if s.experts and s.expert > 1:
+        crossing = 2 * machine.collective(1.0, e * routed * s.hidden, s.expert, t)
+        forward["expert"], backward["expert"] = crossing, crossing
+        calls += 2
+    crosses = s.pipeline > 1 and s.world > machine.cluster.node_ranks
+    call_host = p.call_host + p.hop_host * (t - 1) * crosses
+    forward["host"] = p.layer_host / 3 + calls * call_host
+    backward["host"] = 2 * p.layer_host / 3 + calls * call_host * 1.5
+    if s.recompute in ("full", "half"):
+        share = 1.0 if s.recompute == "full" else 0.5
+        backward = _sum(backward, {name: share * seconds for name, seconds in forward.items()})
+    elif s.recompute == "per_op":
+        backward = _sum(backward, {"products": SECOND * forward_products, "passes": forward["passes"]})
+    elif s.recompute == "selective":
+        repeated = machine.pass_over(p.score_passes * score_bytes + (0.0 if p.repeats_attention else passes * e * rows * width))
+        backward = _sum(backward, {"passes": repeated, "attention": attention if p.repeats_attention or not s.flash else 0.0})
+    return MicrobatchTime(forward, backward)
+
+
+def head_work(s: Setting, machine: Machine) -> MicrobatchTime:
+    """Final product and loss of a microbatch."""
+    rows, columns = s.tokens, s.vocab / s.tensor
+    precision = "bf16" if s.precision in ("fp8", "nvfp4") else s.precision
+    passes = machine.pass_over(machine.profile.logit_passes * s.element * rows * columns / 2)
+    wide = s.tensor > 1
+    one = machine.collective(1.0 if s.sequence else 2.0, s.element * rows * s.hidden, s.tensor) if wide else 0.0
+    forward = {"products": machine.product(rows, s.hidden, columns, precision), "passes": passes, "tensor": one}
+    products = machine.product(rows, columns, s.hidden, precision) + machine.product(s.hidden, rows, columns, precision)
+    backward = {
+        "products": products,
+        "passes": passes + machine.pass_over(machine.profile.accumulate_bytes * s.vocabulary_parameters),
+        "tensor": one,
+    }
+    return MicrobatchTime(forward, backward)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage holds: blocks, and the ends."""
+
+    blocks: int
+    embedding: bool
+    head: bool
+
+
+def cut(s: Setting, rule: str) -> list[StageWork]:
+    """The stages of the model, in order, by a framework's rule.
+
+    `cost`: megacore's, the most expensive stage is cheapest. `even`: as many blocks in each, the ends on top. `nanotron`: each stage
+    takes blocks until the sum passes its share, so the head and the loss may stand alone.
+    """
+    count = s.pipeline * s.chunks
+    block = s.hidden * (2 * s.attention_size + 2 * s.kv_size) + s.ffn_weights * (s.experts_a_token or 1)
+    head = s.vocab * s.hidden
+    if rule == "nanotron":
+        return _nanotron(s.layers, count, 4 * s.attention_size * s.hidden + s.ffn_weights, head)
+    if rule == "cost" and count <= s.layers:
+        ranges = [len(own) for own in split_layers(s.layers, count, block, 0.0, head)]
+    else:
+        ranges = [s.layers // count + (i < s.layers % count) for i in range(count)]
+    return [StageWork(n, i == 0, i == count - 1) for i, n in enumerate(ranges)]
+
+
+def _nanotron(layers: int, count: int, block: float, head: float) -> list[StageWork]:
+    """Each block goes to the current stage, which ends when the cost so far is above its share of the whole."""
+    total, done, at = layers * block + head, 0.0, 0
+    blocks, heads = [0] * count, [False] * count
+    for _ in range(layers):
+        blocks[at] += 1
+        done += block
+        at += done > total * (at + 1) / count
+    heads[min(at, count - 1)] = True
+    return [StageWork(n, i == 0, heads[i]) for i, n in enumerate(blocks)]
+
+
+def predict(s: Setting, device: DeviceSpec, cluster: Cluster, profile: Profile) -> Prediction:
+    """A step's terms."""
+    if not device.overlaps:
+        profile = replace(profile, tensor_hidden=0.0, data_hidden=0.0, gather_hidden=0.0, ring_hidden=0.0, pipeline_hidden=0.0)
+    machine = Machine(device, cluster, profile)
+    stages = cut(s, profile.stages)
+    block, head = block_work(s, machine), head_work(s, machine)
+    held = [[stages[rank], stages[-1 - rank]] if s.schedule in V_SHAPED else stages[rank :: s.pipeline] for rank in range(s.pipeline)]
+    works = [block * sum(st.blocks for st in own) + head * sum(st.head for st in own) for own in held]
+    times = [work.host_bound() for work in works]
+    host = profile.microbatch_host
+    totals = [sum(time) + host for time in times]
+    slowest = max(range(s.pipeline), key=totals.__getitem__)
+    m, work = s.microbatches, works[slowest]
+    terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context", "expert")}
+    terms["launch"] = m * totals[slowest] - sum(terms.values())
+    terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
+    gather, reduce = _data(s, machine, stages, held)
+    forward, backward = times[slowest]
+    # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
+    rounds = 1.0 if s.schedule in V_SHAPED else ((s.chunks - 1) * min(s.pipeline, m) + 1) / s.chunks
+    hidden_gather, hidden_reduce = profile.gather_hidden * rounds * forward, profile.data_hidden * rounds * backward
+    if s.zero == 3:  # each microbatch gathers, twice if it does not keep; each but the last of a no-sync run scatters
+        terms["data"] = m * (max(0.0, gather - hidden_gather) + max(0.0, gather + reduce - hidden_reduce))
+    else:
+        terms["data"] = max(0.0, gather - hidden_gather) + max(0.0, reduce - hidden_reduce)
+    parameters = _rank_parameters(s, held)
+    divided = (s.shard_size or s.data * s.context) if s.zero else 1
+    terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * max(parameters) / divided)
+    terms["host"] = profile.step_host
+    terms["stragglers"] = profile.jitter * math.sqrt(2 * math.log(s.world)) * sum(terms.values())
+    return Prediction(terms)
+
+
+def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -> tuple[float, float]:
+    """Seconds of transfers that nothing hides, and of the bubble."""
+    if s.pipeline == 1:
+        return 0.0, 0.0
+    p = machine.profile
+    distance = s.tensor * s.context * s.data
+    whole = s.element * s.tokens * s.hidden
+    parts = s.tensor if s.sequence or p.scatters else 1
+    gathered = machine.collective(1.0, whole, s.tensor) if p.scatters and not s.sequence else 0.0
+    one = machine.transfer(whole / parts, distance) * (1 - p.pipeline_hidden) + gathered + p.transfer_host
+    # A microbatch crosses two boundaries of a rank and chunk, there and back.
+    sides = 2 if s.pipeline == 2 and s.chunks == 1 else 4
+    exposed = s.microbatches * s.chunks * sides * one
+    fill = (sum(totals) - totals[slowest]) * BUBBLES.get(s.schedule, 1 / s.chunks) + 2 * (s.pipeline - 1) * one
+    return exposed, fill
+
+
+def _rank_parameters(s: Setting, held: list[list[StageWork]]) -> list[float]:
+    ends = [sum(st.embedding for st in own) + sum(st.head and not (s.tied and s.pipeline == 1) for st in own) for own in held]
+    return [s.block_parameters * sum(st.blocks for st in own) + n * s.vocabulary_parameters for own, n in zip(held, ends, strict=True)]
+
+
+def _data(s: Setting, machine: Machine, stages: list[StageWork], held: list[list[StageWork]]) -> tuple[float, float]:
+    """Seconds to gather the fullest rank's parameters over the data ranks, and to sum its gradients."""
+    size, stride = s.data * s.context, s.tensor
+    if size == 1:
+        return 0.0, 0.0
+    parameters = max(_rank_parameters(s, held))
+    gradients, weights = parameters * s.gradient_bytes, parameters * s.element
+    if s.zero == 0:
+        return 0.0, machine.collective(2.0, gradients, size, stride)
+    return machine.collective(1.0, weights, size, stride), machine.collective(1.0, gradients, size, stride)

@@ -1,0 +1,229 @@
+"""Predicts what each rank of the pipeline sends in a step, by group and operation, and how long that takes at least.
+
+Notation: T tokens of a microbatch (b·s), h hidden size, t tensor ranks, d data ranks, Ψ parameters of a rank. A ring moves, of an
+all-reduced tensor of n elements, 2·n·(t-1)/t through every rank (Chan et al. 2007); of a gathered or scattered tensor with n elements
+in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
+
+| what | sent |
+|---|---|
+| tensor, a layer and microbatch | 8·T·h·(t-1)/t: two sums forward, two backward |
+| the same with sequence parallelism | as many, gathered and scattered; and 2·T·h·(t-1)/t to gather again what backward did not keep |
+| with full recomputation | one sum more, 2·T·h·(t-1)/t (two, or 12 together, as published: the block's last is not needed again) |
+| pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
+| context, a layer and microbatch, by gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered |
+| by ring | 2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
+| by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and an fp32 number a head |
+| data | 2·Ψ·(d-1)/d: the gradients' sum; with a sharded optimizer scattered, and the parameters gathered |
+| data in two levels, n of d ranks on a host | 2·Ψ·(n-1)/n within it, and 2·Ψ/n·(d/n-1)/(d/n) between hosts |
+| fsdp, m microbatches, n shards | 3·m·Ψ·(n-1)/n: blocks gathered forward and backward, gradients scattered; without `reshard` 2·Ψ·(n-1)/n |
+| fsdp, d/n copies | 2·Ψ/n·(d/n-1)/(d/n): the gradients' sum over copies, once |
+
+`rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.config.resolve_auto import context_method_of, loss_chunk, masks_targets, reshards
+from megacore.config.schema import Config
+from megacore.pipeline.partition import measured, placement_of
+from megacore.pipeline.schedule import SENDS
+from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
+from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
+from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.parameters import held_by
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`calls` of one operation over a group in a step, which carry `elements` in all.
+
+    Elements are those of the tensor that is reduced or sent, or of the whole that is gathered or scattered.
+    """
+
+    # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts; or, under fsdp, shard and replicate), pp, tied
+    # (the pipeline's two ends), loss or norm (summed over all ranks)
+    group: str
+    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
+    size: int  # ranks of the group
+    elements: int
+    element_bytes: int
+    calls: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that this rank sends in a ring."""
+        return self.elements * self.element_bytes * ring_share(self.operation, self.size)
+
+
+def ring_share(operation: str, size: int) -> float:
+    """The bytes that a rank sends for each byte of an operation: the factor from algorithm to bus bandwidth."""
+    rounds = {"all_reduce": 2 * (size - 1) / size, "send": 1.0}
+    return rounds.get(operation, (size - 1) / size)
+
+
+def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0) -> list[list[Transfer]]:
+    """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
+    shards, the first being the fullest.
+
+    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
+    Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
+    """
+    placement = placement_of(config)
+    final = max(stage for stages in placement for stage in stages)
+    sent = measured(config, lambda plan: [sum(action.op in SENDS for action in actions) for actions in plan.actions])
+    traffic = []
+    for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
+        first, last = 0 in stages, final in stages
+        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), _pipeline(config, sends)]
+        if divides_parameters(config):
+            found += _units(config, units_of(config, rank, tensor_rank, shard_rank))
+        else:
+            found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
+        found += _figures(config)
+        traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
+    return traffic
+
+
+def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transfer]:
+    """Transfers over tp, in forward and backward of `layers` blocks, and of the ends that the stage has."""
+    t, microbatches, element = config.parallel.tensor, config.num_microbatches, ELEMENT_BYTES[config.train.precision]
+    tokens = config.rank_tokens
+    again = 1 if config.train.recompute == "full" else 0
+
+    def over_tokens(operation: str, calls: int) -> Transfer:
+        return Transfer("tp", operation, t, calls * microbatches * tokens * config.model.hidden_size, element, calls * microbatches)
+
+    # Each token's logarithm and its target's logit, gathered in fp32, or under fp64 in fp64.
+    chunks = -(-tokens // loss_chunk(config)) if config.model.chunked_loss else 1
+    statistics = Transfer("tp", "all_gather", t, 2 * tokens * t * microbatches * last, max(4, element), chunks * microbatches * last)
+    if config.parallel.sequence:
+        gathers = (6 + 2 * again) * layers + first + 2 * last - (last and config.model.chunked_loss)
+        scatters = (4 + again) * layers + first + last
+        return [over_tokens("all_gather", gathers), over_tokens("reduce_scatter", scatters), statistics]
+    return [over_tokens("all_reduce", (4 + again) * layers + first + last), statistics]
+
+
+def _context(config: Config, layers: int) -> list[Transfer]:
+    """Transfers over cp in forward and backward of `layers` blocks. Full recomputation attends, and communicates, once more."""
+    c, t, runs = config.parallel.context, config.parallel.tensor, layers * config.num_microbatches
+    if c == 1:
+        return []
+    method, element = context_method_of(config), ELEMENT_BYTES[config.train.precision]
+    forwards = 2 if config.train.recompute == "full" else 1
+    own = 2 * config.rank_tokens * config.kv_heads // t * config.head_size  # keys and values of a rank
+    if method == "gather":
+        gathers = runs * (forwards + 1)
+        return [
+            Transfer("cp", "all_gather", c, gathers * c * own, element, gathers),
+            Transfer("cp", "reduce_scatter", c, runs * c * own, element, runs),
+        ]
+    if method == "ring":
+        sends = runs * ((c - 1) * (forwards + 1) + c)
+        return [Transfer("cp", "send", c, sends * own, element, sends)]
+    kv_heads = max(config.kv_heads // t, c)
+    exchanged = 2 * config.rank_tokens * (config.model.num_heads // t + kv_heads) * config.head_size
+    products = config.rank_tokens * config.model.num_heads // t * max(1, 4 // element)  # in fp32, of each query's output and its gradient
+    return [Transfer("cp", "all_to_all", c, runs * ((forwards + 1) * exchanged + products), element, runs * (forwards + 1) * 4)]
+
+
+def _pipeline(config: Config, sends: int) -> Transfer:
+    """Activations sent to the next stage and gradients sent to the one before, if another rank holds it."""
+    tokens = config.rank_tokens // (config.parallel.tensor if config.parallel.sequence else 1)
+    element = ELEMENT_BYTES[config.train.precision]
+    return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
+
+
+def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> list[Transfer]:
+    """Gradients, and with a sharded optimizer parameters, over data ranks, in one level or two (`engine.reduce.start_sum`)."""
+    gradient, parameter = GRADIENT_BYTES[config.train.precision], ELEMENT_BYTES[config.train.precision]
+    narrow = config.engine.reduce_dtype == "bf16"
+    travels, gathered = (2, 2) if narrow else (gradient, gradient)
+    if config.engine.shard_optimizer:
+        gathered = parameter
+    within = data_ranks_of_a_host(config, host_size)
+    between, part = config.token_ranks // within, parameters // within
+    one = "cp" if config.parallel.data == 1 < config.parallel.context else "dp"
+    name = "dp between hosts" if within > 1 else one
+    if narrow or config.engine.shard_optimizer:
+        scatter = Transfer(name, "reduce_scatter", between, part, travels, calls)
+        found = [scatter, Transfer(name, "all_gather", between, part, gathered, calls)]
+    else:
+        found = [Transfer(name, "all_reduce", between, part, gradient, calls)]
+    host = "dp within a host"
+    inside = [Transfer(host, "reduce_scatter", within, parameters, gradient, calls)]
+    return [*found, *inside, Transfer(host, "all_gather", within, parameters, gathered, calls)]
+
+
+def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Transfer]:
+    """Gradients and parameters over dp, partial gradients over tensor ranks and the pipeline's ends."""
+    d, t, gradient = config.token_ranks, config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
+    elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
+    sharded = config.engine.shard_optimizer and d > 1
+    found = _over_data(config, elements, calls, host_size)
+    partial = [buffer for buffer in buffers if "tp" in buffer.summed_over]
+    found.append(Transfer("tp", "all_reduce", t, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
+    for buffer in buffers:
+        if "tied" in buffer.summed_over:  # of the rank's own parts of the buckets
+            own, ranges = (buffer.size // d, len(buffer.buckets)) if sharded else (buffer.size, 1)
+            found.append(Transfer("tied", "all_reduce", 2, own, gradient, ranges))
+    return found
+
+
+def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
+    """What `_data` counts, of the fsdp engine."""
+    compute, gradient = ELEMENT_BYTES[config.train.precision], GRADIENT_BYTES[config.train.precision]
+    shards, copies, m = config.shard_size, config.token_ranks // config.shard_size, config.num_microbatches
+    again = m if reshards(config) else 1  # times that blocks are gathered for a forward, and all gradients are summed
+    gathers = [2 * m if unit.block and reshards(config) else 1 for unit in units]  # the ends stay whole: the loss needs them
+    whole = [shards * unit.padded for unit in units]
+    partial = [unit.own[name] for unit in units for name in unit.partial]
+    tied = [unit.own["embedding.weight"] for unit in units if "embedding.weight" in unit.own and config.model.tie_embeddings]
+    gathered = sum(times * size for times, size in zip(gathers, whole, strict=True))
+    return [
+        Transfer("shard", "all_gather", shards, gathered, compute, sum(gathers)),
+        Transfer("shard", "reduce_scatter", shards, again * sum(whole), gradient, again * len(units)),
+        Transfer("replicate", "all_reduce", copies, sum(unit.padded for unit in units), gradient, len(units)),
+        Transfer("tp", "all_reduce", config.parallel.tensor, sum(partial), gradient, 1),
+        Transfer("tied", "all_reduce", min(config.parallel.pipeline, 2), sum(tied), gradient, 1),
+    ]
+
+
+def _figures(config: Config) -> list[Transfer]:
+    """What is summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm."""
+    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
+    masks = int(masks_targets(config))  # then the targets that are learned are counted first
+    return [Transfer("loss", "all_reduce", world, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", world, 1, 8, 1)]
+
+
+def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:
+    """Bytes that a rank sends in a step."""
+    sent: dict[str, float] = {}
+    for transfer in transfers:
+        sent[transfer.group] = sent.get(transfer.group, 0.0) + transfer.sent_bytes
+    return sent
+
+
+def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine) -> dict[str, float]:
+    """Seconds of a step's transfers over a cluster's links, one after the other and beside nothing else."""
+    parallel = config.parallel
+    stride = parallel.tensor  # of token ranks; tensor ranks are consecutive
+    stage = stride * config.token_ranks
+    within = max((transfer.size for transfer in transfers if transfer.group == "dp within a host"), default=1)
+    # Ranks between two neighbours of a group; of two ends the distance.
+    strides = {"cp": stride, "dp": stride, "dp within a host": stride, "dp between hosts": stride * within, "pp": stage}
+    strides |= {"shard": stride, "replicate": stride * config.shard_size}
+    strides["tied"] = stage * (parallel.pipeline - 1)
+    seconds: dict[str, float] = {}
+    for transfer in transfers:
+        each, apart = transfer.elements * transfer.element_bytes / transfer.calls, strides.get(transfer.group, 1)
+        if transfer.operation == "send":
+            farthest = apart * (transfer.size - 1) if transfer.group == "cp" else apart  # a ring waits for its slowest neighbours
+            time = machine.transfer(each, farthest)
+        elif transfer.operation == "all_to_all":
+            time = machine.exchange(each, transfer.size, apart)
+        else:
+            time = machine.collective(2.0 if transfer.operation == "all_reduce" else 1.0, each, transfer.size, apart)
+        seconds[transfer.group] = seconds.get(transfer.group, 0.0) + transfer.calls * time
+    return seconds

@@ -1,0 +1,141 @@
+"""What a prediction is made for: a model, a batch and a layout, in plain numbers.
+
+A `Setting` can be made from a config (`setting_of`) or from a row of a public table, so that both are predicted by the same code.
+"""
+
+from dataclasses import dataclass
+
+from megacore.config.deepspeed import ds_settings
+from megacore.config.resolve_auto import attention_of, compiles, context_method_of, reshards
+from megacore.config.schema import Config, resolved
+from megacore.pipeline.partition import settled
+from megacore.tools.planner.context_time import Divided, Method
+from megacore.tools.planner.operations import ACTIVATION_BYTES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, a batch and a layout."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    seq: int
+    gated: bool = False  # three feed-forward products (swiglu), not two
+    tied: bool = False  # the LM head is the embedding
+    experts: int = 0  # of a mixture; 0: a dense feed-forward
+    experts_a_token: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    context_method: Method = "gather"
+    data: int = 1
+    expert: int = 1  # ranks that divide the experts, taken from context × data
+    chunks: int = 1  # of the model, a rank of the pipeline
+    sequence: bool = False  # tokens are divided between tensor-parallel regions
+    async_tensor: bool = False  # collectives of tensor ranks run in pieces, beside the products before or behind them
+    micro_batch: int = 1
+    global_batch: int = 1
+    precision: str = "bf16"
+    recompute: str = "none"  # or selective, per_op (every second product, and what is no product), half (of the blocks), full
+    compiled: bool = False  # blocks: neighbouring passes are one kernel
+    schedule: str = "1f1b"
+    flash: bool = True  # attention keeps no scores, and skips the masked half
+    # What the data ranks divide: 1 optimizer state, 2 gradients too, or parameters that are whole during a step, 3 parameters too.
+    zero: int = 0
+    shard_size: int = 0  # ranks that divide it; 0: all data ranks
+    gradient_bytes: int = 4  # of a number that is summed over data ranks
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a data rank in a step."""
+        return max(1, self.global_batch // (self.micro_batch * self.data))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that a rank works on."""
+        return self.micro_batch * self.seq // self.context
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all query heads."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Features of all key heads, or of all value heads."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation's number."""
+        return ACTIVATION_BYTES[self.precision]
+
+    @property
+    def divided(self) -> Divided:
+        """Attention of a block, as context and tensor ranks divide it."""
+        heads, kv_heads = self.heads / self.tensor, self.kv_heads / self.tensor
+        return Divided(self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.precision, self.element)
+
+    @property
+    def ffn_weights(self) -> int:
+        """Parameters of one feed-forward, or of one expert."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def block_parameters(self) -> float:
+        """Parameters of one block on a rank: matrices only."""
+        attention = self.hidden * (2 * self.attention_size + 2 * self.kv_size) / self.tensor
+        if not self.experts:
+            return attention + self.ffn_weights / self.tensor
+        return attention + self.experts * self.ffn_weights / (self.expert * self.tensor) + self.hidden * self.experts
+
+    @property
+    def vocabulary_parameters(self) -> float:
+        """Parameters of the embedding, or of the LM head, on a rank."""
+        return self.vocab * self.hidden / self.tensor
+
+
+def setting_of(config: Config) -> Setting:
+    """The setting of a resolved config."""
+    model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
+    kind_zero = {"native": int(engine.shard_optimizer), "fsdp": (3 if reshards(config) else 2) if config.token_ranks > 1 else 0}
+    zero = int(ds_settings(config)["zero_optimization"]["stage"]) if engine.kind == "deepspeed" else kind_zero[engine.kind]
+    return Setting(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=resolved(model.ffn_size),
+        heads=model.num_heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        vocab=model.vocab_size,
+        seq=train.seq_len,
+        gated=model.activation == "swiglu",
+        tied=model.tie_embeddings,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        context_method=context_method_of(config),
+        data=config.data_size,
+        chunks=settled(config).chunks,
+        sequence=parallel.sequence,
+        micro_batch=train.micro_batch_size,
+        global_batch=train.global_batch_size,
+        precision=train.precision,
+        recompute=train.recompute,
+        compiled=compiles(config),
+        schedule=parallel.schedule,
+        flash=attention_of(config) == "sdpa",
+        zero=zero,
+        shard_size=engine.shard_size or 0,
+        gradient_bytes=8 if train.precision == "fp64" else 2 if engine.reduce_dtype == "bf16" else 4,
+    )

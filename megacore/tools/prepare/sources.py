@@ -1,0 +1,226 @@
+"""Reads text from files, folders, globs and the standard library, in blocks that any process can read.
+
+A block is a span of bytes with a number. Its reader moves both ends to the next line, so readers of neighbouring blocks agree
+without communicating, and no process passes text to another.
+"""
+
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any, BinaryIO
+
+from megacore.errors import DataError
+from megacore.files import open_plain
+from megacore.tools.prepare.input_files import LINES, find_files
+
+BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
+CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
+HEAD_BYTES = 64 << 10  # of a document, whose hash decides whether it is for validation
+ALL = 1 << 64  # beyond every hash
+
+
+@dataclass(frozen=True)
+class Source:
+    """A span of a file's bytes: one document, or with `jsonl` one document a line.
+
+    Its documents whose hash is below `valid_below` are for validation; 0 means none and `ALL` all.
+    """
+
+    path: str
+    start: int
+    stop: int
+    jsonl: bool
+    valid_below: int
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Bytes `start` to `stop` of a source, before the ends are moved."""
+
+    source: Source
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document's text, or a part of it; `ends` marks the last part. Of a line it is the text under the key, or the line itself."""
+
+    text: str
+    drawn: int  # the hash of the document's beginning
+    valid: bool
+    ends: bool
+    start: int = 0  # the byte of the file at which the line begins
+
+
+class Texts:
+    """The text of a corpus, in a fixed order, as ``len(texts)`` blocks.
+
+    Of a single text file the *last* `valid_fraction` is for validation. Of several documents that fraction is, chosen by a hash of each
+    document's beginning. This choice needs no count of documents, does not depend on their order, and puts exact copies of a document
+    on the same side. Where it would leave one side empty, the document that is nearest to it goes there (`divide`).
+
+    Raises:
+        DataError: an input is missing, cannot be read or names no text file, or all text is empty.
+    """
+
+    def __init__(self, inputs: list[str], valid_fraction: float = 0.0) -> None:
+        try:
+            paths, self.left_out = find_files(inputs)
+            sizes = [os.stat(path).st_size for path in paths]
+            below = math.ceil(valid_fraction * ALL)
+            self.sources = [Source(p, 0, size, p.endswith(LINES), below) for p, size in zip(paths, sizes, strict=True)]
+            for path in paths:
+                open_plain(path).close()
+            if len(paths) == 1 and not self.sources[0].jsonl:
+                self.sources = _split(self.sources[0], valid_fraction)
+        except OSError as error:
+            raise DataError(str(error.filename), f"cannot be read: {error.strerror}", "text that this user may read") from None
+        self.num_bytes = sum(s.stop - s.start for s in self.sources)
+        if self.num_bytes == 0:
+            raise DataError(", ".join(inputs), "the text is empty", "at least one character")
+        self._first = [0, *accumulate(-(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
+
+    def divide(self, text_key: str | None) -> None:
+        """Moves the bound between training and validation, if all documents are on one side of it and not all are alike.
+
+        It reads until it has met a document of each side: of a large corpus a little, of a small one all. Raises `DataError`.
+        """
+        below = self.sources[0].valid_below
+        if len({source.valid_below for source in self.sources}) > 1 or not 0 < below < ALL:
+            return
+        least, most = ALL, -1
+        for drawn in (drawn for source in self.sources for drawn in self._drawn(source, text_key)):
+            least, most = min(least, drawn), max(most, drawn)
+            if least < below <= most:
+                return
+        if least < most:
+            below = least + 1 if least >= below else most
+            self.sources = [replace(source, valid_below=below) for source in self.sources]
+
+    def _drawn(self, source: Source, text_key: str | None) -> Iterator[int]:
+        """The hash of each document of a source."""
+        if not source.jsonl:
+            with open(source.path, "rb") as file:
+                head = file.read(HEAD_BYTES)
+            yield from [_hash(head)] if head else []
+        else:
+            for start in range(source.start, source.stop, BLOCK_BYTES):
+                block = TextBlock(source, start, min(start + BLOCK_BYTES, source.stop))
+                yield from (piece.drawn for piece in read_block(block, text_key))
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getitem__(self, number: int) -> TextBlock:
+        i = bisect_right(self._first, number) - 1
+        source = self.sources[i]
+        start = source.start + (number - self._first[i]) * BLOCK_BYTES
+        return TextBlock(source, start, min(start + BLOCK_BYTES, source.stop))
+
+
+def read_block(block: TextBlock, text_key: str | None) -> Iterator[Piece]:
+    """The text of a block; without a `text_key` whole lines of JSON. Raises `DataError`."""
+    source = block.source
+    try:
+        with open(source.path, "rb") as file:
+            start, stop = _cut(file, block.start, source), _cut(file, block.stop, source)
+            file.seek(start)
+            raw = file.read(stop - start)
+            if source.jsonl:
+                yield from _read_lines(source, start, raw, text_key)
+            elif raw:
+                file.seek(source.start)
+                drawn = _hash(file.read(HEAD_BYTES))
+                yield Piece(_decode(raw, source.path, start), drawn, drawn < source.valid_below, ends=stop == source.stop)
+    except OSError as error:
+        raise DataError(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
+
+
+def _read_lines(source: Source, start: int, raw: bytes, text_key: str | None) -> Iterator[Piece]:
+    """The documents of the lines in `raw`, which begins at byte `start` of the file."""
+    for line in raw.split(b"\n"):
+        if line.strip():
+            text = record = _decode(line, source.path, start)
+            try:
+                if text_key is not None:
+                    record = json.loads(text)
+                    text = record[text_key]
+                head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
+                wrong, right = _why(error, record, text_key)
+                raise DataError(source.path, f"line {line_number(source.path, start)} {wrong}", right) from None
+            if text:
+                drawn = _hash(head)
+                yield Piece(text, drawn, drawn < source.valid_below, True, start)
+        start += len(line) + 1
+
+
+def _hash(head: bytes) -> int:
+    """A number below `ALL` for the beginning of a document."""
+    return int.from_bytes(blake2b(head, digest_size=8).digest(), "little")
+
+
+def _split(source: Source, valid_fraction: float) -> list[Source]:
+    """Cuts a text file into its first and last part, between two characters."""
+    with open(source.path, "rb") as file:
+        middle = _character(file, int(source.stop * (1 - valid_fraction)))
+    return [replace(source, stop=middle, valid_below=0), replace(source, start=middle, valid_below=ALL)]
+
+
+def _cut(file: BinaryIO, offset: int, source: Source) -> int:
+    """The real position of a block boundary that is nominally at `offset`: after a newline, if one is close enough."""
+    if offset <= source.start or offset >= source.stop:
+        return min(max(offset, source.start), source.stop)
+    file.seek(offset - 1)
+    line = file.readline(-1 if source.jsonl else CUT_WINDOW)
+    behind = offset - 1 + len(line) if source.jsonl or line.endswith(b"\n") else _character(file, offset)
+    return min(behind, source.stop)
+
+
+def _character(file: BinaryIO, offset: int) -> int:
+    """The first position, from `offset` on, at which a UTF-8 character begins."""
+    file.seek(offset)
+    return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
+
+
+def _decode(raw: bytes, path: str, start: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(path, f"is not UTF-8 at byte {start + error.start}", "UTF-8 text; iconv converts other encodings") from None
+
+
+def line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line that begins at byte `offset` of a file."""
+    lines = 1
+    with open(path, "rb") as file:
+        while offset > 0 and (chunk := file.read(min(offset, 1 << 20))):
+            lines += chunk.count(b"\n")
+            offset -= len(chunk)
+    return lines
+
+
+def _why(error: Exception, record: Any, text_key: str | None) -> tuple[str, str]:
+    """What is wrong with a line, and what would be right."""
+    right = f'one object a line, such as {{"{text_key}": "…"}}'
+    if isinstance(error, UnicodeEncodeError):
+        return "holds half a surrogate pair, which is no text", right
+    if isinstance(error, ValueError | RecursionError):
+        return why_not_json(error), right
+    wrong = f"has no text under the key {text_key}"
+    if isinstance(record, dict) and (keys := [key for key, value in record.items() if isinstance(value, str)]):
+        return wrong, f"--text-key with the key of its text; there {'are' if len(keys) > 1 else 'is'} {', '.join(keys)[:200]}"
+    return wrong, right
+
+
+def why_not_json(error: ValueError | RecursionError) -> str:
+    """Why a line cannot be read as JSON, from what json raised."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error.msg})"
+    return "has brackets nested too deep" if isinstance(error, RecursionError) else "holds a number of too many digits"

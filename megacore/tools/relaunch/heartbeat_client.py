@@ -1,0 +1,123 @@
+"""A rank's end of its host's heartbeat: starts the host's process or finds it, and ends the rank when that says so."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from megacore.distributed.error_report import record
+from megacore.distributed.processes import machine
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.diagnosis.store_kv import StoreKV
+from megacore.tools.relaunch import heartbeat
+from megacore.tools.relaunch.beats import TOKEN_BYTES, same_user
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOK_SECONDS = 0.5
+FOUND_SECONDS = 120.0  # for the other ranks of this host, and for rank 0, to come
+LOST_HOST = 1  # exit status
+
+
+class HeartbeatClient:
+    """Watches over the hosts of a run from when this rank has reached the store. Call `close` before the rank ends well."""
+
+    def __init__(self, store: dist.Store, place: RankInfo, seconds: float, folder: Path) -> None:
+        """A host that is silent for `seconds` is lost. `folder`: the run's.
+
+        A run on one host needs none of it: there the launcher sees its ranks end.
+        """
+        self.store, self.place, self.seconds, self.folder = store, place, seconds, folder
+        self.token = ""
+        self.connection: socket.socket | None = None
+        self.closed = False
+        if place.local_world_size < place.world_size and sys.platform == "linux":
+            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """Takes leave. Without it, the end of this process counts as a fault."""
+        self.closed = True
+        if self.connection is not None:
+            with contextlib.suppress(OSError):
+                self._tell(farewell=True)
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        try:
+            verdict: str = heard(self._join())["verdict"]
+        except Exception as error:  # without a word, nobody would know that this host is not watched; without the store the doctor ends it
+            if not self.closed:
+                heartbeat.say(f"rank {self.place.rank} on {socket.gethostname()} has none: {error}")
+            return
+        record(f"heartbeat: {verdict}")
+        os._exit(LOST_HOST)  # the process has said the verdict, once for all ranks of the host
+
+    def _join(self) -> IO[bytes]:
+        """Joins the process of this host, which is started if there is none; returns what it says from then on."""
+        notices, rank, host = StoreKV(self.store), self.place.rank, machine()  # a connection of this thread's own
+        self.token = notices.first("heartbeat/token", secrets.token_hex(TOKEN_BYTES))
+        starts = notices.is_first(f"heartbeat/{host}", str(rank))
+        if starts:
+            notices.write(f"heartbeat/{host}/door", self._start())
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect("\0" + self._asked(notices, f"heartbeat/{host}/door"))
+        if not same_user(connection):
+            raise OSError("another user's process has taken the place of its own")
+        connection.send(self._line(rank=rank, pid=os.getpid()))  # before any farewell, which would come from nobody
+        self.connection = connection
+        if self.closed:
+            self.close()
+        lines = connection.makefile("rb")
+        port = heard(lines)["port"]
+        if rank == 0:
+            notices.write("heartbeat/hub", [self.place.master_address, port])
+        elif starts:
+            self._tell(hub=self._asked(notices, "heartbeat/hub"))
+        return lines
+
+    def _start(self) -> str:
+        """Starts this host's process; returns the name of its door."""
+        settings = {"name": socket.gethostname(), "token": self.token, "seconds": self.seconds, "folder": str(self.folder.resolve())}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        # In a session of its own: what ends the ranks' process group does not end it.
+        process = subprocess.Popen(
+            [sys.executable, "-m", heartbeat.__name__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        with process.stdin as said, process.stdout as answer:
+            said.write(json.dumps(settings) + "\n")
+            said.close()
+            return answer.readline().strip()
+
+    def _asked(self, notices: StoreKV, key: str) -> Any:
+        """What another rank writes under a key, as soon as it has."""
+        deadline = time.monotonic() + FOUND_SECONDS
+        while not (found := notices.read([key])):
+            if time.monotonic() > deadline:
+                raise OSError(f"nobody has told of {key.partition('/')[2]} within {FOUND_SECONDS:.0f} s")
+            time.sleep(LOOK_SECONDS)
+        return found[key]
+
+    def _tell(self, **message: Any) -> None:
+        assert self.connection is not None
+        self.connection.send(self._line(**message))
+
+    def _line(self, **message: Any) -> bytes:
+        return f"{self.token}{json.dumps(message)}\n".encode()
+
+
+def heard(lines: IO[bytes]) -> dict[str, Any]:
+    """What the process of this host says next. Raises `OSError` if it has ended."""
+    if not (line := lines.readline()):
+        raise OSError("its process, which watched this host, has ended")
+    found: dict[str, Any] = json.loads(line)
+    return found

@@ -1,0 +1,295 @@
+"""Restarts a run until it has finished. The launcher's command is a child process.
+
+A launcher that gets a signal gives its ranks little time, sometimes half a minute, and does not forward every signal. So the
+supervisor sends none: it writes a file `STOP` to the run's folder, and every rank saves and ends at the next step.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from pydantic import ValidationError
+
+from megacore.distributed.processes import ENDED, descendants, process_state
+from megacore.errors import ConfigError
+from megacore.files import open_plain, read_plain
+from megacore.records import Record, complaint, recorded
+from megacore.tools.relaunch.child_watch import ChildWatch
+from megacore.tools.relaunch.heartbeat import LOST
+from megacore.tools.relaunch.hosts import Fleet
+from megacore.train.stopping import STOP, requests
+
+STOPPED = 75
+LOOK_SECONDS = 0.2
+MOST_BACKOFF = 300.0
+END_SECONDS = 10.0  # for a launcher to end its ranks
+LAST_BYTES = 65536  # at the end of the run's records, in which its last step stands
+LOST_SECONDS = 60.0  # for a launcher to end by itself after a host was lost
+# The deepspeed launcher starts ranks through pdsh and ssh, which would wait for ever for a host whose network is cut.
+NOTICE = "-o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
+
+
+class Lost(Record):
+    """The file `heartbeat.LOST`."""
+
+    hosts: list[str]
+    verdict: str
+
+
+class Supervisor:
+    """One run, from its first start to its end."""
+
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        *,
+        fleet: Fleet | None = None,
+        restarts: int = 3,
+        backoff: float = 2.0,
+        stall: float = 1800.0,
+        steps: int = 0,
+        listener: Callable[[str], None] | None = None,
+    ) -> None:
+        """`command` starts the run, which has `steps` steps and the log.dir `folder`. `fleet`: the machines, if a hostfile names them.
+
+        `restarts`: how many restarts in a row may bring no progress. `backoff`: seconds before the first of them, doubled with each.
+        `stall`: if nothing new is in `folder` for so many seconds, the run is restarted. `listener` gets every line of output.
+        """
+        self.command, self.folder, self.fleet, self.listener = command, folder, fleet, listener
+        self.restarts, self.backoff, self.stall, self.steps = restarts, backoff, stall, steps
+        self.child: subprocess.Popen[str] | None = None
+        self.watch = ChildWatch(folder, stall)
+        self.news, self.since = (0, 0), 0.0  # the progress that was seen last, and when
+        self.lost: float | None = None  # when a host was
+        self.requests = 0  # to stop
+        self.resizing = False  # whether the run was asked to stop because its machines have changed
+        self.stalled = False  # whether it was ended because nothing happened
+        self.request = 0  # when `_ask` wrote its file, by the file system's clock; 0: it has not
+        self.attempts = 0
+        self.found: set[tuple[str, int]] = set()  # checkpoints that were there before the first start
+
+    def run(self) -> int:
+        """Restarts the run until it has finished (0), stopped on request (75), is refused (2), or fails without progress (its status)."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.found = self._saved()
+        with self.watch:
+            return self._run()
+
+    def _saved(self) -> set[tuple[str, int]]:
+        """The checkpoints, by the clock of the file system's host, which may differ from this one's."""
+        found = set()
+        for path in (self.folder / "checkpoints").glob("step_????????"):
+            with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                found.add((path.name, path.stat().st_mtime_ns))
+        return found
+
+    def _run(self) -> int:
+        initial = best = self.progress()
+        fruitless = 0
+        listens = threading.current_thread() is threading.main_thread()
+        previous = {number: signal.signal(number, self._note) for number in requests()} if listens else {}
+        try:
+            while True:
+                try:
+                    status = self._attempt()
+                except (ConfigError, OSError) as error:
+                    if not self.attempts:
+                        raise
+                    say(str(error))  # nobody answers now: perhaps later
+                    status = 2
+                now = self.progress()
+                if status == 0 and max(now) >= self.steps:
+                    return 0
+                if self.asked() or (status == STOPPED and not self.resizing and not self.stalled):
+                    say("stopped on request; the same command goes on from there")
+                    return STOPPED
+                if self.resizing:
+                    self._withdraw()
+                    continue
+                if status == 2 and now == initial:  # else it was going well and cannot go on, for example because of a full disk
+                    return 2
+                if (self.folder / STOP).exists():
+                    say(f"stopped on request; remove {self.folder / STOP} to go on")
+                    return STOPPED
+                fruitless = 0 if any(new > old for new, old in zip(now, best, strict=True)) else fruitless + 1
+                best = (max(best[0], now[0]), max(best[1], now[1]))
+                if fruitless > self.restarts:
+                    say(f"given up: {self.restarts} restarts in a row brought no progress beyond step {max(best)} (status {status})")
+                    return status if status > 0 else 1  # a launcher that was killed may return 0
+                pause = min(MOST_BACKOFF, self.backoff * 2 ** min(max(0, fruitless - 1), 20))
+                say(f"the run ended with status {status} at step {now[1]}, checkpoint {now[0]}; again in {pause:.0f} s")
+                self._sleep(pause)
+                if self.asked():
+                    return STOPPED
+        finally:
+            self._withdraw()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def asked(self) -> bool:
+        """Whether somebody wants the run to stop."""
+        return self.requests > 0
+
+    def progress(self) -> tuple[int, int]:
+        """The steps of the newest checkpoint and of the last logged line; 0 if there is none."""
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # the file system does not answer now
+            names = [path.name for path in (self.folder / "checkpoints").glob("step_*")]
+        steps = [int(found[1]) for name in names if (found := re.fullmatch(r"step_(\d+)", name))]
+        logged: list[int] = []
+        with contextlib.suppress(OSError), open_plain(self.folder / "metrics.jsonl") as file:
+            logged = [step for step, _ in recorded(file, LAST_BYTES)]
+        return max(steps, default=0), max(logged, default=0)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and self.requests:
+            return  # both the kernel and the shell send it when the terminal is closed
+        self.requests += 1
+        if self.requests == 1:
+            say(f"{signal.Signals(number).name}: the run is asked to stop at its next step; once more ends it at once")
+            self._ask()
+        elif self.child is not None:
+            end_tree(self.child.pid, signal.SIGKILL)
+
+    def _ask(self) -> None:
+        file = self.folder / STOP
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError), file.open("x", encoding="utf-8"):  # somebody's own request says the same
+                self.request = file.stat().st_mtime_ns
+        except OSError as error:
+            say(f"{file} cannot be written, so the run does not hear of it: {error.strerror}")
+
+    def _withdraw(self) -> None:
+        """Removes the file that `_ask` wrote, but nobody else's."""
+        file = self.folder / STOP
+        self.resizing = False
+        if self.request and file.exists() and file.stat().st_mtime_ns == self.request:
+            file.unlink()
+        self.request = 0
+
+    def _attempt(self) -> int:
+        """Starts the run once and waits for its end."""
+        command = self.command if self.fleet is None else self.fleet.command(self.command, self.folder)
+        if self.attempts and self._saved() - self.found:
+            command = [*command, "checkpoint.resume=auto"]  # whatever the first start was to begin from
+        self.attempts += 1
+        self.stalled = False
+        note = self.folder / LOST
+        note.unlink(missing_ok=True)
+        pipe = None if self.listener is None else subprocess.PIPE
+        try:
+            self.child = subprocess.Popen(
+                command,
+                stdout=pipe,
+                stderr=pipe and subprocess.STDOUT,
+                text=True,
+                errors="replace",  # a rank may print anything
+                env=environment(unbuffered=pipe is not None),  # a listener hears what is said when it is said
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            raise ConfigError(command[0], f"cannot be started: {getattr(error, 'strerror', error)}", "a launcher's command") from None
+        self.watch.tell(self.child.pid)
+        reader = threading.Thread(target=self._listen, args=(self.child.stdout,), daemon=True)
+        if self.listener is not None:
+            reader.start()
+        self.news, self.since, self.lost = self.progress(), time.monotonic(), None
+        failed = False
+        while self.child.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            try:
+                self._look(self.child.pid, note)
+            except Exception as error:  # a run that goes on unwatched is worse than a look that fails
+                if not failed:
+                    say(f"could not look after the run, and tries on: {type(error).__name__}: {error}")
+                failed = True
+        if self.listener is not None:
+            reader.join(END_SECONDS)
+        self.watch.tell(0)
+        self._read_note(note)
+        return self.child.returncode
+
+    def _look(self, launcher: int, note: Path) -> None:
+        """Looks whether the run gets on, and whether it has lost a host or its machines have changed."""
+        if (latest := self.progress()) != self.news:
+            self.news, self.since = latest, time.monotonic()
+        if time.monotonic() - self.since > self.stall:
+            say(f"nothing new in {self.folder} for {self.stall:.0f} s: the run is ended")
+            self.stalled = True
+            end_tree(launcher)
+        if self.lost is None and note.exists():
+            self.lost = time.monotonic()
+        if self.lost is not None and time.monotonic() - self.lost > LOST_SECONDS:
+            end_tree(launcher)
+        if self.fleet is not None and not self.resizing and not self.requests and self.fleet.changed():
+            say("other machines from now on: the run is asked to stop at its next step, and goes on with them")
+            self.resizing = True
+            self._ask()
+
+    def _read_note(self, note: Path) -> None:
+        """Reads which hosts the run has lost: others come before them at the next start."""
+        try:
+            found = Lost.model_validate_json(read_plain(note, LAST_BYTES))
+        except FileNotFoundError:
+            return
+        except (OSError, ValidationError) as error:
+            say(f"{note} does not tell which hosts were lost: {complaint(error) if isinstance(error, ValidationError) else error.strerror}")
+            return
+        say(found.verdict)
+        if self.fleet is not None:
+            self.fleet.losses.update(found.hosts)
+
+    def _listen(self, lines: IO[str]) -> None:
+        assert self.listener is not None
+        for line in lines:
+            with contextlib.suppress(OSError, ValueError):  # nobody hears it any more; but a run whose pipe is full would wait for ever
+                self.listener(line)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.requests:
+            time.sleep(LOOK_SECONDS)
+
+
+def environment(*, unbuffered: bool) -> dict[str, str]:
+    """A launcher's: this process's own, with what lets ssh notice a host that is gone unless that is said already."""
+    own = {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
+    said = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    return os.environ | own | {"PDSH_SSH_ARGS_APPEND": f"{said} {NOTICE}".strip()}  # ssh takes the first of two settings
+
+
+def end_tree(pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Ends a launcher and all processes that it has started, with SIGKILL if the first signal does not."""
+    those = [pid, *descendants(pid)]
+    send(those[:1], number)
+    deadline = time.monotonic() + (END_SECONDS if number != signal.SIGKILL else 0.0)
+    while time.monotonic() < deadline and any(process_state(each) not in ENDED for each in those):
+        time.sleep(LOOK_SECONDS)
+    send(those, signal.SIGKILL)
+
+
+def send(pids: list[int], number: signal.Signals) -> None:
+    """Sends a signal to processes, some of which may have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def say(line: str) -> None:
+    """Writes a line to stderr in one write. A closed terminal is no error."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"supervise: {line}\n")
+        sys.stderr.flush()

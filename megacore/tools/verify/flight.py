@@ -1,0 +1,108 @@
+"""Notes operations that are under way while a rank computes: they begin in one phase of a step and end in another, or never.
+
+If two runs of a layout differ, the rank has used the result of one of these too early: most likely one in whose memory the differing
+tensor lies.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.diagnosis.noting import Begun
+from megacore.tools.verify.compare import Difference
+
+NEVER = "never"
+UPDATE = "optimizer step"  # the phase that `tools.diagnosis.noting` marks
+# What a figure is made of; each other difference is of the memory of its own kind and name.
+MADE_OF = {"loss": "parameter", "valid_loss": "parameter", "grad_norm": "gradient"}
+
+Memory = tuple[int, int]  # its first byte, and the one behind its last
+
+
+@dataclass
+class Flight:
+    """One operation, with the steps and phases in which it begins and is awaited."""
+
+    what: str  # such as "all_reduce over dp"
+    first_step: int
+    begun: str
+    last_step: int | None = None  # None: nobody has waited for it
+    awaited: str = NEVER
+    memory: list[Memory] = field(default_factory=list)  # of its tensors, in this process
+    holds: list[str] = field(default_factory=list)  # of what is recorded, all that lies in its tensors: "gradient|embedding.weight"
+
+    def is_on(self, difference: Difference) -> bool:
+        """Whether a differing tensor lies in its memory, or something that a differing figure is made of."""
+        if difference.kind == "figure":
+            return any(key.startswith(f"{MADE_OF.get(difference.name)}|") for key in self.holds)
+        return f"{difference.kind}|{difference.name}" in self.holds
+
+
+class Flights:
+    """A context that notes what this process begins, and where it waits for it."""
+
+    def __init__(self, ledger: FlightRecorder) -> None:
+        self.ledger = ledger
+        self.flights: dict[tuple[int, int], Flight] = {}
+
+    def __enter__(self) -> "Flights":
+        self.begin, self.wait = Begun.__init__, Begun.wait
+        begin, wait = self.begin, self.wait
+
+        def begun(work: Begun, *rest: Any) -> None:
+            begin(work, *rest)
+            notes = {number: f"{operation} over {name}" for number, name, operation, *_ in work.channel.recent}
+            phase, tensors = self.ledger.phase[0].replace("_", " "), [x for x in rest if isinstance(x, Tensor)]
+            flight = Flight(notes.get(work.number, "an operation"), self.ledger.step, phase, memory=[memory_of(x) for x in tensors])
+            self.flights[id(work.channel), work.number] = flight
+
+        def waited(work: Begun) -> None:
+            flight = self.flights.get((id(work.channel), work.number))
+            if flight is not None and flight.last_step is None:
+                flight.last_step, flight.awaited = self.ledger.step, self.ledger.phase[0].replace("_", " ")
+            wait(work)
+
+        setattr(Begun, "__init__", begun)  # noqa: B010 (what is assigned to a class's method, mypy takes for a mistake)
+        setattr(Begun, "wait", waited)  # noqa: B010
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        setattr(Begun, "__init__", self.begin)  # noqa: B010
+        setattr(Begun, "wait", self.wait)  # noqa: B010
+
+    def spanning(self, lasting: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """The operations that were under way from one phase to another, as JSON values. `lasting`: tensors that stay where they are in
+        the whole run, by kind and name."""
+        spanning = [f for f in self.flights.values() if (f.first_step, f.begun) != (f.last_step, f.awaited)]
+        places = {key: memory_of(x) for key, x in lasting.items()}
+        for flight in spanning:
+            flight.holds = [key for key, place in places.items() if any(overlap(place, own) for own in flight.memory)]
+        return [asdict(flight) for flight in spanning]
+
+
+def memory_of(x: Tensor) -> Memory:
+    """Where a contiguous tensor lies."""
+    return x.data_ptr(), x.data_ptr() + x.nbytes
+
+
+def overlap(a: Memory, b: Memory) -> bool:
+    """Whether two have a byte in common."""
+    return max(a[0], b[0]) < min(a[1], b[1])
+
+
+def in_flight(flights: Iterable[dict[str, Any]], difference: Difference) -> list[str]:
+    """Names the operations under way in a difference's step before its update, from `Flights.spanning`: those on what differs come
+    first. If any were never awaited, only these."""
+    step = difference.step
+    before = [f for f in (Flight(**f) for f in flights) if (f.first_step, f.begun == UPDATE) <= (step, False)]
+    under_way = [f for f in before if f.last_step is None or step <= f.last_step]
+    never = [f for f in under_way if f.last_step is None]
+    counts = Counter(
+        (not f.is_on(difference), f"{f.what}{' on what differs' * f.is_on(difference)} (begun: {f.begun}, awaited: {f.awaited})")
+        for f in never or under_way
+    )
+    return [f"{count} × {words}" for (_, words), count in sorted(counts.items())]

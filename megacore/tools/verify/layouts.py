@@ -1,0 +1,104 @@
+"""Reads layouts by name: tp2pp2dp2cp2sp is tensor, pipeline, data and context 2 with sequence parallelism, pp4@zb_v has a schedule."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megacore.config import Config
+from megacore.config.schema import CHUNKS
+from megacore.config.validation import check_model
+from megacore.errors import ConfigError
+
+AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
+MAX_WORLD = 64  # processes that one machine is asked for
+
+# Every axis alone, in twos and fours, and together up to eight ranks. Three data ranks divide no bucket and no row evenly.
+DEFAULT = (
+    "one", "tp2", "tp2sp", "tp4", "tp4sp", "pp2", "pp4", "dp2", "dp3", "dp4", "cp4", "cp2tp2sp",
+    "tp2pp2", "tp2pp2sp", "tp2dp2sp", "pp2dp2", "tp4pp2sp", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2sp",
+)  # fmt: skip
+
+# Every schedule in pipelines of two and four, and with each other axis.
+SCHEDULES = tuple(f"{layout}@{schedule}" for schedule in CHUNKS for layout in ("pp2", "pp4", "tp2pp2", "tp2pp2sp", "pp2dp2"))
+
+CONTEXT = ("cp2", "cp4", "cp2tp2", "cp2tp2sp", "cp2pp2", "cp2dp2", "cp2tp2pp2sp")
+DATA = ("dp3", "cp2dp2", "tp2dp3sp", "pp2dp3", "pp2dp2@interleaved", "pp2dp2@zb_v")
+# What a change in a folder or file may break besides: layouts that are run in addition to the default ones.
+BESIDES = {
+    "megacore/context_parallel/": CONTEXT,
+    "megacore/model/": ("cp2tp2", "cp2pp2", "pp4@interleaved"),
+    "megacore/tensor_parallel/": ("cp2tp2", "tp2dp3sp", "tp2pp2sp@zb_h1"),
+    "megacore/pipeline/": (*SCHEDULES, "cp2pp2"),
+    "megacore/pipeline/generators.py": SCHEDULES,
+    "megacore/pipeline/schedule.py": SCHEDULES,
+    "megacore/pipeline/partition.py": ("pp2@interleaved", "pp4@zb_v", "pp2@v_half"),
+    "megacore/engine/": DATA,
+    "megacore/data/": ("dp3", "cp2dp2", "pp2dp3"),
+    "megacore/train/": ("dp3", "cp2dp2", "pp2dp3"),
+    "megacore/distributed/": (*CONTEXT, *DATA),
+    "kernels/": ("cp2tp2sp",),
+}
+
+
+def besides(changed: Iterable[str]) -> list[str]:
+    """The layouts of `BESIDES` for files that a change touches, by their paths in the repository, each once."""
+    touched = [layouts for path in changed for place, layouts in BESIDES.items() if path.startswith(place)]
+    return list(dict.fromkeys(name for layouts in touched for name in layouts))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The number of ranks along each axis, and the pipeline's schedule if it is not the config's. `one`: the trainer on one process."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence: bool = False
+    schedule: str | None = None
+    context: int = 1
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    def overrides(self) -> list[str]:
+        """The layout as overrides `section.key=value`."""
+        sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES.values() if axis != "context" or self.context > 1]
+        schedule = [] if self.schedule is None else [f"parallel.schedule={self.schedule}", "parallel.chunks=null"]
+        return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}", *schedule]
+
+    def stages(self, config: Config) -> int:
+        """The number of stages: of each rank of the pipeline as many as the schedule has chunks."""
+        return self.pipeline * (config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1))
+
+
+def parse(text: str) -> Layout:
+    """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order. Raises `ConfigError` if it names no layout."""
+    name, at, schedule = text.partition("@")
+    parts = re.findall(r"(tp|pp|dp|cp)([1-9]\d{0,2})|(sp)", name)
+    sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
+    sequence = any(sp for *_, sp in parts)
+    whole = "".join(axis + size + sp for axis, size, sp in parts) == name
+    if name != "one" and (not whole or not parts or len(sizes) + sequence != len(parts)):
+        raise ConfigError("--layouts", f"{name!r} is no layout", "such as tp2, pp4, cp2, tp2pp2dp2 or tp4sp (sp: sequence parallelism)")
+    if at and schedule not in CHUNKS:
+        raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
+    layout = Layout(text, sequence=sequence, schedule=schedule or None, **sizes)
+    if sequence and layout.tensor == 1:
+        raise ConfigError("--layouts", f"{name}: sequence parallelism splits tokens over tensor ranks, and there is one", f"tp2{name}")
+    if layout.world > MAX_WORLD:
+        raise ConfigError("--layouts", f"{name} has {layout.world} ranks", f"at most {MAX_WORLD}")
+    return layout
+
+
+def impossible(layout: Layout, config: Config) -> str | None:
+    """Why the config does not allow the layout, in a few words; None if it does."""
+    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "context", "sequence")}
+    values["chunks"] = layout.stages(config) // layout.pipeline
+    try:
+        check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}))
+    except ConfigError as error:
+        return f"{error.where} {error.wrong}"
+    return None

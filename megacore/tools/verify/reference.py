@@ -1,0 +1,203 @@
+"""Does the training steps in plain code, in fp64, on one process. Every layout must compute the same.
+
+It has no mesh, schedule, engine or loader. It runs the whole model on one microbatch after the other, with PyTorch's cross entropy,
+AdamW as in its paper, its own learning rate and rule of weight decay, and tokens read from the file as numbers. It computes
+attention by the plain formula (`model.attention=eager`), without recomputation or offload.
+
+It shares the following with the layouts, and other tests compare these parts with something independent:
+
+- the model's forward pass, and with it how dropout turns a key into a mask (tests/unit/test_model.py, test_dropout_kernel.py);
+- the initial weights as a function of names (tests/unit/test_rng.py, test_model.py);
+- the order of samples in an epoch, and the keys made of (seed, step, microbatch) (tests/unit/test_shuffle.py, test_rng.py,
+  launch/samples.py --prove).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.config.schema import MASK, OptimConfig
+from megacore.data.shuffle import derive_key, permute
+from megacore.distributed.shard import Shard, shard_of
+from megacore.model.gpt import DTYPES, Stage, whole_model
+from megacore.rng import key_of
+from megacore.tensor_parallel.cross_entropy import IGNORED
+from megacore.tools.verify.record import ProofRecord, noise
+from megacore.tools.verify.replay import decays, rate
+from megacore.tools.verify.trace import Trace
+
+# Overrides of the case's config that choose the plainest way to compute. `worker.py` applies them.
+PLAIN = (
+    "train.precision=fp64",
+    "engine.reduce_dtype=fp32",
+    "train.recompute=none",
+    "train.offload_activations=false",
+    "model.attention=eager",
+    "model.kernels=eager",
+    "model.chunked_loss=false",
+)
+
+
+def run_reference(config: Config, out: Path, rounding: str, traced_step: int | None) -> None:
+    """Trains for `train.steps` in fp64 from weights rounded to the precision `rounding`, and writes the record to `out`.
+
+    `traced_step`: also writes what every module computes in that step.
+    """
+    train, optim = config.train, config.optim
+    model = whole_model(config)
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(parameter.data.to(DTYPES[rounding]))
+        if shard_of(parameter).init_std is None:
+            parameter.data.add_(noise(name, tuple(parameter.shape), DTYPES[rounding]))
+    record = ProofRecord(out)
+    parameters = dict(model.named_parameters())
+    record.tensors("parameter 0", whole(parameters))
+    kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
+    state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
+
+    corpus = Corpus(config.data.train, config)
+    count = len(corpus.training)  # samples in an epoch: a proof needs only one
+    order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
+    for step in range(1, train.steps + 1):
+        loss, of_step = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size]
+        learned = int((corpus.batch(corpus.training[i] for i in of_step).targets != IGNORED).sum())
+        with Trace([model], out if step == traced_step else None) as trace:
+            for index in range(train.global_batch_size // train.micro_batch_size):
+                start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
+                batch = corpus.batch(corpus.training[i] for i in order[start : start + train.micro_batch_size])
+                trace.enter(index, "forward")
+                trace.note("documents", "positions", batch.documents[1])  # context ranks divide a batch by its documents
+                logits = model.logits(model(batch.inputs, key_of(train.seed, step, index), None, None, *batch.documents))
+                losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
+                part = losses / learned
+                trace.note("loss", "output", losses)
+                trace.enter(index, "backward")
+                part.backward()
+                loss += part.item()
+        # A parameter on which no loss depends has no gradient, and decays nevertheless.
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        record.figures(step, loss, norm)
+        record.tensors(f"gradient {step}", whole(gradients))
+        clip = min(1.0, optim.grad_clip / (norm + 1e-6)) if optim.grad_clip else 1.0
+        lr = rate(optim, step, train.steps)
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.mul_(1 - lr * optim.weight_decay * decays(name, p.dim()))
+                p.sub_(lr * direction(optim, step, gradients[name] * clip, state[name]))
+                p.grad = None
+        record.tensors(f"parameter {step}", whole(parameters))
+        for kind in kinds:
+            record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
+    record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
+    record.close()
+
+
+def direction(optim: OptimConfig, step: int, g: Tensor, held: dict[str, Tensor]) -> Tensor:
+    """The update of a parameter with gradient `g`, at a rate of one and before its sign. Also updates the optimizer's state `held`."""
+    if optim.kind == "sgd":
+        return held["momentum"].mul_(optim.momentum).add_(g)
+    first = held["adam_m"].lerp_(g, 1 - optim.beta1) / (1 - optim.beta1**step)
+    second = held["adam_v"].mul_(optim.beta2).addcmul_(g, g, value=1 - optim.beta2) / (1 - optim.beta2**step)
+    return first / (second.sqrt() + optim.eps)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets ``[batch, seq]``. If documents are apart: where they begin in each sequence, and the positions in them."""
+
+    inputs: Tensor
+    targets: Tensor
+    documents: tuple[Any, Tensor | None] = (None, None)
+
+
+Sample = list[tuple[int, int]]  # the tokens that it has: from a first one up to a last, which is left out
+
+
+class Corpus:
+    """A corpus of the proof, as `write_case` writes it: 16-bit numbers without a header, beside them where documents begin, and maybe
+    which tokens are learned.
+
+    Attributes:
+        training: its samples.
+        validation: samples with every token as a target, but the first.
+    """
+
+    def __init__(self, prefix: object, config: Config) -> None:
+        self.tokens = np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
+        self.starts = {0, *np.fromfile(f"{prefix}.starts", np.int64).tolist()}
+        mask = Path(f"{prefix}{MASK}")
+        self.learned = np.fromfile(mask, np.uint8) if mask.exists() else np.ones(len(self.tokens))
+        self.apart = config.data.document_mask  # whether attention and targets stay within a document
+        self.length, end = config.train.seq_len, len(self.tokens)
+        if config.data.packing == "best_fit":
+            self.training = self.validation = self.packed()
+        else:
+            self.validation = [[(first, min(first + self.length + 1, end))] for first in range(0, end - 1, self.length)]
+            self.training = self.validation[: (end - 1) // self.length]
+
+    def packed(self) -> list[Sample]:
+        """Whole documents, the longest first, each into the first of the fullest samples that have room for it."""
+        ends = [*sorted(self.starts - {0}), len(self.tokens)]
+        pieces = [
+            (first, min(first + self.length + 1, end))
+            for start, end in zip(sorted(self.starts), ends, strict=True)
+            for first in range(start, end - 1, self.length)
+        ]
+        samples: list[Sample] = []
+        rooms: list[int] = []
+        for first, stop in sorted(pieces, key=lambda piece: piece[0] - piece[1]):
+            fitting = [i for i, room in enumerate(rooms) if room >= stop - first]
+            if not fitting:
+                fitting = [len(rooms)]
+                rooms.append(self.length + 1)
+                samples.append([])
+            best = min(fitting, key=lambda i: rooms[i])
+            rooms[best] -= stop - first
+            samples[best].append((first, stop))
+        return [sorted(sample) for sample in samples]
+
+    def batch(self, samples: Iterable[Sample]) -> Batch:
+        """Some samples, with 0 behind those that are shorter than others."""
+        tokens, targets, positions, bounds = [], [], [], []
+        for sample in samples:
+            row = [position for first, stop in sample for position in range(first, stop)]
+            firsts = {first for first, _ in sample}
+            padding = self.length + 1 - len(row)
+            tokens.append([*self.tokens[row], *[0] * padding])
+            # A token is no target if nothing before it in its sample, or with documents apart in its document, says what it is.
+            known = [bool(self.learned[p]) and p not in firsts and not (self.apart and p in self.starts) for p in row]
+            targets.append([*np.where(known, self.tokens[row], IGNORED), *[IGNORED] * padding][1:])
+            begins = [i for i, p in enumerate(row) if p in firsts or p in self.starts] + [len(row)] * (padding > 0)
+            begins = [i for i in begins if i < self.length]
+            bounds.append((*begins, self.length))
+            positions.append([i - max(begin for begin in begins if begin <= i) for i in range(self.length)])
+        documents = (tuple(bounds), torch.tensor(positions)) if self.apart else (None, None)
+        return Batch(torch.tensor(np.array(tokens))[:, :-1], torch.tensor(np.array(targets)), documents)
+
+
+@torch.no_grad()
+def validate(model: Stage, corpus: Corpus) -> float:
+    """The mean loss over every token of the corpus that is learned."""
+    model.eval()
+    total, learned = 0.0, 0
+    for sample in corpus.validation:
+        batch = corpus.batch([sample])
+        logits = model.logits(model(batch.inputs, 0, None, None, *batch.documents))
+        total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
+        learned += int((batch.targets != IGNORED).sum())
+    model.train()
+    return total / learned
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Shard]]:
+    """Whole tensors, each with a `Shard` that says so."""
+    return {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors.items()}

@@ -1,0 +1,191 @@
+"""Replays in fp64 what a 16-bit layout should have made of its own numbers: sums, norm, moments, updates and rounded copies.
+
+Errors of a few per cent from bf16 hide many mistakes. But only the model computes in bf16: gradients are summed and masters updated
+in fp32. So each of these operations, repeated alone on the numbers that the same run gave it, must agree to fp32's precision.
+numpy only, like `compare`.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megacore.config import Config
+from megacore.config.schema import OptimConfig, resolved
+from megacore.tools.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
+
+# fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an update less often. In bf16
+# the first addition would err by about 2^-9. This bound is half way between, in powers of two.
+EXACT = 2.0**-16
+# An update's error is relative to its own size, but a master can hold it only to a few units of its last place: four times 2^-24
+# of the master. So this part of the master is added to the size of which `EXACT` is a part.
+HELD = 2.0**-6
+
+State = dict[str, np.ndarray]  # of an optimizer, by kind
+
+
+def rate(optim: OptimConfig, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 1) of `steps`, independent of the engine's code."""
+    decay_steps = resolved(optim.decay_steps)
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "wsd":
+        left = min(1.0, (steps - step) / decay_steps)
+    else:
+        left = max(0.0, (decay_steps - step) / max(1, decay_steps - optim.warmup_steps))
+        if optim.schedule == "cosine":
+            left = (1.0 - math.cos(math.pi * left)) / 2
+    return optim.min_lr + (optim.lr - optim.min_lr) * left
+
+
+def decays(name: str, dims: int) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases. It does not ask the parameter's record."""
+    return dims > 1 and not name.endswith("bias")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's rule in plain numpy, independent of the engine's code.
+
+    `state` gives the state behind a step from that before it and the clipped gradient. `direction` gives the update that follows from
+    the state of a step, at a rate of one, before its sign and without weight decay.
+    """
+
+    kinds: tuple[str, ...]  # of its state
+    state: Callable[[OptimConfig, State, np.ndarray], State]
+    direction: Callable[[OptimConfig, State, int], np.ndarray]
+
+
+def adamw_state(optim: OptimConfig, before: State, gradient: np.ndarray) -> State:
+    """The moments of AdamW (Loshchilov and Hutter 2019)."""
+    first = optim.beta1 * before["adam_m"] + (1 - optim.beta1) * gradient
+    return {"adam_m": first, "adam_v": optim.beta2 * before["adam_v"] + (1 - optim.beta2) * np.square(gradient)}
+
+
+def adamw_direction(optim: OptimConfig, state: State, step: int) -> np.ndarray:
+    """The first moment over the root of the second, without their bias."""
+    unbiased = np.sqrt(state["adam_v"] / (1 - optim.beta2**step)) + optim.eps
+    return np.asarray(state["adam_m"] / (1 - optim.beta1**step) / unbiased)
+
+
+# By `optim.kind`. A kind that is not here is not computed again, and the verdict says so.
+RULES = {
+    "adamw": Rule(("adam_m", "adam_v"), adamw_state, adamw_direction),
+    "sgd": Rule(("momentum",), lambda optim, b, g: {"momentum": optim.momentum * b["momentum"] + g}, lambda _, b, step: b["momentum"]),
+}
+
+
+class Replay:
+    """Compares a run with what follows from its own records.
+
+    Attributes:
+        lacking: what cannot be computed again, in words; empty if everything is.
+    """
+
+    def __init__(self, run: Records, config: Config, names: list[str]) -> None:
+        self.run, self.config, self.names = run, config, names
+        self.held = run.whole
+        self.exact: dict[str, np.ndarray] = {}  # what should be held, under the same names
+        self.scales: dict[str, float] = {}
+        self.found: list[Difference] = []
+        self.rule = RULES.get(config.optim.kind)
+        self.given = f"given 1|{names[0]}" in self.held
+        kept = f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps where no hook sees them"
+        state = f"the state and updates of optim.kind={config.optim.kind}, which tools/verify/replay.py does not know"
+        self.lacking = " and ".join([kept] * (not self.given) + [state] * (self.rule is None))
+
+    def differences(self) -> list[Difference]:
+        """All differences, of kinds that begin with "own"."""
+        for step in range(1, self.config.train.steps + 1):
+            if self.given:
+                self._sums(step)
+            self._norm(step)
+            if self.rule is not None:
+                self._update(step, self.rule)
+        replayed = [{key: tensor for key, tensor in tensors.items() if logical(key) in self.exact} for tensors in self.run.ranks]
+        apart = pieces_against(replayed, self.run.places, self.exact, self.scales)
+        return [*self.found, *(replace(d, kind=f"own {d.kind}") for d in apart), *self._copies()]
+
+    def _sums(self, step: int) -> None:
+        """Checks that gradients are the sum of what each microbatch's backward gave."""
+        given = {f"gradient {step}|{name}": self.held[f"given {step}|{name}"] for name in self.names}
+        self.exact |= given
+        self.scales |= scales_of(given)
+
+    def _norm(self, step: int) -> None:
+        """Checks that the norm is that of the gradients."""
+        norm = math.sqrt(sum(float(np.square(self.held[f"gradient {step}|{name}"]).sum()) for name in self.names))
+        for rank, figures in enumerate(self.run.figures):
+            apart = relative(np.array([figures[str(step)]["grad_norm"] - norm]), norm)
+            self.found.append(Difference("figure", step, "own norm", rank, apart))
+        self.norm = norm
+
+    def _update(self, step: int, rule: Rule) -> None:
+        """Checks the optimizer's rule, from the recorded gradients, state and masters of the same run."""
+        optim, steps = self.config.optim, self.config.train.steps
+        clip = min(1.0, optim.grad_clip / (self.norm + 1e-6)) if optim.grad_clip else 1.0
+        lr = rate(optim, step, steps)
+        updates = {}
+        for name in self.names:
+            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", np.zeros(())) for kind in rule.kinds}
+            gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
+            self.exact |= {f"{kind} {step}|{name}": state for kind, state in rule.state(optim, before, gradient).items()}
+            direction = rule.direction(optim, {kind: self.held[f"{kind} {step}|{name}"] for kind in rule.kinds}, step)
+            update = -lr * (direction + optim.weight_decay * decays(name, p.ndim) * p)
+            self.exact[f"parameter {step}|{name}"] = p + update
+            updates[f"parameter {step}|{name}"] = update
+        for kind in rule.kinds:
+            self.scales |= scales_of({key: value for key, value in self.exact.items() if key.startswith(f"{kind} {step}|")})
+        for key, size in scales_of(updates).items():
+            self.scales[key] = size + HELD * rms(self.exact[key])
+
+    def _copies(self) -> Iterator[Difference]:
+        """Checks that the parameters of a step are the rounded masters of the step before, bit by bit."""
+        for rank, (tensors, places) in enumerate(zip(self.run.evidence, self.run.places, strict=True)):
+            for key, tensor in tensors.items():
+                kind, step, name = parsed(key)
+                if kind == "copy":
+                    master = cut(self.held[f"parameter {step - 1}|{name}"], places[key][0], tensor)
+                    yield Difference("own copy", step, name, rank, relative(tensor - rounded(master), rms(master)))
+
+
+def cancelled(reference: Records, optim: OptimConfig, names: list[str]) -> dict[tuple[int, str], float]:
+    """By step and parameter, the size that the first moment would have if its gradients were unrelated, over the size that it has.
+
+    The second moment has no signs, so it shows that size. The result is at least 1, and infinite if there is no moment at all.
+    """
+    found, step, held = {}, 1, reference.whole
+    while f"adam_m {step}|{names[0]}" in held:
+        for name in names:
+            size, of_squares = rms(held[f"adam_m {step}|{name}"]), float(held[f"adam_v {step}|{name}"].mean())
+            unrelated = (1 - optim.beta1) * math.sqrt(of_squares / (1 - optim.beta2))
+            found[step, name] = max(1.0, unrelated / size) if size else math.inf
+        step += 1
+    return found
+
+
+def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float) -> Iterator[Difference]:
+    """1 − the cosine between a run's update of each parameter and fp64's, over the elements that rounding does not decide.
+
+    Adam's update is little more than a sign, and rounding decides the sign of small elements. An element counts if its first moment
+    is at least the part `clear` of the root mean square that all would have without cancellation.
+    """
+    held, expected = run.whole, reference.whole
+    for (step, name), ratio in cancelled.items():
+        moment = expected[f"adam_m {step}|{name}"]
+        chosen = np.abs(moment) > clear * ratio * rms(moment)
+        after, before = (f"parameter {at}|{name}" for at in (step, step - 1))
+        ours, theirs = ((tensors[after] - tensors[before])[chosen] for tensors in (held, expected))
+        if theirs.any():
+            size = math.sqrt(float(np.square(ours).sum()) * float(np.square(theirs).sum()))
+            cosine = float((ours * theirs).sum()) / size if size else 0.0
+            yield Difference("direction", step, name, 0, 1.0 - cosine if math.isfinite(cosine) else math.inf)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rounds fp32 numbers to bf16, to the nearest and in a tie to even. Returns fp64, as all compared numbers are."""
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)

@@ -1,0 +1,284 @@
+"""Makes a config small enough to prove on two cores. It keeps all that could break: ratios, remainders, ties, features, splits."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.config import Config, load
+from megacore.config.load import flatten, resolve, set_value
+from megacore.config.schema import MASK, resolved
+from megacore.data.indexed import IndexedTokens, IndexedWriter
+from megacore.data.samples import training_stream
+from megacore.model.flops import head_cost, layer_cost
+from megacore.pipeline.partition import stage_layers
+from megacore.tools.verify.layouts import Layout
+
+HEAD_SIZE = 4
+NORMED_HEAD_SIZE = 8  # for heads with a norm: few features may all be nearly zero, and the norm then magnifies their rounding
+SEQ_LEN = 16
+LAYERS = 4  # if the model has as many: blocks may differ by their index
+LAYERS_A_STAGE = 4  # the most that are tried to find a split like the user's
+MICROBATCHES = 8  # of the global batch, if the user has as many: a pipeline of four stages fills and empties
+CHUNK = 128  # tokens in the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
+DRAWS = 200  # corpora that are tried, until documents are cut where it shows; in small batches some have none
+RATE = 1e-3  # large enough that fp32 resolves a step's weight decay, small enough that bf16's errors do not grow in three steps
+DECAY = 0.1
+
+
+def load_whole(path: str, overrides: list[str]) -> Config:
+    """The user's config, resolved for one process. Raises `ConfigError` if it is wrong."""
+    return load(path, [*overrides, *Layout("one").overrides(), "parallel.context=1", "parallel.backend=auto", "train.device=cpu"]).config
+
+
+def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> dict[str, dict[str, Any]]:
+    """The small config's sections, with only the values that differ from the defaults.
+
+    `layouts` are those that the user's config allows. It keeps every kind and flag of the model, the grouping of heads, whether sizes
+    divide by the tensor ranks, which stages have more layers than others, whether there are fewer microbatches than stages, an odd
+    micro batch, several chunks of a chunked loss, ties, biases, dropout, schedule, recomputation, and the optimizer's settings. It
+    changes sizes, the learning rate and weight decay, and whatever would hide a difference: clipping is always active, the learning
+    rate has no warmup, and weights are so large that activations have the user's size.
+    """
+    # A size that every layout's tensor ranks divide.
+    tensor = math.lcm(*(layout.tensor for layout in layouts))
+    micro_batch, seq_len = tokens_of(user, layouts)
+    small: dict[str, dict[str, Any]] = {
+        "model": sizes(user, tensor, seq_len, precision),
+        "train": {
+            "steps": steps,
+            "seq_len": seq_len,
+            "micro_batch_size": micro_batch,
+            "global_batch_size": micro_batch * microbatches(user, layouts),
+            "precision": precision,
+            "device": "cpu",
+            "compile": False,
+            "eval_every": 0,
+            "eval_batches": 0,
+        },
+        "optim": {
+            "warmup_steps": 0,
+            "lr": RATE,
+            "min_lr": RATE * user.optim.min_lr / (user.optim.lr or 1.0),
+            "decay_steps": steps - 1 if user.optim.schedule == "wsd" else 2 * steps,
+            "grad_clip": 0.1 if user.optim.grad_clip else 0.0,
+            "weight_decay": DECAY if user.optim.weight_decay else 0.0,
+        },
+        "data": {"train": None, "valid": None, "tokenizer": None},
+        "checkpoint": {"every": 0, "last": False, "resume": "never", "weights": None},
+        "engine": {
+            "bucket_mib": 0.01,  # several buckets, so that their order matters
+            "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
+        },
+        "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
+        "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
+    }
+    small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
+    return what_differs(user, small)
+
+
+def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
+    """Micro batch size and sequence length, such that context ranks divide a sequence, and tensor ranks a microbatch's tokens."""
+    pieces = math.lcm(*(2 * layout.context for layout in layouts if layout.context > 1))
+    train = user.train
+    # An odd number stays odd, because then sequences are cut across ranks.
+    micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
+    seq_len = min(train.seq_len, SEQ_LEN)
+    if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
+        seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
+    while seq_len % pieces or any(micro_batch * seq_len // a.context % a.tensor for a in layouts if a.sequence):
+        seq_len += 1
+    return micro_batch, seq_len
+
+
+def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, Any]:
+    """The model's sizes except depth and vocabulary, such that `tensor` ranks divide them."""
+    model = user.model
+    # Two key/value heads a rank, if there are: with one, a rank's number equals that of its first head and hides mistakes.
+    kv_heads = tensor * min(user.kv_heads // tensor, 2)
+    heads = kv_heads * min(model.num_heads // user.kv_heads, 2 if model.qk_norm else 4)
+    head_size = min(user.head_size, NORMED_HEAD_SIZE if model.qk_norm else HEAD_SIZE)
+    width = model.num_heads * user.head_size
+    hidden = heads * head_size if model.hidden_size == width else max(8, round(model.hidden_size / width * heads * head_size))
+    ffn = max(tensor, -(-round(resolved(model.ffn_size) / model.hidden_size * hidden) // tensor) * tensor)
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_size": head_size,
+        "hidden_size": hidden,
+        "ffn_size": ffn,
+        "max_positions": seq_len + (8 if user.max_positions > user.train.seq_len else 0),
+        "attention_scale": resolved(model.attention_scale) * (user.head_size / head_size) ** 0.5,
+        "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
+        "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
+        "kernels": "auto" if precision == "fp64" else model.kernels,
+    }
+
+
+def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The user's sections with `small` over them, with only the values that differ from the defaults."""
+    defaults = flatten(Config().model_dump(mode="json", by_alias=True))
+    values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
+    # Neither defaults nor derived values are written, so that another version of the code can read the config even if it does not
+    # know every key.
+    written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
+    for key in [key for key in written if defaults[key] is None and key != "engine.config"]:  # which nothing derives
+        rest = {k: v for k, v in written.items() if k != key}
+        if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
+            written = rest
+    return sections_of(written)
+
+
+def microbatches(user: Config, layouts: list[Layout]) -> int:
+    """Microbatches of the small global batch: few, and fewer than stages in the layouts in which the user has fewer.
+
+    A rank has two if the user has as many, so that accumulation is seen everywhere. More important is that all layouts have the same
+    batch, which each must divide.
+    """
+    users = user.train.global_batch_size // user.train.micro_batch_size
+    unit = math.lcm(*(layout.data for layout in layouts))
+    full = [layout.data * layout.pipeline for layout in layouts]  # with a microbatch for each stage of each data rank
+    count = min(users, unit * -(-max(MICROBATCHES, 2 * max(layout.data for layout in layouts)) // unit))
+    count = max(count, *(size for size in full if size <= users), 1)
+    count = -(-count // unit) * unit
+    least_full = min((size for size in full if size > users), default=count + 1)
+    return count if count < least_full else max(unit, (least_full - 1) // unit * unit)
+
+
+def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts: list[Layout], tensor: int) -> dict[str, int]:
+    """The fewest layers, with the smallest vocabulary, that are split over stages as the user's are.
+
+    The cost of the head relative to a layer decides the split, so the vocabulary is at most so large that this ratio stays. If no small
+    candidate is split alike in every layout, it takes the one that is in most.
+    """
+    stages = sorted({layout.stages(user) for layout in layouts})
+    wanted = [unevenness(user, count) for count in stages]
+    # Enough rows for each of t ranks: below t (t − 1), pieces of ceil(vocab / t) may leave a rank none.
+    least, remainder = tensor * max(tensor, -(-64 // tensor)), user.model.vocab_size % tensor
+    smallest = min(user.model.vocab_size, least + remainder)
+    first = min(user.model.num_layers, max(stages[-1], LAYERS))
+    model = small["model"] | {"num_layers": first, "vocab_size": smallest}
+    config = resolve(small | {"model": user.model.model_dump(mode="json") | model, "parallel": {}}, [], "verify", 1).config
+    ratio = head_cost(user).total / layer_cost(user).total
+    largest = ratio * layer_cost(config).total / head_cost(config).total * smallest
+    vocabularies = [max(least, round(largest * part / 4) // tensor * tensor) + remainder for part in range(5)]
+    best, most = (first, smallest), -1
+    for layers in range(first, max(first, min(user.model.num_layers, LAYERS_A_STAGE * stages[-1])) + 1):
+        for rows in sorted({min(user.model.vocab_size, rows) for rows in vocabularies}):
+            sized = config.model.model_copy(update={"num_layers": layers, "vocab_size": rows})
+            candidate = config.model_copy(update={"model": sized})
+            alike = sum(unevenness(candidate, count) == pattern for count, pattern in zip(stages, wanted, strict=True))
+            if alike > most:
+                best, most = (layers, rows), alike
+    return dict(zip(("num_layers", "vocab_size"), best, strict=True))
+
+
+def unevenness(config: Config, stages: int) -> list[int]:
+    """For each stage, how many different numbers of layers are below its own: [3, 4, 4, 1] gives [1, 2, 2, 0]."""
+    split = [len(layers) for layers in stage_layers(with_stages(config, stages))]
+    sizes = sorted(set(split))
+    return [sizes.index(layers) for layers in split]
+
+
+def with_stages(config: Config, stages: int) -> Config:
+    """The resolved config with another number of stages, each on a rank of its own."""
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"pipeline": stages, "chunks": 1})})
+
+
+def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Turns {"model.num_layers": 2} into {"model": {"num_layers": 2}}."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        set_value(sections, key, value)
+    return sections
+
+
+def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool = False) -> Path:
+    """Writes the small config and its corpora into `folder`; returns the config's path.
+
+    The tokens are uniform, so that every row of the vocabulary occurs. The validation set ends within a sample, and
+    within a batch. With `masked` some tokens are not learned, and some ranks learn nothing in a step.
+
+    Where attention or packing heeds documents, a document is cut by the end of a sample that is learned, and targets beside the cut are
+    learned in both its parts: corpora are drawn until it is so.
+    """
+    path = folder / "verify.json"
+    path.write_text(json.dumps(sections), encoding="utf-8")
+    config = load(str(path)).config
+    data = {name: str(folder / name) for name in ("train", "valid")}
+    path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
+    for seed in range(DRAWS):
+        rng = np.random.default_rng(seed)
+        write_corpora(config, folder, rng)
+        written = load(str(path)).config
+        if masked:
+            write_masks(written, rng)
+        if not heeds_documents(config) or all(learned_at_cuts(written)):
+            return path
+    raise AssertionError(f"{DRAWS} corpora have no document that is cut in a learned sample")
+
+
+def heeds_documents(config: Config) -> bool:
+    """Whether anything depends on where documents end."""
+    return config.data.document_mask or config.data.packing == "best_fit"
+
+
+def learned_at_cuts(config: Config) -> tuple[int, int]:
+    """Of the pieces of documents in the samples of all steps: how many end within a document, with a last token that is learned; and how
+    many begin within one, with a second token that is learned (nothing predicts the first)."""
+    train, stream = config.train, training_stream(config)
+    (corpus,), (cut,) = stream.corpora, stream.cuts
+    before = behind = 0
+    for sample in stream.locate(np.arange(train.steps * train.global_batch_size))[2].tolist():
+        for start, length in cut.spans(sample):
+            last, stop = start + length - 1, start + length
+            before += stop < corpus.num_tokens and together(corpus, last - 1, last, stop) and bool(corpus.learned(last, 1)[0])
+            behind += start > 0 and together(corpus, start - 1, start, start + 1) and bool(corpus.learned(start + 1, 1)[0])
+    return before, behind
+
+
+def together(corpus: IndexedTokens, *positions: int) -> bool:
+    """Whether tokens are of one document."""
+    return len({corpus.document_at(position) for position in positions}) == 1
+
+
+def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> None:
+    """Writes the tokens for training and for validation. Packed documents would fit into samples, so now and then one is longer."""
+    batch, seq_len = config.train.global_batch_size, config.train.seq_len
+    lengths = {"train": (config.train.steps + 1) * batch * seq_len + 1, "valid": (batch + 3) * seq_len + 1 + seq_len // 3}
+    for name, length in lengths.items():
+        with IndexedWriter(str(folder / name), np.uint16) as writer:
+            tokens = rng.integers(0, config.model.vocab_size, length)
+            begins = rng.random(length) < 4 / seq_len
+            begins[0] = False  # the first document begins there in any case
+            if config.data.packing == "best_fit":
+                begins &= np.arange(length) // (2 * seq_len) % 3 > 0  # none in the first third of six samples' tokens
+            starts = np.flatnonzero(begins) if heeds_documents(config) else np.arange(1, 5) * length // 5
+            starts.astype(np.int64).tofile(folder / f"{name}.starts")  # for the reference
+            for document in np.split(tokens, starts):
+                writer.write(document.astype(np.uint16))
+                writer.end_document()
+
+
+def write_masks(config: Config, rng: np.random.Generator) -> None:
+    """Masks half of the tokens of both corpora, and all targets of some ranks.
+
+    In the first step these are those of odd microbatches, which half of the data ranks have; in the second all but those in the middle
+    of a sample, which one context rank has.
+    """
+    train, stream = config.train, training_stream(config)
+    for prefix in (config.data.train, config.data.valid):
+        tokens = IndexedTokens(str(prefix)).num_tokens
+        (rng.random(tokens) < 0.5).astype(np.uint8).tofile(f"{prefix}{MASK}")
+    mask = np.memmap(f"{config.data.train}{MASK}", dtype=np.uint8, mode="r+")
+    for index, sample in enumerate(stream.locate(np.arange(min(train.steps, 2) * train.global_batch_size))[2].tolist()):
+        positions = np.concatenate([np.arange(start, start + length) for start, length in stream.cuts[0].spans(sample)])
+        at = np.arange(len(positions))  # in the sample, whose first token is no target
+        if index >= train.global_batch_size:
+            middle = (train.seq_len * 3 // 8 < at) & (at <= train.seq_len * 5 // 8)
+            mask[positions[(at > 0) & ~middle]] = 0
+        elif index // train.micro_batch_size % 2:
+            mask[positions[1:]] = 0
+    mask.flush()

@@ -1,0 +1,180 @@
+"""Records what every module computes for every microbatch, forward and backward, in the order of execution."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megacore.distributed.shard import shard_of
+from megacore.model.gpt import Stage
+from megacore.pipeline.schedule import Op
+from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
+
+
+class SeenGradient(MainGradient):
+    """Stands before a main gradient, for layers to add to; notes what they add, each product computed once more: in fp64 if it is exact."""
+
+    def __init__(self, main: MainGradient) -> None:
+        super().__init__(main.total, main.deferral)
+        self.main = main
+        self.parts: list[Tensor] = []
+
+    def add_rows(self, grad: Tensor, rows: Tensor) -> None:
+        part = torch.zeros(self.total.shape, dtype=torch.float64, device=grad.device)
+        self.parts.append(part.index_put_((rows,), grad.double(), accumulate=True))
+        self.main.add_rows(grad, rows)
+
+    def add_product(self, grad: Tensor, x: Tensor) -> None:
+        a, b = (grad.double(), x.double()) if self.is_exact(x) else (grad, x)
+        self.parts.append((a.t() @ b).double())
+        self.main.add_product(grad, x)
+
+    def _add(self, part: Tensor) -> None:
+        self.parts.append(part.double())
+        self.main.add(part)
+
+
+class GradientWatch:
+    """Shows `see` a parameter's gradient from each backward pass, fp64, until `remove()`: what autograd gives and what layers add."""
+
+    def __init__(self, parameter: nn.Parameter, see: Callable[[Tensor], Any]) -> None:
+        self.parameter, self.main = parameter, main_gradient_of(parameter)
+        self.see, self.parts = see, list[Tensor]()
+        if self.main is not None:
+            seen = SeenGradient(self.main)
+            self.parts, parameter.main_gradient = seen.parts, seen  # type: ignore[attr-defined]
+
+        def complete(gradient: Tensor | None) -> None:
+            """Autograd calls it once a backward pass, however often the parameter was used; with None if layers added everything."""
+            if gradient is not None:
+                self.parts.append(gradient.double())
+            self._show()
+
+        self.handle = parameter.register_hook(complete)
+
+    def _show(self) -> None:
+        shape = self.parameter.shape
+        self.see(sum((part.view(shape) for part in self.parts), torch.zeros(shape, dtype=torch.float64)))
+        self.parts.clear()
+
+    def look(self) -> None:
+        """Shows what was added behind backward passes of inputs, if anything was."""
+        if self.parts:
+            self._show()
+
+    def remove(self) -> None:
+        """Shows no more."""
+        self.handle.remove()
+        if self.main is not None:
+            self.parameter.main_gradient = self.main  # type: ignore[attr-defined]
+
+
+class Trace:
+    """A context that records the activations of a rank's stages and their gradients. Without a folder it does nothing.
+
+    An event's key is ``order|microbatch|direction|module|what|visit``. The direction is forward, recompute (a forward pass within
+    backward) or backward. `what` is an input, an output, or the name of a parameter, such as "weight" (then its gradient is recorded).
+    """
+
+    def __init__(self, stages: Sequence[Stage], folder: Path | None, rank: int = 0) -> None:
+        self.stages, self.folder, self.rank = stages, folder, rank
+        self.events: dict[str, Tensor] = {}
+        self.visits: Counter[tuple[Any, ...]] = Counter()
+        self.handles: list[Any] = []
+        self.microbatch, self.phase, self.chunk = 0, "forward", 0
+        self.watches: list[GradientWatch] = []
+        self.halves: dict[tuple[int, int, str, str], Tensor] = {}  # parameters' gradients of split backwards: microbatch, chunk, place
+
+    def enter(self, microbatch: int, phase: str, chunk: int = 0) -> None:
+        """Notes that `phase` (an op's value) of the microbatch with this index in the global batch begins."""
+        self.microbatch, self.phase, self.chunk = microbatch, phase, chunk
+
+    def leave(self) -> None:
+        """Notes that the phase ends. A split backward has given its gradients when its second half ends."""
+        if self.phase == Op.BACKWARD_WEIGHT.value:
+            for watch in self.watches:
+                watch.look()
+            for part in [part for part in self.halves if part[:2] == (self.microbatch, self.chunk)]:
+                self._add(self.microbatch, "backward", *part[2:], self.halves.pop(part))
+
+    def note(self, module: str, what: str, value: Any) -> None:
+        """Records a tensor, and its gradient when backward computes it."""
+        if self.folder is None or not isinstance(value, Tensor):
+            return
+        microbatch = self.microbatch
+        self._add(microbatch, "forward" if self.phase == "forward" else "recompute", module, what, value)
+        if value.requires_grad and self.phase == "forward":
+            value.register_hook(lambda gradient: self._add(microbatch, "backward", module, what, gradient))
+
+    def _add(self, microbatch: int, direction: str, module: str, what: str, value: Tensor) -> None:
+        event = (microbatch, direction, module, what)
+        key = "|".join(map(str, (len(self.events), *event, self.visits[event])))
+        self.visits[event] += 1
+        # As a dtype that numpy has, without rounding.
+        self.events[key] = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True).contiguous()
+
+    def __enter__(self) -> "Trace":
+        if self.folder is None:
+            return self
+        for stage in self.stages:
+            for name, module in stage.named_modules():
+                if module is not stage:
+                    self._watch(name, module)
+            for name, parameter in stage.named_parameters():
+                self._watch_gradient(name, parameter)
+            for name in ("logits", "loss"):
+                self._wrap(stage, name)
+        return self
+
+    def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Records a parameter's gradient, unless it is a part of a microbatch's gradient, which has no equal elsewhere."""
+        users = sum(parameter is own for stage in self.stages for own in stage.parameters())
+        if {"tp", "cp", "tied"} & set(shard_of(parameter).partial_over) or users > 1:
+            return
+        module, _, what = name.rpartition(".")
+
+        def see(gradient: Tensor) -> None:
+            if self.phase == Op.BACKWARD.value:
+                self._add(self.microbatch, "backward", module, what, gradient)
+            else:
+                part = self.microbatch, self.chunk, module, what
+                self.halves[part] = self.halves.get(part, 0.0) + gradient
+
+        self.watches.append(GradientWatch(parameter, see))
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for i, value in enumerate(args):
+                self.note(name, f"input {i}" if i else "input", value)
+
+        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for i, value in enumerate(output if isinstance(output, tuple) else (output,)):
+                self.note(name, f"output {i}" if i else "output", value)
+
+        if not isinstance(module, nn.ModuleDict | nn.ModuleList):
+            self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _wrap(self, stage: Stage, name: str) -> None:
+        method = getattr(stage, name)
+
+        def traced(*args: Any) -> Tensor:
+            value = method(*args)
+            self.note(name, "output", value)
+            return value
+
+        setattr(stage, name, traced)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.folder is None:
+            return
+        for handle in (*self.handles, *self.watches):
+            handle.remove()
+        for stage in self.stages:
+            for name in ("logits", "loss"):
+                delattr(stage, name)
+        if error is None:
+            save_file({key: torch.atleast_1d(value) for key, value in self.events.items()}, self.folder / f"trace_{self.rank}.safetensors")

@@ -1,0 +1,358 @@
+"""The hang doctor on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
+
+import ctypes
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import judging
+from megacore.config import load
+from megacore.distributed import collectives as comm
+from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.rank_info import RankInfo, free_port, place_from_environment
+from megacore.distributed.rendezvous import check_name, meet
+from megacore.pipeline.runtime import Runtime
+from megacore.pipeline.schedule import Action, Op
+from megacore.tools.diagnosis import watchdog as doctor_module
+from megacore.tools.diagnosis.device_work import DeviceWork
+from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, FlightRecorder, channel_of, line_of, ranks_of
+from megacore.tools.diagnosis.hang_diagnosis import Diagnosis
+from megacore.tools.diagnosis.joining import joined
+from megacore.tools.diagnosis.noting import note_loader, note_mesh, note_runtime
+from megacore.tools.diagnosis.store_kv import StoreKV
+from megacore.train.loader import Loader
+from tests import training
+from tests.pool import Pool, RankError
+
+WATCH = 1.0  # seconds that are a hang here
+
+
+def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | None:
+    """Steps of tensor and world sums, in which the last rank does as `fault` says; returns the verdict that this rank was to end with."""
+    place = place_from_environment()
+    config = load(config_path, ["parallel.tensor=2"], place.world_size).config
+    mesh = Mesh(config, place, pick_device(config, place))
+    verdicts: list[Diagnosis] = []
+
+    def end(self: doctor_module.Doctor, verdict: Diagnosis) -> None:
+        verdicts.append(verdict)
+        self.closed.set()
+
+    doctor_module.Doctor._end = end  # type: ignore[method-assign]
+    doctor_module.START_UP = 1.0
+    dying = Path(folder) / "dying"
+
+    def state_of(pid: int) -> str:
+        return "Z" if dying.exists() and str(pid) == dying.read_text() and time.time() - dying.stat().st_mtime > 2 * WATCH else "S"
+
+    doctor_module.process_state = state_of  # type: ignore[assignment]
+    ledger = note_mesh(mesh)
+    assert mesh.store is not None
+    doctor = doctor_module.Doctor(mesh.store, place, mesh.coordinates_text, ledger, WATCH, mesh.device)
+    last = place.rank == place.world_size - 1
+    x = torch.ones(3)
+    for step in range(1, 4):
+        ledger.step = step
+        ledger.mark("forward", 0)
+        if last and step == 2:
+            if fault == "hang":
+                time.sleep(3 * WATCH)
+            elif fault == "dying":  # a killed process is not dead at once: it has memory to give back
+                dying.write_text(str(os.getpid()))
+                doctor.closed.set()
+                time.sleep(4 * WATCH)
+            elif fault == "slow":
+                for _ in range(8):  # longer than the watch, but always on the way
+                    time.sleep(WATCH / 4)
+                    ledger.mark("forward", 1)
+        comm.all_reduce(x, mesh.tp)
+        comm.all_reduce(x, mesh.world)
+    doctor.close()
+    mesh.close()
+    return asdict(verdicts[0]) if verdicts else None
+
+
+def test_ranks_agree_on_who_holds_them_up(pool: Any, tmp_path: Path) -> None:
+    config = training.write_config(tmp_path, "nothing")
+    found = pool.run(4, hanging_rank, config, "hang", str(tmp_path))
+    assert found[0] == found[1] == found[2] == found[3] and found[0] is not None, "all end with one verdict"
+    assert (found[0]["cause"], found[0]["ranks"], found[0]["fatal"]) == ("python", [3], True)
+    assert "(host " in found[0]["text"] and "pp 0, dp 1, tp 1) never entered tp all_reduce #2 of [3] float32" in found[0]["text"]
+    assert "test_watchdog.py" in found[0]["text"] and "(hanging_rank)" in found[0]["text"] and "rank 2 waits there" in found[0]["text"]
+
+
+def test_a_slow_rank_is_left_alone(pool: Any, tmp_path: Path) -> None:
+    """The others stand still for longer than the watch, because of a rank that does not."""
+    config = training.write_config(tmp_path, "nothing")
+    assert pool.run(4, hanging_rank, config, "slow", str(tmp_path)) == [None] * 4
+    assert pool.run(4, hanging_rank, config, "none", str(tmp_path)) == [None] * 4
+
+
+def test_a_rank_that_takes_its_time_to_die_is_dead(pool: Any, tmp_path: Path) -> None:
+    """The others lose it, and publish how its process is, before it has given back its memory."""
+    found = pool.run(4, hanging_rank, training.write_config(tmp_path, "nothing"), "dying", str(tmp_path))
+    assert [(verdict["cause"], verdict["ranks"]) for verdict in found[:3]] == [("dead", [3])] * 3
+
+
+def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter: bool) -> None:
+    """Hangs for good with a flight recorder that fails, or that waits for ever and lets nobody else run meanwhile."""
+    place = place_from_environment()
+    config = load(config_path, [], place.world_size).config
+    mesh = Mesh(config, place, torch.device("cpu"))
+    assert mesh.store is not None
+
+    def dump(file: Path) -> None:
+        if holds_interpreter:
+            ctypes.PyDLL(None).sleep(600)
+        raise RuntimeError("no recorder")
+
+    doctor_module.dump_flight_recorder = dump  # type: ignore[assignment]
+    doctor_module.START_UP, doctor_module.LAST_SECONDS = 1.0, 1.0
+    doctor = doctor_module.Doctor(mesh.store, place, "", FlightRecorder(), WATCH, mesh.device, Path(folder))
+    doctor.thread.join(60)
+
+
+@pytest.mark.parametrize("holds_interpreter", [False, True])
+def test_a_rank_ends_though_its_doctor_fails(tmp_path: Path, holds_interpreter: bool) -> None:
+    """The doctor's thread would die of it, and the rank hang for as long as its collectives may take."""
+    workers = Pool()
+    try:
+        with pytest.raises(RankError, match="exit code 1"):
+            workers.run(2, rank_that_cannot_be_dumped, training.write_config(tmp_path, "nothing"), str(tmp_path), holds_interpreter)
+    finally:
+        workers.close()
+
+
+def joining_rank(config_path: str, folder: str) -> None:
+    """Joins, but for the last rank, which does not come before the others are about to end."""
+    place = place_from_environment()
+    config = load(config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size).config
+    found = Path(folder) / "verdict"
+
+    def end(self: doctor_module.Doctor, verdict: Diagnosis) -> None:
+        found.with_name(f"verdict_{self.rank}").write_text(json.dumps(asdict(verdict)))
+        wait_for_verdicts()  # the first rank to end is the end of all
+        os._exit(1)
+
+    def wait_for_verdicts() -> None:
+        while not all(found.with_name(f"verdict_{rank}").exists() for rank in range(place.world_size - 1)):
+            time.sleep(0.05)
+
+    doctor_module.Doctor._end = end  # type: ignore[method-assign]
+    if place.rank == place.world_size - 1:
+        wait_for_verdicts()
+        os._exit(1)
+    with joined(config, place, torch.device("cpu")):
+        pass
+
+
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path) -> None:
+    """Nobody watched before the groups were made: the others would have waited for the library's timeout, half an hour."""
+    workers = Pool()
+    try:
+        with pytest.raises(RankError, match="exit code 1"):
+            workers.run(3, joining_rank, training.write_config(tmp_path, "nothing"), str(tmp_path), timeout=40)
+    finally:
+        workers.close()
+    found = [json.loads((tmp_path / f"verdict_{rank}").read_text()) for rank in (0, 1)]
+    assert found[0] == found[1] and (found[0]["cause"], found[0]["ranks"]) == ("absent", [2])
+    assert found[0]["text"].startswith("rank 2 (host unknown, still joining) has not come to where the ranks meet")
+
+
+def test_nobody_waits_long_for_a_store_that_is_not_opened() -> None:
+    with pytest.raises(TimeoutError, match="nobody opened the store of the ranks at 127.0.0.1:"):
+        meet(RankInfo(1, 2, 1, 2, master_port=free_port()), timedelta(seconds=600), timedelta(seconds=1))
+
+
+def test_a_name_that_no_host_has_is_said() -> None:
+    """The store's client would try it for minutes, and say nothing of the name."""
+    check_name("localhost", 0.0)
+    with pytest.raises(TimeoutError, match=r"knows no host named node9\.invalid, where the ranks are to meet \(MASTER_ADDR\): "):
+        check_name("node9.invalid", 0.0)
+
+
+class Looked:
+    """An event of a device that passes one more of them every so many looks of the doctor."""
+
+    looks, looks_each, made = 0, 4, 0
+
+    def __init__(self) -> None:
+        Looked.made += 1
+        self.number = Looked.made
+
+    def record(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        return Looked.looks >= self.number * Looked.looks_each
+
+    def elapsed_time(self, end_event: "Looked") -> float:
+        return 0.0
+
+
+@pytest.fixture(autouse=True)
+def fresh_device() -> None:
+    """No event has been made."""
+    Looked.looks = Looked.made = 0
+
+
+def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
+    """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for elsewhere, and not be found dead."""
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
+    places = [RankInfo(rank, 4, local_rank, 2) for local_rank, rank in enumerate((1, 3))]
+    doctors = [doctor_module.Doctor(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places]
+    assert [sorted(doctor._processes()) for doctor in doctors] == [["1", "3"]] * 2
+    for doctor in doctors:
+        doctor.close()
+
+
+def test_a_step_that_its_device_is_at_is_no_hang() -> None:
+    """The host has given the device a long step and waits, on all ranks; only the device knows that it goes on."""
+    device = DeviceWork(Looked)
+    for number in range(10):
+        device.end(f"forward of microbatch {number} (step 7)", device.begin())
+    ledger = FlightRecorder(device)
+    ledger.step, ledger.phase = 7, (FOR_DEVICE, -1, -1)
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
+    doctor = doctor_module.Doctor(store, RankInfo(), "", ledger, 1200.0, torch.device("cpu"))
+    doctor.close()
+    doctor.first_step, doctor.seconds, doctor.tick = 1, 12.0, 1.0  # 12 looks; a microbatch takes 8
+    for Looked.looks in range(80):
+        assert not doctor._stands_still(), f"after {Looked.looks} looks"
+        assert device.done == Looked.looks // 8
+    for Looked.looks in range(80, 93):
+        idle = doctor._stands_still()
+    assert idle, "a device that has done all it was given, or hangs, is waited for no longer than a host"
+    done, standing = doctor.snapshot().device or (0, "?")
+    assert (done, standing) == (10, "")
+
+
+def test_a_device_that_fails_when_asked_is_quoted() -> None:
+    def fail() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    device = DeviceWork(Looked)
+    event = device.begin()
+    event.query = fail  # type: ignore[method-assign]
+    device.pending.append(("forward", True, event, event))
+    assert device.look() == 0 and device.standing() == "CUDA error: an illegal memory access was encountered"
+
+
+def test_what_the_runtime_does_is_noted_on_the_device() -> None:
+    """With nothing recorded a device has no progress to show. Reductions wait for others, and are no rank's own work."""
+    device, done = DeviceWork(Looked), []
+    runtime = SimpleNamespace(methods=dict.fromkeys((Op.FORWARD, Op.BACKWARD, Op.REDUCE_GRADIENTS), done.append))
+    note_runtime(cast(Runtime, runtime), FlightRecorder(device))
+    for op, method in runtime.methods.items():
+        method(Action(op, 3))
+    assert len(done) == 3
+    assert [name for name, *_ in device.pending] == ["forward of microbatch 3 (step 0)", "backward of microbatch 3 (step 0)"]
+
+
+def test_a_device_times_what_is_asked_for() -> None:
+    """A straggler is told by how long its own device computes: validations, which take long on all, would hide it."""
+
+    class Clocked(Looked):
+        def record(self) -> None:
+            self.at = float(self.number)
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end_event: Any) -> float:
+            return float(1000 * (end_event.at - self.at))
+
+    device = DeviceWork(Clocked)
+    device.end("forward", device.begin())
+    device.timed = False
+    device.end("validation", device.begin())
+    device.timed = True
+    device.end("backward", device.begin())
+    assert device.done == 3 and device.take_seconds() == 2.0 and device.take_seconds() == 0.0
+    waited: list[str] = []
+    device.wait("tp", lambda: waited.append("not timed"))
+    device.samples = True
+    for name in ("tp", "dp", "tp"):
+        device.wait(name, lambda: waited.append("timed"))
+    assert waited == ["not timed"] + ["timed"] * 3
+    assert device.take_waits() == {"tp": 2.0, "dp": 1.0} and device.take_waits() == {}
+
+
+def test_thousands_of_ranks_are_not_asked_one_by_one() -> None:
+    """Two questions a rank were 41,000 for 4,096 ranks, and a verdict after 40 seconds; `benchmarks/judging.py` has the seconds."""
+    port, ranks = free_port(), 1024
+    store = judging.store_of(port, opens=True)
+    verdict, _, questions = judging.judged(ranks, port)
+    assert (verdict.cause, verdict.ranks) == ("python", [ranks // 3])
+    assert questions < 40
+    del store
+
+
+def test_halves_without_a_missing_rank_are_asked_once() -> None:
+    store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
+    notices, keys = StoreKV(store), [f"seat/{rank}" for rank in range(1000)]
+    for rank, key in enumerate(keys):
+        if rank not in (17, 903):
+            notices.write(key, {"rank": rank})
+    asked = notices.answers
+    found = notices.read(keys)
+    assert found == {key: {"rank": rank} for rank, key in enumerate(keys) if rank not in (17, 903)}
+    assert notices.answers - asked < 2 * 2 * 10 + 3, "two halves a level for each of the two"
+
+
+def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
+    """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
+    config = load(training.write_config(tmp_path, "nothing"), [], 1).config
+    mesh, ledger = SimpleNamespace(sample_group=SOLO, cp=SOLO, device=torch.device("cpu")), FlightRecorder()
+    gone = threading.Event()
+
+    class Remote:
+        def samples(self, indices: np.ndarray) -> np.ndarray:
+            if indices[0] >= config.train.global_batch_size:  # of the step read ahead
+                gone.wait(30)
+            return np.zeros((len(indices), config.train.seq_len + 1), dtype=np.int64)
+
+        def learned(self, indices: np.ndarray) -> None:
+            pass
+
+    loader = Loader(config, cast(Mesh, mesh), Remote())
+    note_loader(loader, ledger)
+    loader.step(1)
+    main = threading.Thread(target=loader.step, args=(2,))
+    main.start()
+    deadline = time.monotonic() + 10
+    while ledger.worker is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    where = line_of(ledger.worker or 0)
+    gone.set()
+    main.join()
+    assert "test_watchdog.py" in where and where.endswith("(samples)")
+    assert ledger.worker is None
+
+
+@pytest.mark.parametrize(
+    "ranks, key",
+    [
+        (range(4096), "0-4095"),
+        (range(0, 13, 4), "0-12/4"),
+        ((0, 1, 8, 9), "0-1,8-9"),
+        ((3, 11), "3-11/8"),
+        ((0, 2, 3, 4, 9), "0-2/2,3-4,9-9"),
+    ],
+)
+def test_a_channel_says_its_ranks(ranks: Sequence[int], key: str) -> None:
+    """4,096 ranks that each publish the 4,096 of the world would take the store 80 MB."""
+    assert channel_of(ranks) == key and ranks_of(key) == list(ranks)
+    assert ranks_of("5>2") == [5, 2]

@@ -1,0 +1,121 @@
+"""Why a job ends is said once: by the first rank that finds it, on another machine than rank 0's only if rank 0 has found nothing."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megacore.distributed import error_report as reasons
+from megacore.distributed.rank_info import RankInfo, free_port, rank_environment
+from megacore.errors import DataError
+from tests.pool import ROOT
+
+MISTAKE = "from megacore.errors import DataError; error = DataError('corpus', 'is missing', 'a corpus')"
+SAY = f"""
+from megacore.distributed import error_report as reasons
+from megacore.distributed.rank_info import place_from_environment
+{MISTAKE}
+reasons.GRACE_SECONDS = 0.0
+reasons.say_once(error, place_from_environment())
+"""
+SPEAK_FOR_EVER = """
+import time
+from megacore.distributed import error_report as reasons
+reasons.first_of_job(lambda: (print("speaking", flush=True), time.sleep(100)))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Of ranks that keep what they tell each other in a folder of the test's own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")} | {"TMPDIR": str(tmp_path)}
+
+
+def start(code: str, rank: int, environment: dict[str, str], port: int = 29500) -> subprocess.Popen[str]:
+    """A rank of four, whose launcher is this process."""
+    env = environment | rank_environment(rank, 4, port)
+    return subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    return "".join(rank.communicate(timeout=60)[1] for rank in ranks).splitlines()
+
+
+def test_whichever_rank_is_first_says_it_for_all(environment: dict[str, str]) -> None:
+    """A launcher that ends the others at the first one's end must find the line said."""
+    line = ["data error: corpus: is missing (a corpus)"]
+    assert said([start(SAY, 2, environment)]) == line, "rank 0 may never come that far"
+    assert said([start(SAY, rank, environment) for rank in (0, 1, 3)]) == []
+    assert said([start(SAY, rank, environment) for rank in range(4)]) == line, "a second start is another job"
+
+
+def test_a_rank_that_is_ended_while_it_speaks_is_replaced(environment: dict[str, str]) -> None:
+    speaker = start(SPEAK_FOR_EVER, 1, environment)
+    assert speaker.stdout is not None and speaker.stdout.readline() == "speaking\n"
+    waiting = start(SAY, 0, environment)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(1.0)
+    speaker.send_signal(signal.SIGTERM)
+    speaker.communicate()
+    assert len(said([waiting])) == 1
+
+
+def test_a_folder_of_somebody_else_is_not_used(environment: dict[str, str], tmp_path: Path) -> None:
+    """Who could write there could silence a job, or have a file opened through a link."""
+    folder = tmp_path / f"megacore-{os.getuid()}"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    assert len(said([start(SAY, rank, environment) for rank in range(2)])) == 2, "each for itself, and none is silent"
+    assert not any(folder.iterdir())
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """The port where a rank 0 waits for the others."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def of_second_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, port: int) -> None:
+    """Rank 2 of four, the first on its machine, finds a mistake."""
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(reasons, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(reasons, "MEETING_SECONDS", 0.2)
+    reasons.say_once(DataError("corpus", "is missing", "a corpus"), RankInfo(2, 4, 0, 2, "127.0.0.1", port))
+
+
+def test_a_machine_that_alone_lacks_something_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listening: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has found all that it needs, and waits."""
+    of_second_machine(monkeypatch, tmp_path, listening)
+    assert capsys.readouterr().err == f"rank 2 on {socket.gethostname()}: data error: corpus: is missing (a corpus)\n"
+
+
+def test_what_rank_0_has_said_no_other_machine_repeats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has ended; a launcher such as srun lets the others go on."""
+    of_second_machine(monkeypatch, tmp_path, free_port())
+    assert capsys.readouterr().err == ""
+
+
+def test_rank_0s_machine_is_named_where_it_may_lack_something_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its user would otherwise look for the corpus on a machine that has it."""
+    monkeypatch.setattr(reasons, "first_of_job", lambda speak: speak() or True)
+    error = DataError("corpus", "is missing", "a corpus")
+    for own, machines, named in ((True, 2, True), (True, 1, False), (False, 2, False)):
+        error.of_this_machine = own
+        reasons.say_once(error, RankInfo(0, 4, 0, 4 // machines))
+        assert capsys.readouterr().err.startswith("rank 0 on ") is named
