@@ -13,8 +13,8 @@ import time
 
 from megacore.cli import Parser, count, exit_with
 from megacore.distributed.processes import stat_fields
-from megacore.tools.relaunch import heartbeat
-from megacore.tools.relaunch.beats import Beat
+from megacore.tools.diagnosis import heartbeat
+from megacore.tools.diagnosis.beats import Beat
 
 TOKEN = "benchmark"
 EXAMPLE = "python -m benchmarks.heartbeats --hosts 4096"

@@ -16,6 +16,7 @@ from megacore.errors import ConfigError
 OUTPUT = "a file that can be written, in a folder that exists"
 ASIDE = ".{}.tmp"  # behind the name of a file that is being written; with the process's number
 NAME_BYTES = 255  # of a name on every common file system
+ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the folder into which megacore is installed
 MOST_BYTES = 256 << 20  # far above any config, hostfile, index or tokenizer
 
 

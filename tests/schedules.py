@@ -14,8 +14,9 @@ from megacore.cli import Parser, exit_with
 from megacore.config import load
 from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
+from megacore.files import ROOT
 from megacore.tools.verify.layouts import SCHEDULES, Layout, parse
-from megacore.tools.verify.run import ROOT, Options, Result, prove
+from megacore.tools.verify.run import Options, Result, prove
 from megacore.tools.verify.workers import ProofWorkers
 
 CONFIG = str(ROOT / "configs/gpt_tiny.json")

@@ -38,7 +38,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
 from megacore.distributed.rank_info import Place
-from megacore.tools.relaunch.heartbeat_client import Pulse
+from megacore.tools.diagnosis.heartbeat_client import Pulse
 rank = int(sys.argv[1])
 store = dist.TCPStore("node0", 29700, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
 pulse = Pulse(store, Place(rank, 2, 0, 1, "node0", 29700), 3.0, Path(sys.argv[2]))

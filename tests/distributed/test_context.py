@@ -20,8 +20,9 @@ from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
 from megacore.distributed.mesh import SOLO, Group, Mesh
 from megacore.distributed.rank_info import place_from_environment
+from megacore.files import ROOT
 from megacore.tools.verify.layouts import parse
-from megacore.tools.verify.run import ROOT, Options, prove
+from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.workers import ProofWorkers
 from tests.attention_checks import HEADS, SCALE, inputs, masked, standing_in
 from tests.commands import provers

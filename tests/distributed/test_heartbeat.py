@@ -18,9 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from megacore.distributed.rank_info import RankInfo, free_port
-from megacore.tools.relaunch import beats, heartbeat
-from megacore.tools.relaunch import heartbeat_client as pulse
-from megacore.tools.relaunch.beats import Beat
+from megacore.tools.diagnosis import beats, heartbeat
+from megacore.tools.diagnosis import heartbeat_client as pulse
+from megacore.tools.diagnosis.beats import Beat
 from tests.pool import CONTEXT, ROOT
 from tests.strangers import GARBAGE
 
@@ -30,7 +30,7 @@ LATE = 10 * SECONDS  # a verdict that is not there by then never comes
 
 
 class Rank:
-    """A rank that says to its host's process what `pulse.Pulse` does."""
+    """A rank that says to its host's process what `pulse.HeartbeatClient` does."""
 
     def __init__(self, door: str, rank: int, pid: int = 0) -> None:
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -314,7 +314,7 @@ def beating_rank(rank: int, port: int, folder: str, fault: str) -> None:
     pulse.machine = lambda: f"host{rank}"  # type: ignore[assignment]
     pulse.LOOK_SECONDS = 0.05
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    ours = pulse.Pulse(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), SECONDS, Path(folder))
+    ours = pulse.HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "127.0.0.1", port), SECONDS, Path(folder))
     while ours.connection is None or not store.check(["doctor/heartbeat/hub"]):
         time.sleep(0.05)
     time.sleep(0.5 * SECONDS)

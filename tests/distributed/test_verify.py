@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 
 from megacore.errors import ConfigError
+from megacore.files import ROOT
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain, verdict
-from megacore.tools.verify.run import ROOT, Options, Proof, prove
+from megacore.tools.verify.run import Options, Proof, prove
 from megacore.tools.verify.workers import ProofWorkers
 from tests.commands import provers
 

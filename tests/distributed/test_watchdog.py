@@ -46,11 +46,11 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     mesh = Mesh(config, place, pick_device(config, place))
     verdicts: list[Diagnosis] = []
 
-    def end(self: doctor_module.Doctor, verdict: Diagnosis) -> None:
+    def end(self: doctor_module.Watchdog, verdict: Diagnosis) -> None:
         verdicts.append(verdict)
         self.closed.set()
 
-    doctor_module.Doctor._end = end  # type: ignore[method-assign]
+    doctor_module.Watchdog._end = end  # type: ignore[method-assign]
     doctor_module.START_UP = 1.0
     dying = Path(folder) / "dying"
 
@@ -60,7 +60,7 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     doctor_module.process_state = state_of  # type: ignore[assignment]
     ledger = note_mesh(mesh)
     assert mesh.store is not None
-    doctor = doctor_module.Doctor(mesh.store, place, mesh.coordinates_text, ledger, WATCH, mesh.device)
+    doctor = doctor_module.Watchdog(mesh.store, place, mesh.coordinates_text, ledger, WATCH, mesh.device)
     last = place.rank == place.world_size - 1
     x = torch.ones(3)
     for step in range(1, 4):
@@ -120,7 +120,7 @@ def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter:
 
     doctor_module.dump_flight_recorder = dump  # type: ignore[assignment]
     doctor_module.START_UP, doctor_module.LAST_SECONDS = 1.0, 1.0
-    doctor = doctor_module.Doctor(mesh.store, place, "", FlightRecorder(), WATCH, mesh.device, Path(folder))
+    doctor = doctor_module.Watchdog(mesh.store, place, "", FlightRecorder(), WATCH, mesh.device, Path(folder))
     doctor.thread.join(60)
 
 
@@ -141,7 +141,7 @@ def joining_rank(config_path: str, folder: str) -> None:
     config = load(config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size).config
     found = Path(folder) / "verdict"
 
-    def end(self: doctor_module.Doctor, verdict: Diagnosis) -> None:
+    def end(self: doctor_module.Watchdog, verdict: Diagnosis) -> None:
         found.with_name(f"verdict_{self.rank}").write_text(json.dumps(asdict(verdict)))
         wait_for_verdicts()  # the first rank to end is the end of all
         os._exit(1)
@@ -150,7 +150,7 @@ def joining_rank(config_path: str, folder: str) -> None:
         while not all(found.with_name(f"verdict_{rank}").exists() for rank in range(place.world_size - 1)):
             time.sleep(0.05)
 
-    doctor_module.Doctor._end = end  # type: ignore[method-assign]
+    doctor_module.Watchdog._end = end  # type: ignore[method-assign]
     if place.rank == place.world_size - 1:
         wait_for_verdicts()
         os._exit(1)
@@ -212,7 +212,7 @@ def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
     """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for elsewhere, and not be found dead."""
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
     places = [RankInfo(rank, 4, local_rank, 2) for local_rank, rank in enumerate((1, 3))]
-    doctors = [doctor_module.Doctor(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places]
+    doctors = [doctor_module.Watchdog(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places]
     assert [sorted(doctor._processes()) for doctor in doctors] == [["1", "3"]] * 2
     for doctor in doctors:
         doctor.close()
@@ -226,7 +226,7 @@ def test_a_step_that_its_device_is_at_is_no_hang() -> None:
     ledger = FlightRecorder(device)
     ledger.step, ledger.phase = 7, (FOR_DEVICE, -1, -1)
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
-    doctor = doctor_module.Doctor(store, RankInfo(), "", ledger, 1200.0, torch.device("cpu"))
+    doctor = doctor_module.Watchdog(store, RankInfo(), "", ledger, 1200.0, torch.device("cpu"))
     doctor.close()
     doctor.first_step, doctor.seconds, doctor.tick = 1, 12.0, 1.0  # 12 looks; a microbatch takes 8
     for Looked.looks in range(80):

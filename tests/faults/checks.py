@@ -9,12 +9,13 @@ from pathlib import Path
 
 from megacore.config.schema import MASK, TrainConfig
 from megacore.data.samples import SampleStream
+from megacore.files import ROOT
 from megacore.pipeline.generators import build
 from megacore.pipeline.validate import validate
 from megacore.tools.verify.coverage import Epoch, Leg
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain
-from megacore.tools.verify.run import ROOT, Options, prove
+from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.worker import planted
 from tests import plain, training
 from tests.commands import provers

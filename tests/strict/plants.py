@@ -56,7 +56,7 @@ def missing_wait() -> Any:
 def buffer_reused() -> Any:
     """From the second step on, a rank sends from six buffers in turn, and lets eight messages be under way."""
     rings: dict[tuple[int, torch.Size], Any] = {}
-    send = wire.Wire.send
+    send = wire.Communicator.send
 
     def reuse(self: Any, x: Tensor, peer: int) -> Any:
         if (peer, x.shape) not in rings:
@@ -64,7 +64,7 @@ def buffer_reused() -> Any:
             rings[peer, x.shape] = chain(first, cycle([torch.empty_like(x) for _ in range(6)]))
         return send(self, next(rings[peer, x.shape]).copy_(x), peer)
 
-    return both(patch(wire.Wire, "send", reuse), patch(runtime, "IN_FLIGHT", 8))
+    return both(patch(wire.Communicator, "send", reuse), patch(runtime, "IN_FLIGHT", 8))
 
 
 def collectives_swapped() -> Any:

@@ -17,8 +17,9 @@ import torch
 from launch.ray_train import figures
 from megacore.distributed.processes import descendants, stat_fields
 from megacore.records import LINE_BYTES, recorded
+from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
-from megacore.tools.relaunch import heartbeat, supervisor
+from megacore.tools.relaunch import supervisor
 from megacore.tools.relaunch.supervisor import Supervisor
 from megacore.train.logs import open_metrics
 from megacore.train.stopping import StopRequest
@@ -143,7 +144,7 @@ def test_a_guardian_that_nobody_reads_goes_on(say: Any, monkeypatch: pytest.Monk
 
 def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ended without a word, and a hang after that had no end."""
-    ours: Any = object.__new__(doctor.Doctor)
+    ours: Any = object.__new__(doctor.Watchdog)
     ours.device, ours.rank, ours.tick, ours.round, ours.alarmed, ours.first = torch.device("cpu"), 0, 0.0, 0, False, None
     ours.closed, ours.asked, looks = threading.Event(), threading.Event(), []
 

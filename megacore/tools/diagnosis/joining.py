@@ -19,9 +19,9 @@ from megacore.errors import UserError
 from megacore.tools.diagnosis.device_work import DeviceWork
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 from megacore.tools.diagnosis.noting import note_mesh
 from megacore.tools.diagnosis.watchdog import START_UP, Watchdog, prepare_flight_recorder
-from megacore.tools.relaunch.heartbeat_client import HeartbeatClient
 from megacore.train.determinism import compute_deterministically
 
 

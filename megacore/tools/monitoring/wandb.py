@@ -20,10 +20,10 @@ from typing import Any
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError
+from megacore.files import ROOT
 
 GRACE = 20.0  # seconds that a run which has ended waits for what wandb has not sent yet
 COMMAND = [sys.executable, "-m", "megacore.tools.monitoring.wandb"]
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_wandb(config: Config) -> None:

@@ -25,10 +25,10 @@ from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import resolved
 from megacore.engine.optimizer_states import STATES
 from megacore.errors import UserError
+from megacore.files import ROOT
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.parameters import parameters
 
-ROOT = Path(__file__).resolve().parents[2]
 CODE = ("megacore", "kernels", "launch")  # the folders whose sources ranks run
 PACKAGES = ("torch", "deepspeed", "numpy")
 SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "UCX_", "FI_", "CUDA_", "OMP_", "MKL_", "RDMAV_", "PYTORCH_")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.errors import ConfigError
-from megacore.tools.preflight.facts import ROOT, last_line
+from megacore.files import ROOT
+from megacore.tools.preflight.facts import last_line
 from megacore.tools.preflight.patience import Say, patience
 from megacore.tools.preflight.reach import forwarded
 from megacore.tools.relaunch.hosts import plan, write_hostfile

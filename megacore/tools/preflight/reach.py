@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.errors import ConfigError
-from megacore.files import read_text
-from megacore.tools.preflight.facts import ROOT, Question, asked, last_line
+from megacore.files import ROOT, read_text
+from megacore.tools.preflight.facts import Question, asked, last_line
 from megacore.tools.preflight.host_report import readable
 from megacore.tools.preflight.patience import Count, Say
 

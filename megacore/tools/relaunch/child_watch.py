@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megacore.distributed.processes import ENDED, process_state
+from megacore.files import ROOT
 from megacore.train.stopping import STOP
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.2
 END_SECONDS = 10.0
 

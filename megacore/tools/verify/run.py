@@ -11,6 +11,7 @@ from pathlib import Path
 from megacore.config import load
 from megacore.config.resolve_auto import has_masks
 from megacore.errors import ConfigError
+from megacore.files import ROOT
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing, rank_by_rank
 from megacore.tools.verify.first_divergence import Parting, first_parting
 from megacore.tools.verify.flight import in_flight
@@ -20,7 +21,6 @@ from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from megacore.tools.verify.tolerances import BF16_ULP, Bounds
 from megacore.tools.verify.workers import ProofWorkers, RankFailed
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 Key = tuple[str, int, str]  # kind, step, name
 

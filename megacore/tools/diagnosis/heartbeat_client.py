@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megacore.distributed.error_report import record
 from megacore.distributed.processes import machine
 from megacore.distributed.rank_info import RankInfo
+from megacore.files import ROOT
+from megacore.tools.diagnosis import heartbeat
+from megacore.tools.diagnosis.beats import TOKEN_BYTES, same_user
 from megacore.tools.diagnosis.store_kv import StoreKV
-from megacore.tools.relaunch import heartbeat
-from megacore.tools.relaunch.beats import TOKEN_BYTES, same_user
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.5
 FOUND_SECONDS = 120.0  # for the other ranks of this host, and for rank 0, to come
 LOST_HOST = 1  # exit status

@@ -1,7 +1,7 @@
 """The process beside a host's ranks that exchanges heartbeats with other hosts, and ends its ranks when a host is lost.
 
 It is a process of its own, because a rank may be stopped, or hold the interpreter for longer than a host may be silent. A rank connects
-to it through a socket that the kernel closes when the rank ends in any way (`pulse.Pulse`).
+to it through a socket that the kernel closes when the rank ends in any way (`heartbeat_client.HeartbeatClient`).
 
 All hosts send to one, rank 0's, which answers each: a thousand hosts are a thousand small datagrams a beat. A ring would be cheaper for
 that host, but the news of a loss would have to travel around it, past the loss; and a run that has lost rank 0's host has lost the store.
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.tools.relaunch.beats import MOST_BYTES, Beat, behind_token, keep_out, open_datagrams, resolve, same_user, unpacked
+from megacore.tools.diagnosis.beats import MOST_BYTES, Beat, behind_token, keep_out, open_datagrams, resolve, same_user, unpacked
 
 BEATS = 10  # a host that has missed so many in a row is lost
 FEW = 3  # missed beats
