@@ -19,7 +19,8 @@ from torch.profiler import record_function
 from benchmarks.training import Training
 from benchmarks.wire import Wire
 from megacore.distributed.collectives import all_gather, all_reduce
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.schedule import Action, Op, Plan
 from megacore.pipeline.simulate import Span, Timeline, simulate
 from megacore.tools.planner.traffic import Transfer

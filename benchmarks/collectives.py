@@ -29,7 +29,8 @@ from benchmarks.training import join
 from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_output

@@ -26,7 +26,7 @@ from megacore.context_parallel.sharding import pairs, parts, runs_by_rank
 from megacore.data.documents import Bounds
 from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import WholeDocuments
-from megacore.distributed.mesh import SOLO
+from megacore.distributed.communicator import SOLO
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.flops import document_attention_flops
 

@@ -32,7 +32,8 @@ from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.runtime import Runtime

@@ -13,7 +13,8 @@ from torch import Tensor
 from megacore.config import Config, load
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.documents import Bounds
-from megacore.distributed.mesh import SOLO, Group, Mesh, pick_device, set_up_device
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.mesh import Mesh, pick_device, set_up_device
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_engine
 from megacore.model.gpt import DTYPES, Stage
@@ -115,7 +116,7 @@ class LoneStage:
         pipeline = load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config
         config = load(path, overrides).config
         self.mesh = join(config, RankInfo())
-        self.stage = Stage(config, stage_layers(pipeline)[index], SOLO, self.mesh.device)
+        self.stage = Stage(config, stage_layers(pipeline)[index], self.mesh, self.mesh.device)
         self.engine = build_engine(config, [self.stage], self.mesh)
         self.batch = random_batch(config, self.mesh.device)
         tokens = config.train.micro_batch_size * config.train.seq_len

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megacore.distributed import communicator
-from megacore.distributed.communicator import Communicator
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Communicator, Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shared_memory import SharedMemory
 from megacore.tools.planner.traffic import Transfer
 

@@ -12,7 +12,7 @@ from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.ring_blocks import Merged, add_gradients, zeros_like
 from megacore.context_parallel.sharding import Documents, parts, runs_of
 from megacore.context_parallel.varlen import Pack
-from megacore.distributed.mesh import SOLO
+from megacore.distributed.communicator import SOLO
 
 HEADS, KV_HEADS, SCALE = 4, 2, 0.3
 

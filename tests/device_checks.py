@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.training import Training, join
 from megacore.config import Config, load
-from megacore.distributed.communicator import Communicator
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Communicator, Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.fsdp import FSDPEngine
 from tests import training

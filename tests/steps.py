@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, load
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.pipeline.runtime import Microbatch
 from megacore.train.step import TrainStep

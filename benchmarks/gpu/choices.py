@@ -24,8 +24,8 @@ from benchmarks.predicted import ALONE
 from benchmarks.training import Training, join
 from megacore.config import Config, load
 from megacore.config.schema import resolved
-from megacore.distributed.mesh import Group
 from megacore.distributed.rank_info import RankInfo
+from megacore.distributed.topology import Topology
 from megacore.model.gpt import DTYPES, Stage
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tools.planner.devices import read_device
@@ -176,7 +176,7 @@ def block_of(config: Config, ranks: int, rows: Rows) -> Callable[[], None]:
     """Forward and backward of a block in the middle of the model, of one of so many tensor ranks; nothing is exchanged."""
     device = device_of(rows)
     own = load_like(config, ranks)
-    stage = Stage(own, range(1, 2), Group("tp", tuple(range(ranks)), 0), "meta")
+    stage = Stage(own, range(1, 2), Topology(own, sizes={"tp": ranks}), "meta")
     stage.to_empty(device=device)
     stage.compute_on(device)
     for parameter in stage.parameters():

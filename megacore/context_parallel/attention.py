@@ -20,8 +20,7 @@ from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add
 from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, parts, runs_by_rank
 from megacore.context_parallel.varlen import Pack, packed
 from megacore.distributed.collectives import all_gather, reduce_scatter
-from megacore.distributed.communicator import Work
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group, Work
 
 
 @dataclass(frozen=True)

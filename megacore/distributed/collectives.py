@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.distributed.communicator import Work, group_called
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group, Work, group_called
 
 
 class Done:

@@ -213,6 +213,8 @@ class Group:
         return None if self.communicator is None else self.communicator.process_group
 
 
+SOLO = Group("solo", (0,), 0)
+
 _called: WeakValueDictionary[str, Group] = WeakValueDictionary()  # by `Group.key`; whoever was given a group holds it
 
 

@@ -1,12 +1,11 @@
 """The mesh of ranks has named axes (`axes.AXES`), and process groups along products of axes.
 
-A `Mesh` is built once, after the config is checked, and handed down. A layer takes the `Group` that it needs.
+A `Mesh` is built once, after the config is checked, and handed down. A block takes its groups from it.
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -17,19 +16,17 @@ import torch.nn.attention
 
 from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.distributed.axes import AXES, Axis, coordinates, describe, place_text, ranks_along
-from megacore.distributed.communicator import Communicator, Group
+from megacore.distributed.axes import AXES, Axis, describe, ranks_along
+from megacore.distributed.communicator import SOLO, Communicator, Group
 from megacore.distributed.cpu import set_up_cpu
 from megacore.distributed.gpu import set_up_environment
 from megacore.distributed.hierarchical_reduce import Levels, by_host
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import meet, use_device
-from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.shared_memory import join
+from megacore.distributed.topology import Topology
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of
-
-SOLO = Group("solo", (0,), 0)
 
 
 class Unconnected(Communicator):
@@ -51,15 +48,10 @@ def prioritised(backend: str) -> Any:
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True) if backend == "nccl" else None
 
 
-def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
-    """How many ranks each axis has. `others` has the sizes of axes that `config.parallel` does not have."""
-    return {axis.name: (others or {}).get(axis.name) or getattr(config.parallel, axis.title) for axis in axes}
-
-
-class Mesh:
+class Mesh(Topology):
     """The process groups of one rank, and its coordinates.
 
-    `group("dp", "tp")` is the group along a product of axes. All groups of equal ranks have one communicator. `used` lists the
+    All groups of equal ranks have one communicator. `used` lists the
     products along which a config communicates. Only these are made, in one order on every rank.
     """
 
@@ -80,10 +72,7 @@ class Mesh:
         `store`: in which the ranks have met, if they have (`meeting.meet`). `backend`: one that no config can name.
         """
         p = config.parallel
-        self.place, self.device, self.axes = place, device, axes
-        self.sizes = sizes_of(config, axes, sizes)
-        self.coordinates = coordinates(place.rank, self.sizes)
-        self.shard_size = config.shard_size
+        self.place, self.device = place, device
         self.progress: Callable[[str], None] = lambda what: None  # called now and then during long work; watchers replace it
         self.timeout = timedelta(seconds=p.timeout_seconds)
         usual = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
@@ -99,14 +88,10 @@ class Mesh:
                 timeout=self.timeout,
                 pg_options=prioritised(self.backend),
             )
-        everyone = tuple(range(place.world_size))
-        self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD if place.world_size > 1 else None}
-        self.groups: dict[tuple[str, ...], Group] = {}
+        self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.silent: dict[tuple[str, ...], Group] = {}  # groups that are only asked for their ranks
-        self.world = self._create("world", everyone)
-        for product in map(self._several, (*self._used(config), *used)):
-            self.groups[product] = self._create("×".join(product), self._ranks_along(product))
-        self.tied = self._tie_ends(config)
+        self.used = used
+        super().__init__(config, place.rank, axes, sizes)
         self.levels = Levels(SOLO, self.gradient_group)
         if config.engine.reduce_levels == 2:
             self._divide_by_host()
@@ -122,57 +107,19 @@ class Mesh:
         if axes not in self.groups:
             name, ranks = "×".join(axes), self._ranks_along(axes)
             if len(ranks) > 1 and ranks not in self.communicators:
-                return self.silent.setdefault(axes, Group(name, ranks, ranks.index(self.place.rank), Unconnected(name)))
+                return self.silent.setdefault(axes, Group(name, ranks, ranks.index(self.rank), Unconnected(name)))
             self.groups[axes] = self._create(name, ranks)
         return self.groups[axes]
 
-    @property
-    def tp(self) -> Group:
-        """The tensor ranks, which divide every layer's products."""
-        return self.group("tp")
-
-    @property
-    def pp(self) -> Group:
-        """The pipeline's ranks."""
-        return self.group("pp")
-
-    @property
-    def cp(self) -> Group:
-        """The context ranks, which divide the tokens of every sequence."""
-        return self.group("cp")
-
-    @property
-    def sample_group(self) -> Group:
-        """The ranks that read different samples."""
-        return self.group(*(axis.name for axis in self.axes if axis.samples))
-
-    @property
-    def gradient_group(self) -> Group:
-        """The ranks that hold copies of the same parameters, compute on different tokens, and sum gradients."""
-        return self.group(*self.token_axes)
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The axes along which tokens are divided."""
-        return tuple(axis.name for axis in self.axes if axis.tokens)
-
-    @property
-    def is_loss_rank(self) -> bool:
-        """Whether this rank's losses count. Of the ranks that compute on the same tokens, only one does."""
-        return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
-
-    @property
-    def coordinates_text(self) -> str:
-        """This rank's coordinates as text, such as `pp 0, dp 1, tp 0`."""
-        return place_text(self.place.rank, self.sizes, self.axes)
-
-    def placed(self, shard: Shard) -> Shard:
-        """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
-        a part of a sum."""
-        stated = {along.axis for along in shard.along}
-        copied = [axis for axis in self.axes if axis.name not in stated and not axis.layers and self.sizes[axis.name] > 1]
-        states = (AxisPlacement(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
-        return replace(shard, along=(*shard.along, *states))
+    def _create_groups(self, config: Config) -> None:
+        everyone = tuple(range(self.place.world_size))
+        self.communicators[everyone] = dist.group.WORLD if len(everyone) > 1 else None
+        self.world = self._create("world", everyone)
+        for product in map(self._several, (*self._used(config), *self.used)):
+            self.groups[product] = self._create("×".join(product), self._ranks_along(product))
+        super()._create_groups(config)
+        if (ends := self._ends(config)) and self.rank not in ends:
+            self._communicator("not tied", (self.rank,))  # unused: it keeps the number of groups equal
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
         """The products of axes along which a config has collectives. The pipeline's ranks only send messages, see `_connect_stages`."""
@@ -187,26 +134,13 @@ class Mesh:
         if config.engine.kind == "deepspeed":
             yield ("pp", "tp")
 
-    def _several(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of a product that have several ranks, or else its first: groups of the same ranks are one, with one name."""
-        return tuple(axis for axis in axes if self.sizes.get(axis) != 1) or axes[:1]
-
-    def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks along some axes. The fsdp engine divides the ranks that sum gradients into `shard` and `replicate`: neighbours, which
-        are on one node, hold shards of one copy, so frequent gathers stay within a node."""
-        if axes in (("shard",), ("replicate",)):
-            ranks = ranks_along(self.token_axes, self.place.rank, self.sizes)
-            at, size = ranks.index(self.place.rank), self.shard_size
-            return ranks[at - at % size : at - at % size + size] if axes == ("shard",) else ranks[at % size :: size]
-        return ranks_along(axes, self.place.rank, self.sizes)
-
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Makes a group. It makes a communicator only if none has the same ranks: each costs memory and start-up time."""
         if len(ranks) > 1 and ranks not in self.communicators:
             self.communicators[ranks] = self._communicator(name, ranks)
         process_group = self.communicators[ranks] if len(ranks) > 1 else None
         wire = None if process_group is None else Communicator(process_group, len(ranks))
-        return Group(name, ranks, ranks.index(self.place.rank), wire)
+        return Group(name, ranks, ranks.index(self.rank), wire)
 
     def _communicator(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Makes a communicator, which only its ranks meet to do: a rank makes its own few, and not those of the whole cluster.
@@ -222,18 +156,6 @@ class Mesh:
             use_local_synchronization=True,
             group_desc=name,
         )
-
-    def _tie_ends(self, config: Config) -> Group | None:
-        """The group of the two ranks with the first and the last stage, if they share embeddings and this rank is one of them."""
-        placement, pipeline = placement_of(config), self._ranks_along(("pp",))
-        last = max(stage for stages in placement for stage in stages)
-        ends = tuple(pipeline[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
-        if not config.model.tie_embeddings or len(ends) < 2:
-            return None
-        if self.place.rank not in ends:
-            self._communicator("not tied", (self.place.rank,))  # unused: it keeps the number of groups equal
-            return None
-        return self._create("tied", ends)
 
     def _divide_by_host(self) -> None:
         """Makes the groups of two levels, if the hosts of all ranks that sum gradients have as many of them."""

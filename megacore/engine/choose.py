@@ -17,7 +17,7 @@ from megacore.pipeline.partition import placement_of, stage_layers
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     """Builds this rank's stages with parameters on `meta`: the engine, or whoever loads weights, makes what the rank keeps of them."""
     layers = stage_layers(config)
-    stages = [Stage(config, layers[stage], mesh.tp, "meta", mesh.tied, mesh.cp) for stage in placement_of(config)[mesh.pp.rank]]
+    stages = [Stage(config, layers[stage], mesh, "meta") for stage in placement_of(config)[mesh.pp.rank]]
     first, last = stages[0], stages[-1]
     if config.model.tie_embeddings and first is not last and first.first and last.last:
         last.embedding = first.embedding  # one rank, one copy

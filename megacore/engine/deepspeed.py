@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, materialise, shard_of
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.zero import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.schema import OptimConfig, resolved
-from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
 from megacore.engine.optimizer_states import ALIGNMENT
 from megacore.model.gpt import Stage

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from megacore.config import Config
 from megacore.config.resolve_auto import reshards
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, piece_key, replicated, shard_of
 from megacore.engine.flat_buffer import accumulation_dtype
 from megacore.engine.stepper import OptimizerStep

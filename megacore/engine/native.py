@@ -15,7 +15,8 @@ from torch.autograd.graph import GradientEdge
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, piece_key
 from megacore.engine.flat_buffer import FlatBuffer, fill_buffers
 from megacore.engine.optimizer_states import ALIGNMENT

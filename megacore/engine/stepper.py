@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.config import Config
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 from megacore.distributed.shard import TensorSlice
 from megacore.engine.flat_buffer import LossScale
 from megacore.engine.optimizer_states import STATES

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import materialise, shard_of
 
 

@@ -12,8 +12,8 @@ from megacore.config.resolve_auto import attention_of, compiles
 from megacore.config.schema import resolved
 from megacore.context_parallel.attention import Sequences, attend_divided
 from megacore.context_parallel.attention import attend as attend_parts
+from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
-from megacore.distributed.mesh import Group
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax

@@ -1,7 +1,7 @@
 """A GPT block: attention and a feed-forward layer, each after a norm and added to the residual.
 
 It is written once in parallel layers; one device is the layout tp = 1. A new kind of block needs what `Block` has: a constructor
-that takes the config and the tensor group, ``forward(x, context)`` from ``[tokens, hidden]`` to the same, and parameters made by
+that takes the config and the mesh, ``forward(x, context)`` from ``[tokens, hidden]`` to the same, and parameters made by
 the tensor-parallel layers, so that each has its `Shard`.
 """
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.schema import resolved
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
+from megacore.distributed.topology import Topology
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
@@ -64,9 +65,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """``x + scale · attention(norm(x))``, then ``x + scale · feed_forward(norm(x))``; `model.residual_scale` is 1 if not set."""
 
-    def __init__(self, index: int, config: Config, group: Group, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        model = config.model
+        model, group = config.model, mesh.tp
         self.index, self.scale = index, model.residual_scale
         # Each block adds twice to the residual. The scale keeps the residual's variance from growing with depth (GPT-2).
         output_std = model.init_std / (2 * model.num_layers) ** 0.5

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.distributed.collectives import broadcast
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 
 
 class KeyValueCache:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Run
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.model.cache import KeyValueCache

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megacore.config.resolve_auto import context_method_of
 from megacore.distributed.collectives import all_gather, broadcast
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.model.cache import DividedCache, KeyValueCache
 from megacore.model.gpt import DTYPES, Stage
 from megacore.model.sampling import Sampler

@@ -15,8 +15,9 @@ from megacore.config.resolve_auto import compiles, context_method_of
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.collectives import own_part
-from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
+from megacore.distributed.topology import Topology, alone
 from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
@@ -45,26 +46,24 @@ class Stage(nn.Module):
     name. Two ranks that share embeddings each hold a copy under the same name, and the engine sums the two gradients.
     """
 
-    def __init__(
-        self, config: Config, layers: range, group: Group, device: torch.device | str, tied: Group | None = None, cp: Group = SOLO
-    ) -> None:
-        """`tied`: the two ranks that share the embedding at the ends of a pipeline, if this is one of them. `cp`: the context ranks.
+    def __init__(self, config: Config, layers: range, mesh: Topology, device: torch.device | str) -> None:
+        """`mesh`: the whole cluster's, or one of a single process (`topology.alone`).
 
         On the device `meta` the stage has only names and shapes: somebody gives its parameters memory, and calls `compute_on`.
         """
         super().__init__()
         model, train = config.model, config.train
         device, dtype = torch.device(device), DTYPES[train.precision]
-        self.config, self.group, self.cp = config, group, cp
+        self.config, self.group, self.cp = config, (group := mesh.tp), mesh.cp
         self.first, self.last = layers.start == 0, layers.stop == model.num_layers
         self.sequence = config.parallel.sequence and group.size > 1
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = self._vocabulary(dtype, device, tied)
+            self.embedding = self._vocabulary(dtype, device, mesh.tied)
         if self.first and model.position == "learned":
             shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=self.sequence),)
             table = Shard(shape, along, decay=True, init_std=model.init_std)
             self.position = new_parameter(table, dtype, device)
-        self.blocks = nn.ModuleDict({str(i): BLOCKS[model.block](i, config, group, dtype, device) for i in layers})
+        self.blocks = nn.ModuleDict({str(i): BLOCKS[model.block](i, config, mesh, dtype, device) for i in layers})
         if self.last:
             self.norm = Norm(model, group, self.sequence, dtype, device)
             if not model.tie_embeddings:
@@ -217,4 +216,4 @@ class Stage(nn.Module):
 
 def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:
     """The GPT on one device: the one stage of the layout 1 × 1 × 1."""
-    return Stage(config, range(config.model.num_layers), SOLO, device)
+    return Stage(config, range(config.model.num_layers), alone(config), device)

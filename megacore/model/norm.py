@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.schema import Config, ModelConfig
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.kernels.layernorm import layer_norm, rms_norm
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.context_parallel.sharding import Documents
-from megacore.distributed.communicator import Work
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group, Work
 from megacore.engine.protocol import Engine
 from megacore.model.gpt import DTYPES, Stage
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from megacore.distributed.collectives import all_gather, enter_tensor_parallel
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 from megacore.kernels.cross_entropy import cross_entropy
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.distributed.collectives import leave_tensor_parallel
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megacore.distributed.collectives import all_gather_start
-from megacore.distributed.communicator import Work
+from megacore.distributed.communicator import SOLO, Group, Work
 from megacore.distributed.cpu import is_widened
-from megacore.distributed.mesh import SOLO, Group
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
 
 

@@ -23,9 +23,8 @@ from megacore.distributed.collectives import (
     leave_tensor_parallel,
     reduce_scatter_start,
 )
-from megacore.distributed.communicator import group_called
+from megacore.distributed.communicator import SOLO, Group, group_called
 from megacore.distributed.cpu import is_widened
-from megacore.distributed.mesh import SOLO, Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, split
 from megacore.kernels.linear_cross_entropy import ALIGNMENT
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of

@@ -18,7 +18,8 @@ from megacore.context_parallel import attention
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
-from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
 from megacore.files import ROOT
 from megacore.tools.verify.layouts import parse

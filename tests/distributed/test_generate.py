@@ -85,7 +85,7 @@ def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> t
     raw = {"model": SIZES | model, "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1}}
     config = resolve(raw, overrides, "test", place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
-    stage = Stage(config, range(config.model.num_layers), mesh.tp, mesh.device, cp=mesh.cp)
+    stage = Stage(config, range(config.model.num_layers), mesh, mesh.device)
     decoder = Decoder([stage.eval()], mesh)
     sampler = Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])
     found = [list(decoder.generate([(7 * i) % 256 for i in range(n)], 6, sampler)) for n in lengths]
@@ -115,7 +115,7 @@ def transfers_seen() -> dict[str, int]:
     config = resolve(raw, [], "test", place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
     ledger = note_mesh(mesh)
-    stage = Stage(config, stage_layers(config)[place.rank], mesh.tp, mesh.device, mesh.tied, mesh.cp)
+    stage = Stage(config, stage_layers(config)[place.rank], mesh, mesh.device)
     assert len(list(Decoder([stage.eval()], mesh).generate([1, 2, 3], 4, Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])))) == 4
     mesh.close()
     return {key: channel.begun for key, channel in ledger.channels.items() if ">" in key}

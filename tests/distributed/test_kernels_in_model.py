@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megacore.config import load
-from megacore.distributed.communicator import Communicator
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.shard import shard_of
 from megacore.model.block import FeedForward
 from megacore.tensor_parallel.gradient import MainGradient

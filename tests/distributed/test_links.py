@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megacore.config.load import resolve
 from megacore.distributed.collectives import all_gather
-from megacore.distributed.communicator import Group
+from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels, by_host
-from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.param_all_gather import start_gather
 from megacore.engine.reduce import start_sum

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +13,11 @@ from torch import Tensor
 from megacore.config import Config, load
 from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.collectives import leave_tensor_parallel
-from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.distributed.shard import Shard, new_parameter, shard_of, split
+from megacore.distributed.topology import Topology
 from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
@@ -38,9 +39,9 @@ EXTRA = Axis("xp", "extra")
 class ExtraBias(Block):
     """A block with one bias more, cut over the ranks of a group that no other layer knows."""
 
-    def __init__(self, index: int, config: Config, group: Group, dtype: torch.dtype, device: torch.device, *, extra: Group) -> None:
-        super().__init__(index, config, group, dtype, device)
-        self.extra_group = extra
+    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(index, config, mesh, dtype, device)
+        extra = self.extra_group = mesh.group("xp")
         shard = Shard((config.model.hidden_size,), (split(extra, 0),), init_std=0.1)
         self.start, self.extra = shard.offset[0], new_parameter(shard, dtype, device)
 
@@ -57,7 +58,7 @@ def with_another_axis(config_path: str, overrides: list[str], size: int, incompl
     axes = (*AXES[:2], EXTRA, *AXES[2:])
     mesh = Mesh(config, place, CPU, axes, {"xp": size}, used=[("xp",)])
     fault = mock.patch.object(Mesh, "placed", lambda self, shard: shard) if incomplete else contextlib.nullcontext()
-    with fault, mock.patch.dict(gpt.BLOCKS, gpt=partial(ExtraBias, extra=mesh.group("xp"))):
+    with fault, mock.patch.dict(gpt.BLOCKS, gpt=ExtraBias):
         return train(config, mesh)
 
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.distributed.communicator import Communicator
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.shard import shard_of
 from megacore.kernels.swiglu import swiglu
 from megacore.rng import key_of

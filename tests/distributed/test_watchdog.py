@@ -20,7 +20,8 @@ import torch.distributed as dist
 from benchmarks import judging
 from megacore.config import load
 from megacore.distributed import collectives as comm
-from megacore.distributed.mesh import SOLO, Mesh, pick_device
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import RankInfo, free_port, place_from_environment
 from megacore.distributed.rendezvous import check_name, meet
 from megacore.pipeline.runtime import Runtime

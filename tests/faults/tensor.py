@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore.distributed import collectives as comm
-from megacore.distributed.mesh import SOLO
+from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import TensorSlice
 from megacore.engine import choose, reduce
 from megacore.model import context, gpt, norm

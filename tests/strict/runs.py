@@ -159,7 +159,7 @@ def generate(config_path: str, overrides: list[str], out: str) -> Outcome:
     config = load(config_path, [*overrides, f"log.dir={out}"], place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
     held = [stage_layers(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
-    stages = [Stage(config, layers, mesh.tp, mesh.device, mesh.tied, mesh.cp).eval() for layers in held]
+    stages = [Stage(config, layers, mesh, mesh.device).eval() for layers in held]
     decoder, sampler = Decoder(stages, mesh), Sampler(0.0, 1, 1.0, 0, config.model.vocab_size)
     tokens = [token for prompt in ([1, 2, 3], list(range(13))) for token in decoder.generate(prompt, 8, sampler)]
     mesh.close()

@@ -34,9 +34,9 @@ from megacore.config.load import resolve
 from megacore.context_parallel import attention
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed.axes import ranks_along
-from megacore.distributed.communicator import Group
-from megacore.distributed.mesh import Mesh, sizes_of
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
+from megacore.distributed.topology import Topology, sizes_of
 from megacore.errors import ConfigError
 from megacore.model.flops import attention_flops, block_flops, flops_per_token, head_flops
 from megacore.model.gpt import Stage, whole_model
@@ -251,7 +251,7 @@ def test_each_ratio_stands_beside_its_bound(tmp_path: Path) -> None:
 def test_bare_products_are_those_that_the_formulas_count(tensor: int, layers: range, share: tuple[float, float]) -> None:
     """A product that is left out, or that every rank of a layout computes whole, makes another bound. `share`: of blocks, of the head."""
     config = small_gpt("model.num_heads=4", "model.vocab_size=62")
-    stage = Stage(config, layers, Group("tp", tuple(range(tensor)), 0), "meta")
+    stage = Stage(config, layers, Topology(config, sizes={"tp": tensor}), "meta")
     blocks = 2 * (block_flops(config, causal=False) - attention_flops(config, causal=False))
     right = share[0] * blocks + share[1] * head_flops(config)
     assert 2 * sum(rows * columns for rows, columns in weight_shapes([stage])) == right

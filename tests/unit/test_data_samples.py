@@ -14,7 +14,8 @@ from megacore.config.load import resolve
 from megacore.config.schema import MASK
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend, training_stream
-from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
 from megacore.tools.verify.reference import Corpus

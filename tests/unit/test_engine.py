@@ -15,7 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from megacore.config import Config, load
 from megacore.config.schema import OptimConfig, resolved
 from megacore.distributed.collectives import Done
-from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.distributed.mesh import SOLO
+from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import Shard, TensorSlice, split
 from megacore.model import initial
 from megacore.model.initial import BLOCKS, initialise

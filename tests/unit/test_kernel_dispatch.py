@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megacore.config.load import resolve
-from megacore.distributed.mesh import SOLO
+from megacore.distributed.communicator import SOLO
 from megacore.kernels import dispatch
 from megacore.model.context import Context
 from megacore.model.gpt import whole_model

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.distributed.mesh import SOLO
+from megacore.distributed.communicator import SOLO
 from megacore.tensor_parallel.linear import RowLinear
 
 

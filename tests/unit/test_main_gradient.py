@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megacore.config import load
 from megacore.distributed import cpu
-from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.native import NativeEngine
 from megacore.kernels.linear_cross_entropy import adds_in_fp32

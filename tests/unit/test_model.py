@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config, load
-from megacore.distributed.mesh import SOLO, Group
+from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import shard_of
+from megacore.distributed.topology import Topology
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.rope import rope
 from megacore.model import context, gpt
@@ -184,8 +185,7 @@ def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: 
     counted = 0
     for stage in range(pp):
         layers = range(5 * stage // pp, 5 * (stage + 1) // pp)
-        tied = Group("tied", (0, 1), stage // (pp - 1)) if pp > 1 and stage in (0, pp - 1) and config.model.tie_embeddings else None
-        ranks = [Stage(config, layers, Group("tp", tuple(range(tp)), rank), CPU, tied) for rank in range(tp)]
+        ranks = [Stage(config, layers, Topology(config, stage * tp + rank), CPU) for rank in range(tp)]
         counted += sum(p.numel() for rank in ranks for p in rank.parameters() if shard_of(p).counted)
         for pieces in zip(*(rank.named_parameters() for rank in ranks), strict=True):
             name, dim = pieces[0][0], dim_of(shard_of(pieces[0][1]))
@@ -352,7 +352,7 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: C
     keys.clear()
     x = tokens_of(config)
     for layers in (range(3), range(3, 5)):
-        x = Stage(config, layers, SOLO, CPU)(x, 1)
+        x = Stage(config, layers, alone(config), CPU)(x, 1)
     assert keys == alone
 
 

@@ -19,8 +19,8 @@ from megacore.config.load import resolve
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.data.documents import document_positions
 from megacore.distributed import cpu
-from megacore.distributed.mesh import Group
 from megacore.distributed.shard import shard_of
+from megacore.distributed.topology import Topology
 from megacore.kernels import layernorm
 from megacore.model.flops import (
     block_flops,
@@ -72,8 +72,7 @@ def test_parameters_are_the_models(variant: dict[str, Any]) -> None:
 def test_parameters_of_a_rank_are_the_stages(variant: dict[str, Any]) -> None:
     """Memory would be predicted for another split than the one that is built: 2 tensor ranks × 2 stages, 101 words."""
     config = make(variant, {"tensor": 2, "pipeline": 2})
-    ranks = Group("tp", (0, 1), 0)
-    built = [sum(p.numel() for p in Stage(config, layers, ranks, "cpu").parameters()) for layers in stage_layers(config)]
+    built = [sum(p.numel() for p in Stage(config, layers, Topology(config), "cpu").parameters()) for layers in stage_layers(config)]
     assert rank_parameters(config) == built
 
 
@@ -83,7 +82,7 @@ def test_the_list_of_parameters_is_what_the_layers_state(variant: dict[str, Any]
     """A shape, a cut or a partial gradient that a layer states otherwise: memory or traffic would be predicted for another model."""
     config = make(variant, {"tensor": 2, "pipeline": 2, "sequence": sequence})
     for stage, layers in enumerate(stage_layers(config)):
-        built = {name: shard_of(p) for name, p in Stage(config, layers, Group("tp", (0, 1), 0), "cpu").named_parameters()}
+        built = {name: shard_of(p) for name, p in Stage(config, layers, Topology(config), "cpu").named_parameters()}
         blocks = [replace(p, name=f"blocks.{layer}.{p.name}") for layer in layers for p in block_list(config)]
         listed = {p.name: p for p in (*blocks, *ends_list(config, stage))}
         assert listed.keys() == built.keys()

@@ -16,7 +16,8 @@ from megacore.config import load
 from megacore.data import dp_sharding as batches
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import SampleStream, training_stream, visits
-from megacore.distributed.mesh import SOLO, Group, Mesh
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.mesh import Mesh
 from megacore.errors import UserError
 from megacore.tools.verify import coverage
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.config import load
-from megacore.distributed.mesh import SOLO, Mesh
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo, free_port
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.spike_detector import SpikeGuard, median_of_known

@@ -12,9 +12,10 @@ from megacore.caches import keep_triton_local
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.axes import place_text
-from megacore.distributed.mesh import Mesh, set_up_device, sizes_of
+from megacore.distributed.mesh import Mesh, set_up_device
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim, meet
+from megacore.distributed.topology import sizes_of
 from megacore.errors import UserError
 from megacore.tools.diagnosis.device_work import DeviceWork
 from megacore.tools.diagnosis.failure import fail

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.distributed.communicator import Work
-from megacore.distributed.mesh import Group, Mesh
+from megacore.distributed.communicator import Group, Work
+from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import TRANSFERS, Op
 from megacore.tools.diagnosis.flight_recorder import DATA, FOR_DEVICE, Channel, FlightRecorder

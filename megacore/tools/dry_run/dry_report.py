@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megacore.config import Config
 from megacore.distributed.axes import AXES, ranks_along
-from megacore.distributed.mesh import sizes_of
+from megacore.distributed.topology import sizes_of
 from megacore.errors import ConfigError
 from megacore.tools.dry_run.compare_traffic import mismatches, named
 from megacore.tools.dry_run.dry_step import PARTS, DryRank, dry_run

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.distributed.mesh import Group
+from megacore.distributed.communicator import Group
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
 from megacore.pipeline.runtime import Microbatch, Runtime
