@@ -1,0 +1,123 @@
+"""Where a rank stands among the named axes, and who is in its groups. Nothing is connected here: `mesh.Mesh` does that."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megacore.config import Config
+from megacore.distributed.axes import AXES, Axis, coordinates, place_text, ranks_along
+from megacore.distributed.communicator import Group
+from megacore.distributed.shard import AxisPlacement, Shard
+from megacore.pipeline.partition import placement_of
+
+
+def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
+    """How many ranks each axis has. `others` has the sizes of axes that `config.parallel` does not have."""
+    return {axis.name: (others or {}).get(axis.name) or getattr(config.parallel, axis.title) for axis in axes}
+
+
+class Topology:
+    """A rank's coordinates along the axes, and its groups. It is all that layers need to be built, on one process for any rank.
+
+    `group("dp", "tp")` is the group along a product of axes.
+    """
+
+    def __init__(self, config: Config, rank: int = 0, axes: Sequence[Axis] = AXES, sizes: Mapping[str, int] | None = None) -> None:
+        """`sizes`: see `sizes_of`."""
+        self.rank, self.axes = rank, axes
+        self.sizes = sizes_of(config, axes, sizes)
+        self.coordinates = coordinates(rank, self.sizes)
+        self.shard_size = config.shard_size
+        self.groups: dict[tuple[str, ...], Group] = {}
+        self._create_groups(config)
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank along a product of axes."""
+        axes = self._several(axes)
+        if axes not in self.groups:
+            self.groups[axes] = self._create("×".join(axes), self._ranks_along(axes))
+        return self.groups[axes]
+
+    @property
+    def tp(self) -> Group:
+        """The tensor ranks, which divide every layer's products."""
+        return self.group("tp")
+
+    @property
+    def pp(self) -> Group:
+        """The pipeline's ranks."""
+        return self.group("pp")
+
+    @property
+    def cp(self) -> Group:
+        """The context ranks, which divide the tokens of every sequence."""
+        return self.group("cp")
+
+    @property
+    def sample_group(self) -> Group:
+        """The ranks that read different samples."""
+        return self.group(*(axis.name for axis in self.axes if axis.samples))
+
+    @property
+    def gradient_group(self) -> Group:
+        """The ranks that hold copies of the same parameters, compute on different tokens, and sum gradients."""
+        return self.group(*self.token_axes)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes along which tokens are divided."""
+        return tuple(axis.name for axis in self.axes if axis.tokens)
+
+    @property
+    def is_loss_rank(self) -> bool:
+        """Whether this rank's losses count. Of the ranks that compute on the same tokens, only one does."""
+        return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
+
+    @property
+    def coordinates_text(self) -> str:
+        """This rank's coordinates as text, such as `pp 0, dp 1, tp 0`."""
+        return place_text(self.rank, self.sizes, self.axes)
+
+    def placed(self, shard: Shard) -> Shard:
+        """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
+        a part of a sum."""
+        stated = {along.axis for along in shard.along}
+        copied = [axis for axis in self.axes if axis.name not in stated and not axis.layers and self.sizes[axis.name] > 1]
+        states = (AxisPlacement(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
+        return replace(shard, along=(*shard.along, *states))
+
+    def _several(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes of a product that have several ranks, or else its first: groups of the same ranks are one, with one name."""
+        return tuple(axis for axis in axes if self.sizes.get(axis) != 1) or axes[:1]
+
+    def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks along some axes. The fsdp engine divides the ranks that sum gradients into `shard` and `replicate`: neighbours, which
+        are on one node, hold shards of one copy, so frequent gathers stay within a node."""
+        if axes in (("shard",), ("replicate",)):
+            ranks = ranks_along(self.token_axes, self.rank, self.sizes)
+            at, size = ranks.index(self.rank), self.shard_size
+            return ranks[at - at % size : at - at % size + size] if axes == ("shard",) else ranks[at % size :: size]
+        return ranks_along(axes, self.rank, self.sizes)
+
+    def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """Makes a group of these ranks."""
+        return Group(name, ranks, ranks.index(self.rank))
+
+    def _ends(self, config: Config) -> tuple[int, ...]:
+        """The ranks of this pipeline with the first and the last stage, if they share embeddings and are two."""
+        pipeline = self._ranks_along(("pp",))
+        if not config.model.tie_embeddings or len(pipeline) == 1:
+            return ()
+        placement = placement_of(config)
+        last = max(stage for stages in placement for stage in stages)
+        ends = tuple(pipeline[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
+        return ends if len(ends) == 2 else ()
+
+    def _create_groups(self, config: Config) -> None:
+        """Makes the groups that do not wait until somebody asks for them."""
+        ends = self._ends(config)
+        self.tied = self._create("tied", ends) if self.rank in ends else None
+
+
+def alone(config: Config) -> Topology:
+    """One process that holds all, whatever `config.parallel` says: for whole models."""
+    return Topology(config, sizes={axis.name: 1 for axis in AXES})
