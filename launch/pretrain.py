@@ -50,8 +50,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.engine.choose import check_engine
     from megacore.tools.diagnosis.joining import joined, own_mistakes
     from megacore.tools.diagnosis.noting import note_trainer
-    from megacore.tools.monitoring.prometheus import Exporter
-    from megacore.tools.monitoring.wandb import check_wandb
+    from megacore.tools.monitoring.attach import monitors_of
     from megacore.train.inputs import Inputs
     from megacore.train.lock import FolderLock
     from megacore.train.trainer import Trainer
@@ -63,13 +62,11 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
-        if place.rank == 0:
-            check_wandb(config)
-        exporter = Exporter(config.log.prometheus_port, place, device)
+        monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device) as (mesh, ledger):
-        trainer = note_trainer(Trainer(config, mesh, inputs, exporter), ledger)
+        trainer = note_trainer(Trainer(config, mesh, inputs, monitors), ledger)
         if on_saved is not None:
             trainer.saving.on_saved = on_saved
         return trainer.run(stop)

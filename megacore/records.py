@@ -1,8 +1,10 @@
 """JSON that somebody else may have written, as typed records whose numbers have bounds; and those of a run's metrics.jsonl."""
 
+import json
+import math
 import os
 from collections.abc import Iterator
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -94,3 +96,8 @@ def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, byt
         if at_start and ended and (step := step_of(part)) is not None:
             yield step, part.rstrip(b"\r\n")
         at_start = part.endswith(b"\n")
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """Figures as JSON, with null for NaN, which JSON does not have."""
+    return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})

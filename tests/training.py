@@ -13,6 +13,7 @@ from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import whole_model
 from megacore.tools.diagnosis.noting import note_mesh, note_trainer
+from megacore.tools.monitoring.attach import monitors_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests.checkpoints import save
@@ -58,7 +59,7 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
     ledger = note_mesh(mesh)
-    status = note_trainer(Trainer(config, mesh, inputs), ledger).run()
+    status = note_trainer(Trainer(config, mesh, inputs, monitors_of(config, place, mesh.device)), ledger).run()
     mesh.close()
     return status
 

@@ -1,14 +1,12 @@
-"""A run's records, written by rank 0: config.json, metrics.jsonl, TensorBoard, Weights & Biases, and the console.
+"""A run's records, written by rank 0: config.json and metrics.jsonl, and the console. Monitors (`monitor.py`) are told what is recorded.
 
-A run goes on without the last three, but not without its records. If these cannot be written, `broken` says why, and
+A run goes on without console and monitors, but not without its records. If these cannot be written, `broken` says why, and
 the trainer saves and ends.
 """
 
-import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,10 +19,9 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import LogError
 from megacore.files import open_plain, write_whole
-from megacore.records import recorded
-from megacore.tools.monitoring.tensorboard import Board
-from megacore.tools.monitoring.wandb import Tracker
+from megacore.records import as_json, recorded
 from megacore.train.async_metrics import StepMetrics
+from megacore.train.monitor import Monitor
 
 LONG_SECONDS = 30.0  # between lines within a first step that takes long
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
@@ -33,8 +30,8 @@ CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 class Logs:
     """Writes the records on rank 0. On other ranks every method does nothing."""
 
-    def __init__(self, config: Config, is_writer: bool, first_step: int) -> None:
-        self.writing = is_writer
+    def __init__(self, config: Config, is_writer: bool, first_step: int, monitors: Sequence[Monitor] = ()) -> None:
+        self.writing, self.monitors = is_writer, monitors
         self.broken = ""  # why the run's records cannot be written any more
         if not is_writer:
             return
@@ -42,8 +39,6 @@ class Logs:
         self.file = self.directory / "metrics.jsonl"
         StandardStream.go_on = "training"
         self.console = Console(highlight=False)
-        self.board: Board | None = None
-        self.tracker: Tracker | None = None
         self.metrics: IO[str]
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
         try:
@@ -51,8 +46,6 @@ class Logs:
         except OSError as error:
             right = "a folder with room, that can be written"
             raise LogError(str(self.directory), f"its records cannot be begun: {error.strerror}", right) from None
-        if config.log.wandb != "off":
-            self.tracker = Tracker(config, first_step, self.say)
         # mpirun gives rank 0 a terminal of its own, wherever its output goes.
         self.live = self.console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
         self.progress = Progress(
@@ -137,17 +130,15 @@ class Logs:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_whole(self.directory / "config.json", self.config.model_dump_json(by_alias=True, indent=2) + "\n")
         self.metrics = open_metrics(self.file, first_step)
-        if self.config.log.tensorboard:
-            self.board = Board(self.directory / "tensorboard", first_step, self.say)
+        for monitor in self.monitors:
+            monitor.open(self.directory, first_step, self.say)
 
     def _record(self, figures: dict[str, Any]) -> None:
         with self._recording(figures["step"]):
             self.metrics.write(as_json(figures) + "\n")
             self.metrics.flush()
-        if self.tracker is not None:
-            self.tracker.add(as_json(figures))
-        if self.board is not None:
-            self.board.add(figures)
+        for monitor in self.monitors:
+            monitor.record(figures)
 
     @contextmanager
     def _recording(self, step: int) -> Iterator[None]:
@@ -166,8 +157,8 @@ class Logs:
             self.say(f"WARNING: {self.file} was deleted while the run wrote it; it begins anew with step {step}")
         self.was_deleted = True
         self.metrics.close()
-        if self.board is not None:
-            self.board.close(quietly=True)
+        for monitor in self.monitors:
+            monitor.close(quietly=True)
         self._open(step)
 
     def close(self) -> None:
@@ -177,11 +168,6 @@ class Logs:
         self.progress.stop()
         with suppress(OSError):  # every record was flushed, or the failure was reported
             self.metrics.close()
-        if self.board is not None:
-            self.board.close()
-        tracker, self.tracker = self.tracker, None
-        if tracker is not None:
-            tracker.close()
 
 
 def is_there(path: Path, file: IO[str]) -> bool:
@@ -190,11 +176,6 @@ def is_there(path: Path, file: IO[str]) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
-
-
-def as_json(figures: dict[str, Any]) -> str:
-    """Figures as JSON, with null for NaN, which JSON does not have."""
-    return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})
 
 
 def open_metrics(path: Path, first_step: int) -> IO[str]:

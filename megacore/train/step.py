@@ -48,7 +48,6 @@ class TrainStep:
         self.plan = plan_of(config)
         self.masks_targets = masks_targets(config)
         self.drift = Drift(self.stages, mesh)
-        self.number = 0  # of the step that is being done
         self.threads = fitting_threads(config, mesh.place.world_size) if mesh.device.type == "cpu" else None
         if draw:
             self.draw()
@@ -74,33 +73,39 @@ class TrainStep:
         votes: Callable[[], Sequence[float]] = lambda: (),
         before_update: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Does step `number` (from 1) with this rank's microbatches, without a host synchronisation.
+        """Does step `number` (from 1) with this rank's microbatches, without a host synchronisation: what `Trainer.loop` does.
 
-        `votes` is called after backward and gives 1 or 0 for each question that ranks decide together; they are summed with the loss.
-        `before_update` is called when gradients are the global sums and no parameter has changed yet.
+        `votes` is called after backward, and `before_update` when gradients are the global sums and no parameter has changed yet.
         """
-        self.number = number
-        if self.threads is not None:
-            self.threads.fit()
-        part = self.forward_backward(batch)
-        flags = [torch.full_like(part, vote) for vote in votes()]
-        sums = self.drift.sums(number)
-        loss, *rest = all_reduce(torch.stack([part, *flags, *sums]), self.mesh.world)
-        counts, sums = rest[: len(flags)], rest[len(flags) :]
+        share = self.forward_backward(batch)
+        sums = self.sum_over_ranks(number, share, votes())
         before_update()
-        lr = learning_rate(self.config.optim, number, self.config.train.steps)
-        statistics = self.engine.step(lr, loss)
-        return StepResult(loss, counts, statistics.grad_norm, statistics.skipped, lr, self.drift.seen(sums))
+        return self.update(number, *sums)
 
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Runs the microbatches forward and backward. The engine then has the reduced gradients.
 
         Returns this rank's part of the global batch's mean loss, fp64 on the device. The sum over all ranks is the loss.
         """
+        if self.threads is not None:
+            self.threads.fit()
         weight = self.target_weight(batch)
         loss = self.runtime.run(self.plan, batch, weight) * weight
         # Only ranks with the last stage have losses, and all tensor ranks have the same.
         return loss.double() if self.mesh.is_loss_rank else torch.zeros_like(loss, dtype=torch.float64)
+
+    def sum_over_ranks(self, number: int, share: Tensor, votes: Sequence[float]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """The global batch's mean loss; how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no);
+        and the tensor ranks that have drifted apart. One collective brings them all, and nobody waits for it."""
+        flags = [torch.full_like(share, vote) for vote in votes]
+        loss, *rest = all_reduce(torch.stack([share, *flags, *self.drift.sums(number)]), self.mesh.world)
+        return loss, rest[: len(flags)], self.drift.seen(rest[len(flags) :])
+
+    def update(self, number: int, loss: Tensor, votes: list[Tensor], drifted: Tensor) -> StepResult:
+        """Clips the gradients and updates the parameters, at the rate of step `number`. `votes` and `drifted` are handed on."""
+        lr = learning_rate(self.config.optim, number, self.config.train.steps)
+        statistics = self.engine.step(lr, loss)
+        return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, drifted)
 
     def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:
         """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned.

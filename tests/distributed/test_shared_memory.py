@@ -53,7 +53,7 @@ def results(group: Group, dtype: torch.dtype, rows: int, seed: int) -> list[torc
 def without(group: Group) -> Group:
     """The same ranks, over gloo alone."""
     assert group.communicator is not None
-    return replace(group, wire=Communicator(group.communicator.process_group, group.size))
+    return replace(group, communicator=Communicator(group.communicator.process_group, group.size))
 
 
 def compared_with_gloo(config_path: str) -> tuple[bool, list[str]]:

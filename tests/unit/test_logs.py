@@ -80,11 +80,12 @@ def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last, loss in ((1, 5, 3.0), (4, 6, 2.0)):
-        board = Board(tmp_path, first, lambda line: pytest.fail(line))
+        board = Board()
+        board.open(tmp_path, first, lambda line: pytest.fail(line))
         for step in range(first, last + 1):
-            board.add({"step": step, "loss": loss})
+            board.record({"step": step, "loss": loss})
         board.close()
-    shown = EventAccumulator(str(tmp_path))
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
     shown.Reload()
     assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 2.0), (6, 2.0)]
 

@@ -37,6 +37,7 @@ from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.train import meters
 from megacore.train.inputs import Inputs
 from megacore.train.meters import StepParts
+from megacore.train.monitor import Report
 from megacore.train.trainer import Trainer
 from tests.commands import run_script
 from tests.pool import ROOT
@@ -62,7 +63,7 @@ def test_a_machine_serves_its_ranks() -> None:
         assert math.isnan(scrape(port)["megacore_loss"]), "no step has been logged yet, and a loss of 0 would be drawn"
         figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
         by_rank = [1.0, 2.0, 3.0, 4.0]
-        exporter.step(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, saved_step=20, save_seconds=7.0)
+        exporter.report(Report(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, saved_step=20, save_seconds=7.0))
         exporter.validation(3.5)
         found = scrape(port)
     finally:
@@ -89,10 +90,10 @@ def served_by_rank(config_path: str, log_dir: str, hosts: list[str]) -> list[str
     port = free_port()  # here all hosts are one machine
     config = load(config_path, [f"log.dir={log_dir}", f"log.prometheus_port={port}"], place.world_size).config
     exporter = Exporter(port, place, CPU)
-    trainer = Trainer(config, Mesh(config, place, CPU), Inputs(config, place.rank), exporter)
+    trainer = Trainer(config, Mesh(config, place, CPU), Inputs(config, place.rank), [exporter])
     served: list[str] = []
     close = exporter.close
-    with mock.patch.object(exporter, "close", lambda: (served.extend(scrape(port) if exporter.serving else []), close())):
+    with mock.patch.object(exporter, "close", lambda **_: (served.extend(scrape(port) if exporter.serving else []), close())):
         trainer.run()
     trainer.mesh.close()
     return [name for name in served if "rank_memory_bytes" in name]
@@ -110,7 +111,7 @@ def test_ranks_of_a_machine_need_not_be_neighbours(run_ranks: Callable[..., list
 def test_only_the_first_rank_of_a_machine_serves() -> None:
     """Ranks of one machine would fight for the port."""
     port = free_port()
-    Exporter(port, RankInfo(1, 2, 1, 2), CPU).step({}, {}, {}, 0, 0.0)
+    Exporter(port, RankInfo(1, 2, 1, 2), CPU).report(Report({}, {}, {}, 0, 0.0))
     with pytest.raises(OSError):
         scrape(port)
 

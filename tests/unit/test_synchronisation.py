@@ -104,22 +104,20 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     overrides = [f"log.dir={tmp_path}/run", f"log.prometheus_port={port}", "train.steps=2", "checkpoint.last=false"]
     path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True})
     config = load(path, overrides, 1).config
+    exporter = Exporter(port, RankInfo(), META)
     with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "machine_ranks", lambda self: [0]):
-        trainer = Trainer(config, Mesh(config, RankInfo(), META), Inputs(config, 0), Exporter(port, RankInfo(), META))
+        trainer = Trainer(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
-    read = mock.patch.multiple(
-        trainer,
-        next_batch=lambda: [Microbatch(tokens, tokens, key) for key in range(4)],
-        told_by_all=lambda own: torch.tensor([own], dtype=torch.float64).T,
-    )
+    read = mock.patch.object(trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)])
+    told = mock.patch.object(trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T)
     arrived = mock.patch.object(trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
     try:
-        with read, arrived, Garbage() as garbage, refusing():
+        with read, told, arrived, Garbage() as garbage, refusing():
             trainer.loop(garbage)
         found = scrape(port)
     finally:
         trainer.loader.close()
-        trainer.exporter.close()
+        exporter.close()
         trainer.logs.close()
     assert (
         found["megacore_step"] == 2

@@ -83,12 +83,14 @@ def test_wandb_never_ends_or_stalls_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tracking, "GRACE", 0.3 if "sleep" in code else 20.0)
     config = load(write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run"), "wandb": "online"})).config
     lines: list[str] = []
-    tracker = tracking.Tracker(config, 1, lines.append)
+    tracker = tracking.Tracker(config)
+    tracker.open(tmp_path / "run", 1, lines.append)
+    process = tracker.process
     for step in range(300):  # more than a pipe holds
-        tracker.add(json.dumps({"step": step, "loss": 1.0, "padding": "x" * 500}))
+        tracker.record({"step": step, "loss": 1.0, "padding": "x" * 500})
     tracker.close()
     assert len(lines) == 1 and lines[0].startswith(said), lines
-    assert tracker.process.returncode not in (None, 0)
+    assert process is not None and process.returncode not in (None, 0)
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,17 +6,19 @@ Figures change at logged steps, when the run has them anyway: a scrape reads hos
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.monitoring.scrapes import ScrapeServer
+from megacore.train.monitor import Monitor, Report
 
-# What `Trainer.report` logs, by its key in metrics.jsonl.
+# What `train.reporting` logs, by its key in metrics.jsonl.
 RUN = {
     "step": "Last logged step.",
     "loss": "Loss of the global batch of that step, nats a token.",
@@ -52,15 +54,14 @@ OTHERS = {
 }
 
 
-class Exporter:
-    """One rank's part. Only the first rank of a machine serves; on others, and without a port, every method does nothing."""
+class Exporter(Monitor):
+    """One rank's part. Only the first rank of a machine serves; on others every method does nothing."""
 
-    def __init__(self, port: int | None, place: RankInfo, device: torch.device) -> None:
+    def __init__(self, port: int, place: RankInfo, device: torch.device) -> None:
         """Starts to serve. Raises `ConfigError` where prometheus-client is missing or the port cannot be had."""
-        self.serving = port is not None and place.local_rank == 0
+        self.serving = place.local_rank == 0
         if not self.serving:
             return
-        assert port is not None
         try:
             from prometheus_client import CollectorRegistry, Gauge, generate_latest
         except ImportError:
@@ -84,6 +85,10 @@ class Exporter:
             wrong = f"port {port} cannot be served: {os.strerror(error.errno or 0)}"
             raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
 
+    def start(self, mesh: Mesh) -> None:
+        """Asks which ranks of the run are on this machine. Collective."""
+        self.watch(mesh.machine_ranks())
+
     def watch(self, ranks: Sequence[int]) -> None:
         """Tells which ranks of the run are on this machine, in the order of their local ranks. They need not be neighbours."""
         if not self.serving:
@@ -92,32 +97,24 @@ class Exporter:
         for index in gpus(len(ranks), self.device):
             self.gauges["rank_gpu_utilisation"].labels(ranks[index]).set_function(partial(gpu_utilisation, index))
 
-    def step(
-        self,
-        figures: Mapping[str, Any],
-        own: Mapping[str, Sequence[float]],
-        parts: Mapping[str, Sequence[float]],
-        saved_step: int,
-        save_seconds: float,
-    ) -> None:
-        """A logged step's figures; what each rank of the run has of its own, by name of `RANKS`, and the parts of its step; the newest
-        checkpoint's step, and the seconds that its save took."""
+    def report(self, report: Report) -> None:
+        """Shows a logged step's figures: the run's, and those of this machine's ranks."""
         if not self.serving:
             return
-        for name in RUN.keys() & figures.keys():
-            self._set(name, figures[name])
-        for name, values in own.items():
+        for name in RUN.keys() & report.figures.keys():
+            self._set(name, report.figures[name])
+        for name, values in report.by_rank.items():
             for rank in self.ranks:
                 self.gauges[name].labels(rank).set(values[rank])
-        for part, values in parts.items():
+        for part, values in report.by_part.items():
             for rank in self.ranks:
                 self.gauges["rank_part_seconds"].labels(rank, part).set(values[rank])
         now = time.time()
         self._set("logged_timestamp_seconds", now)
-        if saved_step != self.saved_step:
-            self.saved_step = saved_step
-            self._set("checkpoint_step", saved_step)
-            self._set("checkpoint_seconds", save_seconds)
+        if report.saved_step != self.saved_step:
+            self.saved_step = report.saved_step
+            self._set("checkpoint_step", report.saved_step)
+            self._set("checkpoint_seconds", report.save_seconds)
             self._set("checkpoint_timestamp_seconds", now)
 
     def validation(self, loss: float) -> None:
@@ -125,9 +122,9 @@ class Exporter:
         if self.serving:
             self._set("valid_loss", loss)
 
-    def close(self) -> None:
+    def close(self, *, quietly: bool = False) -> None:
         """Stops serving."""
-        if self.serving:
+        if self.serving and not quietly:
             self.serving = False
             self.server.close()
 

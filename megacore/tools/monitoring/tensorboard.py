@@ -5,19 +5,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megacore.train.monitor import Monitor
 
-class Board:
+
+class Board(Monitor):
     """Scalars for TensorBoard."""
 
-    def __init__(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+    writer: Any = None
+
+    def open(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Removes what was written of `first_step` and later steps. `say` gets the one line about a failure."""
         self.say = say
-        self.writer: Any = None
         self.hook = threading.excepthook
         threading.excepthook = self._hear
-        self._try(lambda: self._open(folder, first_step))
+        self._try(lambda: self._open(folder / "tensorboard", first_step))
 
-    def add(self, figures: dict[str, Any]) -> None:
+    def record(self, figures: dict[str, Any]) -> None:
         """Writes the numbers among a step's figures."""
         if self.writer is not None:
             self._try(lambda: self._add(figures))

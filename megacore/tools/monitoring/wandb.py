@@ -18,9 +18,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from megacore.config import Config
-from megacore.config.schema import resolved
 from megacore.errors import ConfigError
 from megacore.files import ROOT
+from megacore.records import as_json
+from megacore.train.monitor import Monitor
 
 GRACE = 20.0  # seconds that a run which has ended waits for what wandb has not sent yet
 COMMAND = [sys.executable, "-m", "megacore.tools.monitoring.wandb"]
@@ -32,20 +33,25 @@ def check_wandb(config: Config) -> None:
         raise ConfigError("log.wandb", "wandb is not installed", "pip install 'megacore[wandb]', or off")
 
 
-class Tracker:
+class Tracker(Monitor):
     """Passes figures on to the process. No method waits for it but `close`, and that for `GRACE` seconds at most."""
 
-    def __init__(self, config: Config, first_step: int, say: Callable[[str], None]) -> None:
-        """`say` gets the one line about a failure."""
-        self.say, self.folder = say, Path(resolved(config.log.dir))
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.process: subprocess.Popen[str] | None = None
         self.failed = False  # and said so
-        self.log = self.folder / "wandb" / "process.log"
+
+    def open(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """Starts the process. `say` gets the one line about a failure."""
+        if self.process is not None:  # the run's folder was deleted, and wandb's run goes on
+            return
+        self.say, self.log = say, folder / "wandb" / "process.log"
         about = {
-            "mode": config.log.wandb,
-            "id": run_id(self.folder / "wandb", first_step),
-            "name": self.folder.name,
-            "dir": str(self.folder),
-            "config": config.model_dump(by_alias=True),
+            "mode": self.config.log.wandb,
+            "id": run_id(folder / "wandb", first_step),
+            "name": folder.name,
+            "dir": str(folder),
+            "config": self.config.model_dump(by_alias=True),
         }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self.log.open("w", encoding="utf-8") as log:
@@ -59,14 +65,14 @@ class Tracker:
         self.thread = threading.Thread(target=self._pass_on, name="wandb", daemon=True)
         self.thread.start()
 
-    def add(self, line: str) -> None:
+    def record(self, figures: dict[str, Any]) -> None:
         """Passes on a line of metrics.jsonl."""
-        self.lines.put(line)
+        self.lines.put(as_json(figures))
 
     def _pass_on(self) -> None:
         """Writes lines to the process until there are no more. It may wait for ever: nobody waits for it."""
+        assert self.process is not None and self.process.stdin is not None
         pipe = self.process.stdin
-        assert pipe is not None
         try:
             while (line := self.lines.get()) is not None:
                 pipe.write(line + "\n")
@@ -83,17 +89,20 @@ class Tracker:
         why = f" ({said[-1].strip()[:200]})" if said else ""
         self.say(f"WARNING: wandb gets no more figures{why}; training goes on, and metrics.jsonl has them all")
 
-    def close(self) -> None:
+    def close(self, *, quietly: bool = False) -> None:
         """Lets the process send what is left. If that takes too long, ends it."""
+        if quietly or self.process is None:
+            return
         self.lines.put(None)
         self.thread.join(GRACE)
+        process, self.process = self.process, None
         try:
-            if self.process.wait(GRACE) and not self.thread.is_alive():
+            if process.wait(GRACE) and not self.thread.is_alive():
                 self._failed()
         except subprocess.TimeoutExpired:
             self.failed = True
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             self.say(f"WARNING: wandb has not sent all figures within {GRACE:g} s; metrics.jsonl has them all")
 
 

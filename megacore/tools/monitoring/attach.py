@@ -1,0 +1,22 @@
+"""The monitors that a config asks for."""
+
+import torch
+
+from megacore.config import Config
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.monitoring.prometheus import Exporter
+from megacore.tools.monitoring.tensorboard import Board
+from megacore.tools.monitoring.wandb import Tracker, check_wandb
+from megacore.train.monitor import Monitor
+
+
+def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[Monitor]:
+    """One rank's part of them. Raises `ConfigError` if a package is missing, or the port of `log.prometheus_port` cannot be had."""
+    log, found = config.log, list[Monitor]()
+    if place.rank == 0:
+        check_wandb(config)
+        found += [Board()] if log.tensorboard else []
+        found += [Tracker(config)] if log.wandb != "off" else []
+    if log.prometheus_port is not None:
+        found.append(Exporter(log.prometheus_port, place, device))
+    return found
