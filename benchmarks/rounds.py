@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.peers.process import EQUAL, OURS, OWN, difference
-from megacore.distributed.crowd import OPENMPS_OWN, WAITING
+from benchmarks.peers.process import OWN, difference
+from megacore.distributed.crowd import SPIN_COUNT
 from megacore.distributed.rank_info import free_port, rank_environment
 from megacore.distributed.workers import LineWorker, WorkerFailed, Workers
 
@@ -98,12 +98,13 @@ class Processes(Workers):
         command = [contender.python, "-m", "benchmarks.contender", contender.kind, config, *contender.overrides]
         command += ["--settings", contender.settings]
         path = os.pathsep.join([str(contender.checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
-        waiting = WAITING if contender.kind in OURS or contender.settings == EQUAL else OPENMPS_OWN
         environment: dict[str, str | None] = {
             "OMP_NUM_THREADS": str(contender.threads) if contender.threads else None,
             "OMP_WAIT_POLICY": None,
+            SPIN_COUNT: None,
+            "PYTHONPATH": path,
+            **contender.environment,
         }
-        environment |= {**waiting, "PYTHONPATH": path, **contender.environment}
         self.process: dict[str, Any] = {}
         port = free_port()
 

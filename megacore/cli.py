@@ -14,7 +14,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from megacore.distributed.crowd import wait_briefly
 from megacore.distributed.error_report import record, say_once
 from megacore.distributed.rank_info import RankInfo, missing_hostfile, place_from_environment
 from megacore.errors import ConfigError, UserError
@@ -209,7 +208,6 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# Every script imports this module first, because the imports that follow take seconds; so nothing has loaded OpenMP yet.
-wait_briefly()
+# Every script imports this module first, because the imports that follow take seconds.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, interrupt)

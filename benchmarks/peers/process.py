@@ -1,8 +1,7 @@
 """What megacore sets for its own process on a CPU: given to a peer's process too where settings are to be equal, and read back.
 
 What a process has is not taken from what was called, but from how the process behaves. So a setting that is missing in one
-contender, or that comes to one which should not have it, is seen. How OpenMP's threads wait is an environment variable, which has to
-be there when the process starts.
+contender, or that comes to one which should not have it, is seen.
 """
 
 import ctypes
@@ -10,18 +9,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import torch
 
 from megacore.distributed.cpu import divide_cores, keep_freed_memory, multiply_with_onednn
-from megacore.distributed.crowd import OPENMPS_OWN, WAITING
+from megacore.distributed.crowd import spin_while_cores_are_free
 
-OURS = ("megacore", "products", "two-stages", "four-stages")  # kinds of contender (`benchmarks.contender`) that have megacore's settings
 OWN, EQUAL = "own", "equal"  # as its users get a contender; with the settings of megacore's process
 SETTINGS = {OWN: "as its users get it", EQUAL: "with equal process settings"}
-SPINNING = 2e-3  # seconds of work: GCC's OpenMP spins for several of them, or, as megacore sets it, for some tens of microseconds
 UNTOUCHED = 1 << 30  # bytes of a block larger than any that glibc keeps by itself; never written, so it takes no memory
 
 
@@ -37,6 +33,7 @@ class MallocInfo(ctypes.Structure):
 def equalise(local_world_size: int) -> None:
     """Gives this process what megacore gives its own."""
     divide_cores(local_world_size)
+    spin_while_cores_are_free()  # of which nothing is seen on a quiet machine
     multiply_with_onednn()
     keep_freed_memory()
 
@@ -47,19 +44,7 @@ def observed() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "fp32 products": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         "keeps freed memory": keeps_freed_memory(),
-        "threads spin": threads_spin(),
     }
-
-
-def threads_spin(patience: float = 0.5) -> bool:
-    """Whether the other threads go on working for milliseconds when an operation is done."""
-    torch.ones(1 << 20).add_(1)
-    before, until = time.process_time() - time.thread_time(), time.monotonic() + patience
-    while time.process_time() - time.thread_time() - before < SPINNING:
-        if torch.get_num_threads() == 1 or time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def keeps_freed_memory() -> bool | None:
@@ -86,8 +71,8 @@ def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
 def expected(threads: int) -> dict[str, dict[str, Any]]:
     """By `SETTINGS`: what a process of so many threads has by itself, and what it has once it is `equalise`d. Takes two processes."""
     states = {}
-    for settings, waiting in ((OWN, OPENMPS_OWN), (EQUAL, WAITING)):
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | waiting
+    for settings in (OWN, EQUAL):
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         command = [sys.executable, "-m", "benchmarks.peers.process", settings]
         states[settings] = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout)
     return states

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.resolve_auto import compiles
-from megacore.distributed.crowd import TASKS, FittingThreads, available_cores
+from megacore.distributed.crowd import TASKS, FittingThreads, available_cores, spin_while_cores_are_free
 
 EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 inputs would give about 3e-3
 
@@ -18,6 +18,8 @@ EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 in
 def set_up_cpu(config: Config, local_world_size: int) -> None:
     """Sets up this process to compute as one of the machine's ranks."""
     divide_cores(local_world_size)
+    if torch.get_num_threads() > 1:
+        spin_while_cores_are_free()
     if config.cpu.onednn:
         multiply_with_onednn()
     if config.cpu.keep_memory:

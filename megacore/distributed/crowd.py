@@ -1,32 +1,57 @@
 """Waiting and threads on a CPU that other programs use too.
 
-OpenMP's threads meet at the end of every operation. A thread that spins there takes a core from the one it waits for, if cores are
-short; so all spin for some tens of microseconds at most, and then sleep. What is left to lose is that one thread of several always
-stands in a queue. A process that trains alone therefore has as many threads as the system gives it cores, as it finds between steps.
+OpenMP's threads meet at the end of every operation. A thread that spins there loses nothing on a quiet machine, and takes a core from
+the one it waits for if cores are short. So threads spin for milliseconds, as OpenMP does by itself, until this process has to wait for
+cores; then they sleep at once. What is left to lose is that one thread of several always stands in a queue. A process that trains alone
+therefore has as many threads as the system gives it cores, as it finds between steps.
 """
 
+import ctypes
 import os
-import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from math import floor
 from pathlib import Path
 
 SPIN_COUNT = "GOMP_SPINCOUNT"  # of GCC's OpenMP, which PyTorch's wheels for Linux bring along; it reads it when it is loaded
-WAITING = {SPIN_COUNT: "3000"}  # bridges the gaps between one operation and the next; by itself it spins for milliseconds
-OPENMPS_OWN = {SPIN_COUNT: "300000"}  # what a process has without the variable
-EVERY = 1.0  # seconds between two looks
+OPENMPS_OWN = {SPIN_COUNT: "300000"}  # what a process has without the variable: some milliseconds
+WATCHED = 0.5  # seconds between two looks at how threads are to wait
+EVERY = 1.0  # seconds between two looks at how many there are to be
 GRANTED = 0.8  # of the time that its threads could run, from which a process has all of its cores: some program always runs for a moment
+ENOUGH = 0.05  # seconds that threads could run, from which that part says something
 TASKS = Path("/proc/self/task")
 
 
-def wait_briefly() -> None:
-    """Keeps the OpenMP threads of this process from spinning for long, unless the user has said how they wait.
+@cache
+def spin_while_cores_are_free() -> None:
+    """Keeps this process's OpenMP threads from spinning while cores are short, unless the user has said how they wait."""
+    if SPIN_COUNT not in os.environ and "OMP_WAIT_POLICY" not in os.environ and TASKS.is_dir():
+        watch(Books(TASKS), short=False)
 
-    To be called before torch is imported; later it changes nothing, and leaves the environment alone.
-    """
-    if "torch" not in sys.modules and SPIN_COUNT not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.update(WAITING)
+
+def watch(books: "Books", *, short: bool) -> None:
+    """Starts a thread that looks whether cores are short until that has changed; another one then goes on. While they are short, the
+    thread holds a team, which ends with it."""
+
+    def look() -> None:
+        if short:
+            hold_team()
+        while (granted := books.granted()) is None or (granted <= GRANTED) == short:
+            time.sleep(WATCHED)
+        watch(books, short=not short)
+
+    threading.Thread(target=look, name="waiting", daemon=True).start()
+
+
+def hold_team() -> None:
+    """Gives the calling thread an OpenMP team that sleeps. With it the process has more OpenMP threads than the machine has cores, and
+    so long as it has, GCC's OpenMP lets none of them spin (``GOMP_SPINCOUNT`` in its manual)."""
+    mapped = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    for library in {line.split(maxsplit=5)[-1] for line in mapped if "libgomp" in line}:
+        nothing = ctypes.CDLL(None).free  # of a null pointer
+        ctypes.CDLL(library).GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
 
 
 def available_cores(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
@@ -53,25 +78,39 @@ def quotas(groups: Path, mount: Path) -> list[float]:
     return found
 
 
+class Books:
+    """The kernel's books of this process's threads."""
+
+    def __init__(self, tasks: Path) -> None:
+        self.tasks, self.before = tasks, dict[str, tuple[int, int]]()  # the first look is back at all that was since the process began
+
+    def granted(self) -> float | None:
+        """The part of the time in which its threads could run that they had a core, since this was last asked. None: they hardly wanted
+        one, or the kernel keeps no such books, as some containers' do not."""
+        now = run_and_waited(self.tasks)
+        ran, waited = (sum(now[task][i] - self.before.get(task, (0, 0))[i] for task in now) for i in range(2))
+        self.before = now
+        return ran / (ran + waited) if ran + waited > ENOUGH * 1e9 else None
+
+
 class FittingThreads:
     """Sets a process's number of threads between steps, by how long its threads had to wait for a core since the last look."""
 
     def __init__(self, most: int, set_threads: Callable[[int], object], tasks: Path = TASKS) -> None:
         """`most`: the threads where nobody else wants a core. `set_threads`: PyTorch's, which every script's help can do without."""
         self.set_threads = set_threads
-        self.most, self.threads, self.tasks = most, most, tasks
-        self.looked, self.before = time.monotonic(), run_and_waited(tasks)
+        self.most, self.threads = most, most
+        self.looked, self.books = float("-inf"), Books(tasks)
         self.rest, self.patience = 0, 1  # looks to pass until more threads are tried; how many that will be next time
 
     def fit(self) -> None:
         """Looks, if it is time to, and sets the number."""
         if time.monotonic() - self.looked < EVERY:
             return
-        now = run_and_waited(self.tasks)
-        ran, waited = (sum(now[task][i] - self.before.get(task, (0, 0))[i] for task in now) for i in range(2))
-        self.looked, self.before = time.monotonic(), now
-        if ran + waited:  # else the kernel keeps no such books, as some containers' do not
-            self._set(self._next(ran / (ran + waited)))
+        self.looked = time.monotonic()
+        granted = self.books.granted()
+        if granted is not None:
+            self._set(self._next(granted))
 
     def _next(self, granted: float) -> int:
         """The number of threads, after one that ran in this part of the time. Where more turn out too many again, they are tried ever less
@@ -92,7 +131,7 @@ class FittingThreads:
             self.set_threads(threads)
 
 
-def run_and_waited(tasks: Path) -> Mapping[str, tuple[int, int]]:
+def run_and_waited(tasks: Path) -> dict[str, tuple[int, int]]:
     """For each thread of this process, how long it has run so far, and how long it could have run and had no core; nanoseconds."""
     found = {}
     for task in os.listdir(tasks):

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,8 @@ def nowhere(threads: int) -> None:
 
 
 def numbers(machine: Machine, most: int, granted: list[float]) -> list[int]:
-    """The threads that a process has behind each second."""
+    """The threads that a new process has behind each second."""
+    machine.times = {task: [0, 0] for task in machine.times}
     set_numbers = [most]
     fitting = FittingThreads(most, set_numbers.append, machine.folder)
     found = []
@@ -88,9 +91,28 @@ def test_threads_stay_where_the_kernel_keeps_no_books(machine: Machine, kept: st
 def test_a_look_is_taken_once_a_second(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look reads a file for each thread."""
     fitting = FittingThreads(2, nowhere, machine.folder)
+    fitting.fit()
     monkeypatch.setattr(crowd, "run_and_waited", pytest.fail)
     machine.now += 0.9
     fitting.fit()
+
+
+def test_a_process_that_starts_in_a_crowd_has_fewer_threads_from_its_first_step(machine: Machine) -> None:
+    """What it waited for while it was starting says so; a first step of a large model can take minutes."""
+    machine.pass_second(0.3)
+    fitting = FittingThreads(2, nowhere, machine.folder)
+    fitting.fit()
+    assert fitting.threads == 1
+
+
+def test_a_process_that_hardly_runs_says_nothing(machine: Machine) -> None:
+    """It waits for its turn, as a benchmark's contender does: a millisecond in a queue is no shortage."""
+    fitting = FittingThreads(2, nowhere, machine.folder)
+    machine.now += 10.0
+    machine.times["1"] = [1_000_000, 9_000_000]
+    machine.write()
+    fitting.fit()
+    assert fitting.threads == 2
 
 
 def test_threads_that_come_and_go_are_counted(machine: Machine) -> None:
@@ -146,9 +168,88 @@ def test_a_containers_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert available_cores(tmp_path / "absent", tmp_path) == 64
 
 
-def test_scripts_tell_openmp_to_spin_briefly_unless_the_user_says_how_to_wait() -> None:
-    """It reads this when torch loads it; two threads that spin for milliseconds take each other's core on a busy machine."""
-    show = "import os, sys, megacore.cli; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
-    for given, wanted in (({}, "3000 False"), ({"OMP_WAIT_POLICY": "active"}, "None False"), ({"GOMP_SPINCOUNT": "7"}, "7 False")):
-        environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | given
-        assert subprocess.check_output([sys.executable, "-c", show], env=environment, text=True).strip() == wanted
+def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who always sleeps at once loses a twentieth on a quiet machine; who always spins is ten times slower beside busy loops. By the
+    kernel's books alone a thread takes a team, and ends with it."""
+    passed, looks, teams, waits = iter([1.0, 0.97, 0.4, 0.3, 1.0, 0.99]), list[Callable[[], None]](), list[int](), list[bool]()
+
+    class Later:
+        """A thread that the test runs."""
+
+        def __init__(self, target: Callable[[], None], **_: object) -> None:
+            self.start = lambda: looks.append(target)
+
+    def pass_look(_: float) -> None:
+        waits.append(len(looks) in teams)
+        machine.pass_second(next(passed))
+
+    monkeypatch.setattr(crowd.threading, "Thread", Later)
+    monkeypatch.setattr(crowd.time, "sleep", pass_look)
+    monkeypatch.setattr(crowd, "hold_team", lambda: teams.append(len(looks)))
+    crowd.watch(crowd.Books(machine.folder), short=False)
+    with pytest.raises(StopIteration):
+        for look in looks:
+            look()
+    assert waits == [False, False, False, True, True, False, False] and len(teams) == 1
+
+
+SPINNING = """
+import sys, threading, time
+import torch
+from megacore.distributed.crowd import hold_team
+
+def spin():  # threads that do still work for milliseconds when an operation is done
+    torch.ones(1 << 20).add_(1)
+    before, until = time.process_time() - time.thread_time(), time.monotonic() + 0.5
+    while time.monotonic() < until:
+        if time.process_time() - time.thread_time() - before > 2e-3:
+            return True
+        time.sleep(0.01)
+    return False
+
+def holding():
+    hold_team()
+    held.set()
+    free.wait()
+
+found, held, free = [spin()], threading.Event(), threading.Event()
+holder = threading.Thread(target=holding)
+holder.start()
+held.wait()
+found.append(spin())
+free.set()
+holder.join()
+print(*found, spin())
+"""
+
+
+def test_a_team_that_sleeps_keeps_openmp_from_spinning() -> None:
+    """It is GCC's OpenMP that decides: with more threads than cores nobody spins."""
+    environment = {name: value for name, value in os.environ.items() if name not in (crowd.SPIN_COUNT, "OMP_WAIT_POLICY")}
+    environment["OMP_NUM_THREADS"] = str(max(2, len(os.sched_getaffinity(0))))
+    if len(os.sched_getaffinity(0)) == 1 or not libgomp_mapped():
+        pytest.skip("one core, or torch brings along another OpenMP than GCC's")
+    assert subprocess.check_output([sys.executable, "-c", SPINNING], env=environment, text=True).split() == ["True", "False", "True"]
+
+
+def libgomp_mapped() -> bool:
+    """Whether torch has loaded GCC's OpenMP."""
+    return "libgomp" in Path("/proc/self/maps").read_text(errors="replace")
+
+
+@pytest.mark.parametrize(("name", "value", "watched"), [("X", "1", 1), ("OMP_WAIT_POLICY", "active", 0), (crowd.SPIN_COUNT, "7", 0)])
+def test_a_user_who_says_how_threads_wait_is_heard(monkeypatch: pytest.MonkeyPatch, name: str, value: str, watched: int) -> None:
+    """Nobody watches then. Otherwise one thread does, however many runs a process does."""
+    for variable in ("OMP_WAIT_POLICY", crowd.SPIN_COUNT):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(crowd, "TASKS", Path("/"))
+    started = list[bool]()
+    monkeypatch.setattr(crowd, "watch", lambda books, short: started.append(short))
+    monkeypatch.setattr(cpu, "spin_while_cores_are_free", again := cache(crowd.spin_while_cores_are_free.__wrapped__))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "divide_cores", lambda world: None)
+    config = resolve({"cpu": {"onednn": False, "keep_memory": False, "widen": False}}, [], "x", 1).config
+    for _ in range(2):
+        cpu.set_up_cpu(config, 1)
+    assert started == [False] * watched and again.cache_info().currsize == 1
