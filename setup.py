@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent
 setup(
     name="megacore",
     version="0.1.0",
-    description="3D-parallel GPT pretraining, written to be read, changed and proved",
+    description="GPT pretraining over named parallel axes, written to be read, changed and proved",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").is_file() else "",
     long_description_content_type="text/markdown",
     author="megacore contributors",

@@ -148,7 +148,7 @@ def save_stream(directory: Path, step: int, layout: Layout, tensors: Iterator[Te
         directory: the run's checkpoints folder.
         layout: whole logical tensors.
         tensors: these tensors in the order of `layout`, each made when its turn comes.
-        state: as for `save`.
+        state: as for `Saver.start`.
         file_bytes: the largest size of a file; a tensor that is larger has a file of its own.
     """
     partial = partial_of(directory, step, "stream")

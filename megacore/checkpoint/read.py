@@ -58,7 +58,7 @@ class Reader:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The JSON state that was given to `save`."""
+        """The JSON state that was given to `Saver.start`."""
         return self.manifest.state
 
     @property

@@ -44,7 +44,7 @@ def derive_key(*parts: int) -> int:
 
 
 def _feistel(x: np.ndarray, half: int, round_keys: np.ndarray) -> np.ndarray:
-    """A permutation of [0, 4^half): each round swaps the halves and adds to one a keyed function of the other."""
+    """A permutation of [0, 4^half): each round swaps the halves and flips bits of one by a keyed function of the other."""
     mask = np.uint64((1 << half) - 1)
     shift = np.uint64(half)
     left, right = x >> shift, x & mask

@@ -1,1 +1,4 @@
-"""The place of a process among all ranks, the mesh of named axes, its groups and their collectives."""
+"""Where a process stands among all ranks: the mesh of named axes, its groups, their collectives, and how parameters are placed on them.
+
+In: a config and the launcher's environment. Out: a `Mesh`, which layers, engines and the runtime are given.
+"""

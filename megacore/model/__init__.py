@@ -1,1 +1,4 @@
-"""GPT models, written once in parallel layers: one device is the layout 1 × 1 × 1, and not another model."""
+"""GPT models, written once in parallel layers: one device is the smallest mesh, and not another model.
+
+In: a batch's tokens, or what the stage before hands on. Out: what the next stage reads, losses, or logits.
+"""

@@ -215,5 +215,5 @@ class Stage(nn.Module):
 
 
 def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:
-    """The GPT on one device: the one stage of the layout 1 × 1 × 1."""
+    """The GPT on one device: all layers in one stage."""
     return Stage(config, range(config.model.num_layers), alone(config), device)

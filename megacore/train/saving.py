@@ -32,7 +32,7 @@ class Saving:
         self.latest: Path | None = None  # the newest that was saved, and its step
         self.latest_step = 0
         self.said: Path | None = None
-        self.on_saved: Callable[[Path], None] = lambda path: None  # called once for each checkpoint, on rank 0 as soon as it is seen
+        self.on_saved: Callable[[Path], None] = lambda path: None  # called once for each checkpoint, on every rank
         self.took = 0.0  # seconds from a save's beginning until it was on disk
         self.seconds = 0.0  # that training has waited since the last reading
 

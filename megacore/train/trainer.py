@@ -42,7 +42,7 @@ FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job
 
 
 class Trainer:
-    """One rank's part in a run. Construction and every method are collective over all ranks."""
+    """One rank's part in a run. Construction and methods are collective over all ranks; `due`, `votes` and what is a property are not."""
 
     def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Monitor] = ()) -> None:
         config, self.compile_choice = settled(config, mesh, inputs.opened if inputs.checkpoint else None)

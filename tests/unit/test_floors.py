@@ -33,7 +33,7 @@ ROOMS = [
     ["megacore.tools.diagnosis."],
     ["megacore.tools.relaunch."],
     ["megacore.tools.verify.", "megacore.tools.preflight.", "megacore.tools.dry_run."],
-    ["tests.drills."],
+    ["megacore.library", "tests.drills."],
     ["launch.", "benchmarks."],
     ["tests."],
 ]

@@ -1,1 +1,4 @@
-"""Keeps runs going: a supervisor restarts them, a doctor explains hangs, and drills prove both."""
+"""Watches a run from within: notes what each rank begins, explains hangs, names stragglers, notices hosts that fall silent.
+
+In: what the core tells its observers. Out: one line that names the rank and the reason.
+"""

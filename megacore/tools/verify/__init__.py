@@ -6,6 +6,6 @@ record.py      runs the real trainer on real ranks (worker.py, workers.py), and 
 trace.py       records every module's activations and their gradients
 replay.py      in 16 bits, computes in fp64 what a run should have made of its own numbers
 flight.py      notes what a rank had under way, for two runs of a layout that differ
-compare.py     compares records; bounds.py says which differences are rounding; locate.py finds where two traces first differ
-run.py         does all of it in order; report.py prints the table and the verdict
+compare.py     compares records; tolerances.py says which differences are rounding; first_divergence.py finds where two traces first differ
+run.py         does all of it in order; proof_report.py prints the table and the verdict
 """

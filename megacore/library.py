@@ -1,0 +1,92 @@
+"""What `import megacore` offers a notebook besides the classes of the core: train, generate, prove and plan on one process."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megacore.config import Config, load
+
+if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
+    from megacore.distributed.mesh import Mesh
+    from megacore.pipeline.runtime import Microbatch
+    from megacore.tools.planner.memory import RankMemory
+    from megacore.tools.planner.step_time import Prediction
+    from megacore.tools.verify.run import Proof
+    from megacore.train.step import TrainStep
+
+
+def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -> Config:
+    """A checked config with all its values, from a JSON file and `section.key=value` overrides, for so many ranks.
+
+    Raises `ConfigError`, which says what is wrong and what would be right.
+    """
+    return load(path, list(overrides), world_size).config
+
+
+def one_process(config: Config) -> "Mesh":
+    """The mesh of this process alone, on `train.device`."""
+    from megacore.distributed.mesh import Mesh, pick_device
+    from megacore.distributed.rank_info import RankInfo
+
+    return Mesh(config, RankInfo(), pick_device(config, RankInfo()))
+
+
+def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tuple[int, list[Microbatch]]]":
+    """The steps of a run from `first_step` to `train.steps`, each with this rank's microbatches of `data.train`."""
+    from megacore.data.samples import training_stream
+    from megacore.train.loader import Loader
+
+    loader = Loader(config, mesh, training_stream(config, scan=True))
+    try:
+        for step in range(first_step, config.train.steps + 1):
+            yield step, loader.step(step)
+    finally:
+        loader.close()
+
+
+def generate(step: "TrainStep", prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
+    """`prompt` and how a model goes on, one that is being trained on one process. `data.tokenizer` says how text is cut."""
+    from megacore.config.schema import resolved
+    from megacore.data.tokenizer import load_tokenizer
+    from megacore.model.decoding import Decoder
+    from megacore.model.sampling import Sampler
+
+    step.engine.settle()
+    tokenizer = load_tokenizer(resolved(step.config.data.tokenizer))
+    vocab = tokenizer.vocab_size
+    for stage in step.stages:
+        stage.eval()
+    read = [int(token) for token in tokenizer.encode(prompt)]
+    decoder = Decoder(step.stages, step.mesh)
+    written = list(decoder.generate(read, tokens, Sampler(temperature, vocab, 1.0, seed, vocab), tokenizer.end_of_document))
+    for stage in step.stages:
+        stage.train()
+    return prompt + tokenizer.decode(written)
+
+
+def prove(path: str, layouts: str = "tp2,pp2,dp2", overrides: Sequence[str] = (), precision: str = "fp64") -> "Proof":
+    """What `launch/verify.py` does: layouts of a small model like the config's, each held against one process, tensor by tensor.
+
+    `Proof.holds` says whether all are equal. It starts as many processes as the largest layout has ranks.
+    """
+    from megacore.tools.verify.layouts import parse
+    from megacore.tools.verify.run import Options
+    from megacore.tools.verify.run import prove as run
+
+    return run(Options(path, list(overrides), [parse(name) for name in layouts.split(",")], precision, None, None))
+
+
+def predict(config: Config, device: str = "h100", cluster: str = "dgx_h100") -> "Prediction":
+    """How long a step takes on a device and cluster that `launch/plan.py` knows: `step` seconds, and the `terms` that make them up."""
+    from megacore.tools.planner.devices import read_cluster, read_device
+    from megacore.tools.planner.profile import profile
+    from megacore.tools.planner.step_time import predict
+    from megacore.tools.planner.workload import setting_of
+
+    return predict(setting_of(config), read_device(device), read_cluster(cluster), profile("megacore"))
+
+
+def memory(config: Config) -> "list[RankMemory]":
+    """Bytes at the peak of each rank of the pipeline, by what holds them."""
+    from megacore.tools.planner.memory import rank_memory
+
+    return rank_memory(config)
