@@ -16,9 +16,9 @@ from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.pipeline.runtime import Microbatch
 from megacore.train.async_metrics import StepMetrics
+from megacore.train.checkpointing import Saving
 from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory, reserved_memory
 from megacore.train.monitor import Report
-from megacore.train.saving import Saving
 
 
 class Watch:

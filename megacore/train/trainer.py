@@ -21,6 +21,7 @@ from megacore.distributed.shard import logical_name
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.pipeline.runtime import Microbatch
 from megacore.train.async_metrics import AsyncMetrics, StepMetrics
+from megacore.train.checkpointing import Saving, choose, engine_state
 from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import evaluate
@@ -31,8 +32,6 @@ from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.monitor import Monitor
 from megacore.train.reporting import Reporter, Watch, opening
-from megacore.train.restoring import choose, engine_state
-from megacore.train.saving import Saving
 from megacore.train.skip_policy import Skips, TooManySkips
 from megacore.train.step import TrainStep
 from megacore.train.stopping import StopAgreed, StopRequest

@@ -16,7 +16,7 @@ from megacore.checkpoint import Reader
 from megacore.checkpoint.manifest import MANIFEST
 from megacore.distributed.shard import TensorSlice
 from megacore.errors import CheckpointError
-from megacore.train.restoring import proved
+from megacore.train.checkpointing import proved
 from tests import training
 from tests.checkpoints import save
 from tests.pieces import piece

@@ -28,7 +28,7 @@ from megacore.engine.spike_detector import ENOUGH
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.train.restoring import engine_state
+from megacore.train.checkpointing import engine_state
 from tests.training import VOCAB_SIZE, write_config
 
 CPU = torch.device("cpu")
