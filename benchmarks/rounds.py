@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.peers.process import OWN, difference
 from megacore.distributed.crowd import SPIN_COUNT
 from megacore.distributed.rank_info import free_port, rank_environment
-from megacore.distributed.workers import LineWorker, WorkerFailed, Workers
+from megacore.tools.verify.line_workers import LineWorker, WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 import megacore.cli  # noqa: F401  (first: Ctrl-C counts from here on, and torch takes seconds to import)
 from megacore.checkpoint import Reader, checkpoints_in, locate
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.disk import size_text
 from megacore.cli import Parser, exit_with
 from megacore.config.load import flatten
@@ -18,6 +17,7 @@ from megacore.errors import CheckpointError, ConfigError, shown
 from megacore.model.gpt import DTYPES
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.interchange.import_model import PEERS, import_model
+from megacore.tools.verify.checkpoint_diff import compare
 
 INFO = "python launch/checkpoint.py info runs/gpt_tiny"
 VERIFY = "python launch/checkpoint.py verify runs/gpt_tiny"

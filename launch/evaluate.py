@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_size: int) -> Config:
     """The checkpoint's model and batches, in the layout that the overrides name."""
-    from megacore.data.tokenizer import check_kind
+    from megacore.tools.text.tokenizer import check_kind
 
     batches = ("seq_len", "micro_batch_size", "global_batch_size", "precision")
     data = {key: value for key, value in sections["data"].items() if key in ("valid", "tokenizer", "document_mask", "packing")}
@@ -72,7 +72,7 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
 def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
     """The bytes of text that each token of the model stands for, ``[vocab]``; None if the run names no tokenizer."""
     from megacore.data.indexed import Sidecar
-    from megacore.data.tokenizer import load_tokenizer
+    from megacore.tools.text.tokenizer import load_tokenizer
 
     name, vocab_size = config.data.tokenizer, config.model.vocab_size
     if name is None:

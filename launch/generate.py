@@ -75,7 +75,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> Any:
     """The given tokenizer, or else the run's. Refuses one with which the model cannot have been trained."""
-    from megacore.data.tokenizer import check_kind, load_tokenizer
+    from megacore.tools.text.tokenizer import check_kind, load_tokenizer
 
     name = recorded if given is None else given
     if name is None:
@@ -119,8 +119,8 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.engine.choose import build_stages
     from megacore.model.decoding import Decoder, share_tokens
     from megacore.model.sampling import Sampler
-    from megacore.model.text import TextStream
     from megacore.tools.diagnosis.joining import joined, own_mistakes
+    from megacore.tools.text.stream import TextStream
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))

@@ -122,7 +122,7 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
 
 def beginning(config: Config) -> "Callable[[IndexedTokens, int, int], str]":
     """A function that shows how `length` tokens of a corpus from `start` begin. Raises `UserError` without a tokenizer that fits."""
-    from megacore.data.tokenizer import load_tokenizer
+    from megacore.tools.text.tokenizer import load_tokenizer
 
     name = config.data.tokenizer
     if name is None:

@@ -11,8 +11,8 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from megacore.distributed.workers import LineWorker
 from megacore.tools.verify import worker
+from megacore.tools.verify.line_workers import LineWorker
 from megacore.tools.verify.workers import ProofWorkers
 from tests.pool import CONTEXT, ROOT
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.distributed.rank_info import free_port, rank_environment
-from megacore.distributed.workers import WorkerFailed, Workers
+from megacore.tools.verify.line_workers import WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORLD = 8
@@ -49,7 +49,7 @@ class RankTimeout(TimeoutError):
 
 
 class Forked:
-    """A worker (see `distributed.workers.LineWorker`) that is forked, or spawned, and talks in pickles.
+    """A worker (see `tools.verify.line_workers.LineWorker`) that is forked, or spawned, and talks in pickles.
 
     Plain pickle, not `Connection.send`: torch replaces the latter's treatment of tensors by shared memory, which dies with the worker
     that owns it.

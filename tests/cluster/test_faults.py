@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
 from megacore.tools.relaunch.hosts import read_hostfile
+from megacore.tools.verify.checkpoint_diff import compare
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.cluster.test_launchers import TOLERANCE, losses, slow
 from tests.commands import run_script

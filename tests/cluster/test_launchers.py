@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
+from megacore.tools.verify.checkpoint_diff import compare
 from tests.cluster.hosts import Hosts, missing
 from tests.commands import run_script
 from tests.pool import ROOT

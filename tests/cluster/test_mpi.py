@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
+from megacore.tools.verify.checkpoint_diff import compare
 from megacore.tools.verify.tolerances import BF16_FACTOR, BF16_ULP
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.commands import run_script

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.find import locate
 from megacore.checkpoint.read import Reader
 from megacore.distributed.processes import descendants
+from megacore.tools.verify.checkpoint_diff import compare
 from tests.pool import ROOT
 from tests.training import metrics, write_config, write_corpus
 

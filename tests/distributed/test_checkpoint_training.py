@@ -18,7 +18,6 @@ import pytest
 
 from megacore import checkpoint
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.manifest import sealed
 from megacore.checkpoint.staging import Staging
 from megacore.config import load
@@ -26,6 +25,7 @@ from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.errors import CheckpointError
 from megacore.pipeline.runtime import Microbatch
+from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training

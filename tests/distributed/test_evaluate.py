@@ -18,7 +18,6 @@ from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedTokens
-from megacore.data.tokenizer import load_tokenizer
 from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
@@ -26,6 +25,7 @@ from megacore.model.gpt import whole_model
 from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.interchange.settings import read_gpt2
 from megacore.tools.prepare.prepare import prepare
+from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.train.inputs import Inputs
 from tests import training
 from tests.checkpoints import save

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megacore.checkpoint import Reader
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.manifest import FORMAT_VERSION
 from megacore.config import load
 from megacore.errors import CheckpointError
+from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training

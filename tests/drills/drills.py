@@ -233,7 +233,7 @@ def last_loss(folder: Path) -> float | None:
 def same_weights(one: Path, other: Path) -> bool:
     """Whether the newest checkpoints of two runs hold the same bits in every tensor, moments included."""
     from megacore.checkpoint import Reader, locate
-    from megacore.checkpoint.diff import compare
+    from megacore.tools.verify.checkpoint_diff import compare
 
     first, second = (Reader(locate(folder)) for folder in (one, other))
     return first.step == second.step and not any(compare(first, second))

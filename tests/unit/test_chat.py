@@ -12,11 +12,11 @@ from launch import prepare as script
 from megacore.config import load
 from megacore.data.indexed import IGNORED, MASK, IndexedTokens, IndexedWriter, Sidecar
 from megacore.data.samples import EvalSamples, SampleStream
-from megacore.data.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
+from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, write_config

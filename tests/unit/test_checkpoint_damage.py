@@ -17,9 +17,9 @@ import torch
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, locate
-from megacore.checkpoint.diff import compare
 from megacore.checkpoint.manifest import MANIFEST, sealed
 from megacore.errors import CheckpointError
+from megacore.tools.verify.checkpoint_diff import compare
 from tests.checkpoints import find_latest, save
 from tests.manifests import aged, edit_manifest, edit_text
 from tests.pieces import piece

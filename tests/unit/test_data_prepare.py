@@ -12,11 +12,11 @@ import pytest
 from launch.prepare import parse
 from megacore.config import load
 from megacore.data.indexed import IndexedTokens, Sidecar
-from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import ConfigError, DataError, UserError
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources
 from megacore.tools.prepare.prepare import cross_entropy, prepare
+from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.train.inputs import Inputs
 from tests.training import write_config
 
@@ -347,7 +347,7 @@ def test_unwritable_output(text: Path) -> None:
 
 
 def test_help_names_every_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    """What `--tokenizer` takes is what `data.tokenizer` takes, and one to be trained."""
+    """What `--tokenizer` takes is what `tools.text.tokenizer` takes, and one to be trained."""
     with pytest.raises(SystemExit):
         parse(["-h"])
     said = capsys.readouterr().out

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sentencepiece import SentencePieceTrainer
 
-from megacore.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 from megacore.errors import ConfigError, DataError
+from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 TEXTS = [

@@ -28,8 +28,8 @@ ROOMS = [
     ["megacore.pipeline.runtime"],
     ["megacore.train."],
     # The core ends here, and imports no tool.
-    ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.prepare."],
-    ["megacore.tools.interchange."],
+    ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
+    ["megacore.tools.prepare.", "megacore.tools.interchange."],
     ["megacore.tools.diagnosis."],
     ["megacore.tools.relaunch."],
     ["megacore.tools.verify.", "megacore.tools.preflight.", "megacore.tools.dry_run."],

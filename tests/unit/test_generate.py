@@ -10,7 +10,6 @@ import torch
 from launch.generate import run
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.data.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
@@ -19,7 +18,8 @@ from megacore.model.cache import KeyValueCache
 from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage, whole_model
 from megacore.model.sampling import Sampler
-from megacore.model.text import TextStream
+from megacore.tools.text.stream import TextStream
+from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from tests import training
 
 WINDOW, VOCAB_SIZE = 12, 61

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from launch.generate import run as generate
-from megacore.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.model.text import TextStream
 from megacore.tools.interchange import export_tokenizer as tokenizer
+from megacore.tools.text.stream import TextStream
+from megacore.tools.text.tokenizer import SentencePieceTokenizer, train_sentencepiece
 from tests.conversion import export, random_run, take_in
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from launch import generate, prepare
-from megacore.data import sandbox
 from megacore.data.indexed import IndexedTokens
-from megacore.data.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.errors import UserError
 from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
+from megacore.tools.text import sandbox
+from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer
 
 ANSWER = {"role": "assistant", "content": "b"}
 TALK = {"messages": [{"role": "user", "content": "a"}, ANSWER]}

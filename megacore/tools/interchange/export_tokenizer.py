@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.folder import WHOLE, read_json, refuse_foreign, write_json
+from megacore.tools.text.tokenizer import Tokenizer, load_tokenizer
 
 SENTENCEPIECE = "tokenizer.model"
 FAST = ("tokenizer.json", "tokenizer_config.json")

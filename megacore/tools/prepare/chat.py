@@ -4,7 +4,7 @@ A template that marks answers with ``{% generation %}``, as transformers has it,
 answer is what the text of the conversation up to it gains: from the text before it, which ends with the words that ask for an answer, to
 the text with it, its end-of-turn token included.
 
-Templates run in the sandbox of `data.sandbox`, and there in Jinja's, which lets them reach nothing but what they are given.
+Templates run in the sandbox of `tools.text.sandbox`, and there in Jinja's, which lets them reach nothing but what they are given.
 """
 
 import functools
@@ -23,12 +23,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megacore.data.sandbox import Answer, Failure, call, one_line
-from megacore.data.sandboxed import opened
-from megacore.data.tokenizer import Tokenizer
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_text
 from megacore.tools.prepare.sources import why_not_json
+from megacore.tools.text.sandbox import Answer, Failure, call, one_line
+from megacore.tools.text.sandboxed import opened
+from megacore.tools.text.tokenizer import Tokenizer
 
 ANSWERS = "assistant"
 ROLES = ("system", "developer", "user", ANSWERS, "tool")

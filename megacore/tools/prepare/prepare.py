@@ -22,12 +22,12 @@ import numpy as np
 
 from megacore.data.indexed import MASK, IndexedWriter, Sidecar
 from megacore.data.shuffle import derive_key, permute
-from megacore.data.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 from megacore.errors import ConfigError, DataError
 from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.tools.prepare.chat import encode as encode_chat
 from megacore.tools.prepare.input_files import LeftOut
 from megacore.tools.prepare.sources import Piece, TextBlock, Texts, line_number, read_block
+from megacore.tools.text.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
 SAMPLE_BYTES = 8 << 20  # of text on which a tokenizer is trained

@@ -1,13 +1,13 @@
-"""The ranks of a proof, which run the code of one checkout; see `distributed.workers`."""
+"""The ranks of a proof, which run the code of one checkout; see `tools.verify.line_workers`."""
 
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from megacore.distributed import workers
 from megacore.distributed.rank_info import free_port, rank_environment
 from megacore.errors import ConfigError
+from megacore.tools.verify import line_workers as workers
 from megacore.tools.verify.worker import PROTOCOL
 
 

@@ -1,6 +1,6 @@
 """Tokenizers turn text into token ids and back: bytes, a sentencepiece model (given, or trained here), or a tokenizer.json.
 
-Those of files run in a process of their own (`data.sandboxed`): `load_tokenizer` is the way to all of them.
+Those of files run in a process of their own (`tools.text.sandboxed`): `load_tokenizer` is the way to all of them.
 """
 
 import io
@@ -195,7 +195,7 @@ def byte_characters() -> dict[str, bytes]:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, or the tokenizer of a sentencepiece ``.model`` or of a ``tokenizer.json``. Raises `DataError` if there is none."""
-    from megacore.data.sandboxed import SandboxedTokenizer
+    from megacore.tools.text.sandboxed import SandboxedTokenizer
 
     if name == "bytes":
         return BytesTokenizer()

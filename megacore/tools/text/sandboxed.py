@@ -1,4 +1,4 @@
-"""The tokenizers of files, as other processes use them: each question goes to the sandbox (`data.sandbox`), which has read the file."""
+"""The tokenizers of files, as other processes use them: each question goes to `tools.text.sandbox`, which has read the file."""
 
 import functools
 import itertools
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megacore.data.sandbox import Answer, Failure, call
-from megacore.data.tokenizer import KINDS, Tokenizer, open_tokenizer
 from megacore.errors import DataError
+from megacore.tools.text.sandbox import Answer, Failure, call
+from megacore.tools.text.tokenizer import KINDS, Tokenizer, open_tokenizer
 
 _serials = itertools.count(1)
 

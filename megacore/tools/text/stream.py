@@ -2,7 +2,7 @@
 
 import codecs
 
-from megacore.data.tokenizer import Tokenizer
+from megacore.tools.text.tokenizer import Tokenizer
 
 
 class TextStream:

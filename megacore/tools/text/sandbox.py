@@ -30,7 +30,7 @@ MEMORY, MEMORY_A_BYTE = 2 << 30, 512  # bytes, beyond what the process has
 ANSWER, ANSWER_A_BYTE = 64 << 20, 64  # bytes
 PATIENCE = 20  # times the processor time that a question may take: others may use the processors too
 ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-START = "import sys; sys.path.insert(0, sys.argv[1]); from megacore.data.sandbox import serve; serve(int(sys.argv[2]))"
+START = "import sys; sys.path.insert(0, sys.argv[1]); from megacore.tools.text.sandbox import serve; serve(int(sys.argv[2]))"
 
 Answer = tuple[Any, bytes]
 
