@@ -1,4 +1,4 @@
-"""How long the hang doctor needs for its verdict on many ranks, which are made up here: a real store, a real doctor, no training.
+"""How long the watchdog needs for its verdict on many ranks, which are made up here: a real store, a real watchdog, no training.
 
 python -m benchmarks.judging --ranks 4096
 """
@@ -33,24 +33,24 @@ def hold(port: int) -> None:
     store.wait(["end"], timedelta(days=1))
 
 
-def ledger_of(rank: int, sizes: dict[str, int], behind: int) -> FlightRecorder:
+def record_of(rank: int, sizes: dict[str, int], behind: int) -> FlightRecorder:
     """What a rank has noted in the middle of a run; `behind`: the operations that it has not begun over its tensor group."""
-    ledger = FlightRecorder()
-    ledger.step, ledger.phase = 12, ("backward", 3, 0)
+    recorder = FlightRecorder()
+    recorder.step, recorder.phase = 12, ("backward", 3, 0)
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
     for axes in (tuple(sizes), ("tp",), ("dp",), ("pp",)):
         name, count = "×".join(axes), 100 - (behind if axes == ("tp",) else 0)
-        channel = ledger.channel(ranks_along(axes, rank, sizes))
+        channel = recorder.channel(ranks_along(axes, rank, sizes))
         for _ in range(count):
             channel.begin(name, "all_reduce", x)
     stage = rank // (sizes["dp"] * sizes["tp"])
     for other in (stage - 1, stage + 1):
         if 0 <= other < sizes["pp"]:
             peer = rank + (other - stage) * sizes["dp"] * sizes["tp"]
-            for link in (ledger.link(rank, peer), ledger.link(peer, rank)):
+            for link in (recorder.link(rank, peer), recorder.link(peer, rank)):
                 for _ in range(KEPT):
                     link.begin("pp", "transfer", x)
-    return ledger
+    return recorder
 
 
 def judged(ranks: int, port: int) -> tuple[Diagnosis, float, int]:
@@ -58,18 +58,18 @@ def judged(ranks: int, port: int) -> tuple[Diagnosis, float, int]:
     sizes = {"pp": PIPELINE, "dp": ranks // (TENSOR * PIPELINE), "tp": TENSOR}
     held_up = ranks // 3
     device = torch.device("cpu")
-    doctor = Watchdog(store_of(port, opens=False), RankInfo(0, ranks, 0, ON_HOST), "pp 0, dp 0, tp 0", FlightRecorder(), 3600.0, device)
+    watchdog = Watchdog(store_of(port, opens=False), RankInfo(0, ranks, 0, ON_HOST), "pp 0, dp 0, tp 0", FlightRecorder(), 3600.0, device)
     for rank in range(ranks):
         seat = RankProcess(rank, f"host{rank // ON_HOST}", 1000 + rank, f"rank {rank}")
-        doctor.notices.write(f"seat/{rank}", asdict(seat))
-        doctor.ledger = ledger_of(rank, sizes, behind=int(rank == held_up))
-        snapshot = replace(doctor.snapshot(), rank=rank, idle=4000.0, line="data/samples.py:88 (samples)")
-        doctor.notices.write(f"round/0/{rank}", asdict(snapshot))
-    asked, started = doctor.notices.answers, time.perf_counter()
-    verdict = doctor._judge("round/0")
+        watchdog.notices.write(f"seat/{rank}", asdict(seat))
+        watchdog.recorder = record_of(rank, sizes, behind=int(rank == held_up))
+        snapshot = replace(watchdog.snapshot(), rank=rank, idle=4000.0, line="data/samples.py:88 (samples)")
+        watchdog.notices.write(f"round/0/{rank}", asdict(snapshot))
+    asked, started = watchdog.notices.answers, time.perf_counter()
+    verdict = watchdog._judge("round/0")
     seconds = time.perf_counter() - started
-    doctor.close()
-    return verdict, seconds, doctor.notices.answers - asked
+    watchdog.close()
+    return verdict, seconds, watchdog.notices.answers - asked
 
 
 def main(argv: list[str]) -> int:

@@ -128,10 +128,11 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore import checkpoint
     from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
     from megacore.data.samples import EvalSamples
+    from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
-    from megacore.tools.diagnosis.joining import joined, own_mistakes
+    from megacore.tools.diagnosis.guardians import Guardians
     from megacore.train.evaluation import evaluate
 
     with own_mistakes():
@@ -143,11 +144,11 @@ def run(argv: list[str], place: RankInfo) -> int:
         samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan, config.data.packing)
         sizes = text_sizes(config, samples)
         device = pick_device(config, place)
-    with joined(config, place, device) as (mesh, _):
+    with joined(config, place, device, Guardians(config, place, device)) as mesh:
         stages = build_stages(config, mesh)
         load_weights(reader, stages)
         token_bytes = None if sizes is None else torch.tensor(sizes, device=device)
-        result = evaluate(config, Runtime(stages, None, mesh.pp), mesh, samples, token_bytes)
+        result = evaluate(config, Runtime(stages, None, mesh.pp, mesh.observers), mesh, samples, token_bytes)
     if place.rank == 0:
         report(result, reader, samples, args)
     return 0

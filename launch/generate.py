@@ -115,11 +115,12 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     from megacore import checkpoint
     from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
+    from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.model.decoding import Decoder, share_tokens
     from megacore.model.sampling import Sampler
-    from megacore.tools.diagnosis.joining import joined, own_mistakes
+    from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.text.stream import TextStream
 
     with own_mistakes():
@@ -148,7 +149,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     if len(tokens) > config.max_positions:
         print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
     status = 0
-    with joined(config, place, device) as (mesh, _):
+    with joined(config, place, device, Guardians(config, place, device)) as mesh:
         stages = [stage.eval() for stage in build_stages(config, mesh)]
         load_weights(reader, stages)
         sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, tokenizer.vocab_size)

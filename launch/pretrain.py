@@ -46,10 +46,10 @@ def run(argv: list[str], place: RankInfo) -> int:
 
 def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
+    from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
-    from megacore.tools.diagnosis.joining import joined, own_mistakes
-    from megacore.tools.diagnosis.noting import note_trainer
+    from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.train.inputs import Inputs
     from megacore.train.lock import FolderLock
@@ -65,8 +65,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
-    with joined(config, place, device) as (mesh, ledger):
-        trainer = note_trainer(Trainer(config, mesh, inputs, monitors), ledger)
+    with joined(config, place, device, Guardians(config, place, device)) as mesh:
+        trainer = Trainer(config, mesh, inputs, monitors)
         if on_saved is not None:
             trainer.saving.on_saved = on_saved
         return trainer.run(stop)

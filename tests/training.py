@@ -12,7 +12,7 @@ from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import whole_model
-from megacore.tools.diagnosis.noting import note_mesh, note_trainer
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
@@ -58,8 +58,8 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
-    ledger = note_mesh(mesh)
-    status = note_trainer(Trainer(config, mesh, inputs, monitors_of(config, place, mesh.device)), ledger).run()
+    mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
+    status = Trainer(config, mesh, inputs, monitors_of(config, place, mesh.device)).run()
     mesh.close()
     return status
 

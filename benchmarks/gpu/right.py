@@ -23,13 +23,13 @@ from benchmarks.training import RandomStream, Training, join
 from megacore.checkpoint.staging import Staging
 from megacore.config import Config, load
 from megacore.distributed.communicator import Communicator
+from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.gpu import environment
 from megacore.distributed.mesh import prioritised
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.offload import ActivationOffload
 from megacore.tools.diagnosis.watchdog import prepare_flight_recorder
 from megacore.train.async_metrics import AsyncMetrics
-from megacore.train.determinism import compute_deterministically
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 SMALL = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.seq_len=64", "model.vocab_size=515")

@@ -1,20 +1,23 @@
 """The operations of one group, over its communicator or, for tensors that fit, through shared memory.
 
-Layers and engines call `comm`; only this module calls torch.distributed. To see what is sent, or where a rank waits, watchers
-replace methods of a `Communicator` (`tools/diagnosis/noting.py`, `benchmarks/wire.py`). Without them the code runs as it is here.
+Layers and engines call `collectives`, the runtime and the mesh a `Communicator` too. Only libraries that bring their own collectives
+(FSDP2, DeepSpeed) send anything else in a step. Observers hear of each operation when it begins and when it is waited for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from itertools import count, cycle
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.shared_memory import SharedMemory
 
 # torch 2.13 renamed these two; 2.11 has the old names only.
@@ -108,11 +111,57 @@ class Together:
             work.wait()
 
 
+class Observed:
+    """The handle of an operation whose wait observers hear of."""
+
+    __slots__ = ("observers", "tokens", "work")
+
+    def __init__(self, observers: Observers, tokens: list[tuple[Observer, Any]], work: Work) -> None:
+        self.observers, self.tokens, self.work = observers, tokens, work
+
+    def wait(self) -> None:
+        """Returns when the result can be used."""
+        self.observers.tell_back(Observer.wait_begins, self.tokens)
+        try:
+            self.work.wait()
+        finally:
+            self.observers.tell_back(Observer.wait_ends, self.tokens)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def observed(method: Callable[Concatenate["Communicator", P], R]) -> Callable[Concatenate["Communicator", P], R]:
+    """An operation of a communicator, of which observers hear. If nobody watches, it costs a test more."""
+    name = method.__name__.removeprefix("start_")
+    returns_done = name == method.__name__ not in ("send", "receive")
+
+    @wraps(method)
+    def told(self: "Communicator", *args: P.args, **options: P.kwargs) -> R:
+        observers = self.observers
+        if not observers:
+            return method(self, *args, **options)
+        tensors, peer = tuple(x for x in args if isinstance(x, Tensor)), next((x for x in args if type(x) is int), -1)
+        tokens = observers.tell(Observer.collective_begins, Operation(_called[self.key], name, tensors, peer))
+        if returns_done:
+            observers.tell_back(Observer.collective_begun, tokens)
+            Observed(observers, tokens, SimpleNamespace(wait=partial(method, self, *args, **options))).wait()
+            return cast(R, None)
+        work = method(self, *args, **options)
+        observers.tell_back(Observer.collective_begun, tokens)
+        return cast(R, Observed(observers, tokens, cast(Work, work)))
+
+    return told
+
+
 class Communicator:
     """The operations of a group of several ranks. Tensors are contiguous; those of `start_…` must not be touched before `wait`."""
 
-    def __init__(self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None) -> None:
-        self.process_group, self.size, self.shared = process_group, size, shared
+    def __init__(
+        self, process_group: dist.ProcessGroup, size: int, shared: SharedMemory | None = None, observers: Observers | None = None
+    ) -> None:
+        self.process_group, self.size, self.shared, self.observers = process_group, size, shared, observers
         self.downward = process_group  # for messages to lower ranks, see `Mesh._connect_stages`
         # gloo would do an all-reduce on every rank: that takes 2.0 times as long between 2 ranks, and 2.6 times between 4 (4 MiB).
         self.scatters = dist.get_backend(process_group) != "gloo"
@@ -122,22 +171,26 @@ class Communicator:
         """Whether `x` goes through shared memory."""
         return self.shared is not None and self.shared.carries(x)
 
+    @observed
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """Reduces `x` in place."""
         dist.all_reduce(x, op, group=self.process_group)
 
+    @observed
     def start_all_reduce(self, x: Tensor) -> Work:
         """Begins to sum `x` in place."""
         if self.shared is not None and self.shared.carries(x):
             return self.shared.all_reduce(x)
         return dist.all_reduce(x, group=self.process_group, async_op=True)
 
+    @observed
     def start_all_gather(self, x: Tensor, out: Tensor) -> Work:
         """Begins to gather `[n, …]` of every rank into `out`, ``[size · n, …]``; `x` may lie in it."""
         if self.shared is not None and self.shared.carries(x):
             return self.shared.all_gather(x, out)
         return _all_gather(out, x, group=self.process_group, async_op=True)
 
+    @observed
     def start_reduce_scatter(self, x: Tensor, out: Tensor) -> Work:
         """Begins to sum ``[size · n, …]``; `out` gets this rank's `[n, …]` of the sum, and may lie in `x`.
 
@@ -151,10 +204,12 @@ class Communicator:
         work = dist.all_to_all_single(parts, x, group=self.process_group, async_op=True)
         return Exchanged(work, parts.view(self.size, *out.shape), out)
 
+    @observed
     def start_all_to_all(self, x: Tensor, out: Tensor) -> Work:
         """Begins to send part i of ``[size, …]`` to rank i, and to fill `out` with the parts of all ranks."""
         return dist.all_to_all_single(out, x, group=self.process_group, async_op=True)
 
+    @observed
     def start_shift(self, x: Tensor, out: Tensor, after: int, before: int) -> Work:
         """Begins to send `x` to the world's rank `after`, and to receive `out` from `before`, as one operation of all ranks of a ring.
 
@@ -163,20 +218,24 @@ class Communicator:
         pair = dist.P2POp(dist.isend, x, after, self.process_group), dist.P2POp(dist.irecv, out, before, self.process_group)
         return Together(dist.batch_isend_irecv(list(pair)))
 
+    @observed
     def broadcast(self, x: Tensor, source: int) -> None:
         """Copies `x` of the world's rank `source` into `x` of every rank."""
         dist.broadcast(x, source, group=self.process_group)
 
+    @observed
     def barrier(self, device_ids: list[int] | None) -> None:
         """Waits for every rank."""
         dist.barrier(group=self.process_group, device_ids=device_ids)
 
+    @observed
     def send(self, x: Tensor, peer: int) -> Work:
         """Begins to send `x` to the world's rank `peer`, behind what was sent there before."""
         work = dist.isend(x, peer, group=self.process_group if dist.get_rank() < peer else self.downward)
         assert work is not None
         return work
 
+    @observed
     def receive(self, x: Tensor, peer: int) -> Work:
         """Begins to receive `x` from the world's rank `peer`, behind what was received from there before."""
         work = dist.irecv(x, peer, group=self.process_group if peer < dist.get_rank() else self.downward)

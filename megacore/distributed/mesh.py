@@ -5,7 +5,7 @@ A `Mesh` is built once, after the config is checked, and handed down. A block ta
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,7 @@ from megacore.distributed.communicator import SOLO, Communicator, Group
 from megacore.distributed.cpu import set_up_cpu
 from megacore.distributed.gpu import set_up_environment
 from megacore.distributed.hierarchical_reduce import Levels, by_host
+from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import meet, use_device
 from megacore.distributed.shared_memory import join
@@ -65,15 +66,17 @@ class Mesh(Topology):
         used: Sequence[tuple[str, ...]] = (),
         store: dist.Store | None = None,
         backend: str | None = None,
+        observers: Observers | None = None,
     ) -> None:
         """Joins the ranks; collective. `config` must be checked against the world size.
 
         If you add to `axes`, give the `sizes` that `config.parallel` does not have, and the further products `used`.
         `store`: in which the ranks have met, if they have (`meeting.meet`). `backend`: one that no config can name.
+        `observers`: those who watch this rank, from here on if there are some already.
         """
         p = config.parallel
         self.place, self.device = place, device
-        self.progress: Callable[[str], None] = lambda what: None  # called now and then during long work; watchers replace it
+        self.observers = Observers() if observers is None else observers
         self.timeout = timedelta(seconds=p.timeout_seconds)
         usual = ("nccl" if device.type == "cuda" else "gloo") if p.backend == "auto" else p.backend
         self.backend = backend or usual
@@ -139,7 +142,7 @@ class Mesh(Topology):
         if len(ranks) > 1 and ranks not in self.communicators:
             self.communicators[ranks] = self._communicator(name, ranks)
         process_group = self.communicators[ranks] if len(ranks) > 1 else None
-        wire = None if process_group is None else Communicator(process_group, len(ranks))
+        wire = None if process_group is None else Communicator(process_group, len(ranks), observers=self.observers)
         return Group(name, ranks, ranks.index(self.rank), wire)
 
     def _communicator(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megacore.context_parallel.sharding import Documents
 from megacore.distributed.communicator import Group, Work
+from megacore.distributed.observer import Observer, Observers
 from megacore.engine.protocol import Engine
 from megacore.model.gpt import DTYPES, Stage
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan
@@ -47,8 +48,8 @@ class Runtime:
     but the two tensors of each weight's product, and the second half frees each pair when it is multiplied.
     """
 
-    def __init__(self, stages: Sequence[Stage], engine: Engine | None, pp: Group) -> None:
-        self.stages, self.engine, self.pp = stages, engine, pp
+    def __init__(self, stages: Sequence[Stage], engine: Engine | None, pp: Group, observers: Observers | None = None) -> None:
+        self.stages, self.engine, self.pp, self.observers = stages, engine, pp, observers
         self.modules: Sequence[nn.Module] = stages if engine is None else engine.modules
         train, first = stages[0].config.train, stages[0]
         tokens = first.config.rank_tokens // (first.group.size if first.sequence else 1)
@@ -95,7 +96,12 @@ class Runtime:
         self.stage_of = plan.placement[self.pp.rank]
         for action in plan.actions[self.pp.rank]:
             self._wait_for_message(action)
-            self.methods[action.op](action)
+            if not self.observers:
+                self.methods[action.op](action)
+            else:
+                self.observers.tell(Observer.action_begins, action)
+                self.methods[action.op](action)
+                self.observers.tell(Observer.action_ends, action)
         for under_way in self.sending.values():
             while under_way:
                 under_way.popleft()[0].wait()

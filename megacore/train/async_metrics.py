@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacore.distributed.observer import Observer, Observers
+
 LAG = 2  # steps after which a GPU's figures are read: by then they have long arrived
 
 
@@ -28,7 +30,8 @@ class AsyncMetrics:
     On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never further ahead.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, observers: Observers | None = None) -> None:
+        self.observers = Observers() if observers is None else observers
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self.pinned = [torch.empty(6, dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
@@ -54,5 +57,7 @@ class AsyncMetrics:
         return due
 
     def wait(self, arrived: torch.cuda.Event) -> None:
-        """Waits until the device has sent a step's figures."""
+        """Waits until the device has sent a step's figures. A host that is late does not wait here."""
+        self.observers.tell(Observer.host_wait_begins, "device")
         arrived.synchronize()
+        self.observers.tell(Observer.host_wait_ends, "device")

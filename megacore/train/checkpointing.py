@@ -114,7 +114,7 @@ def choose(inputs: Inputs, mesh: Mesh) -> tuple[Reader, bool] | None:
             return None
         try:
             opened, inputs.opened = inputs.opened, None
-            return proved(Path(whole or weights), ranks, opened, partial(mesh.progress, "checking a checkpoint")), not whole
+            return proved(Path(whole or weights), ranks, opened, partial(mesh.observers.phase, "checking a checkpoint")), not whole
         except CheckpointError as damage:
             if not whole:
                 raise

@@ -15,6 +15,7 @@ from megacore.data.dp_sharding import dealt
 from megacore.data.indexed import IGNORED
 from megacore.data.samples import EvalSamples
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer
 from megacore.distributed.rendezvous import use_device
 from megacore.pipeline.runtime import Microbatch
 from megacore.rng import key_of
@@ -49,7 +50,7 @@ class Loader:
     def step(self, step: int) -> list[Microbatch]:
         """Returns the microbatches of `step` (from 1), and begins to read those of the next step."""
         if self.ahead is not None and self.ahead[0] == step:
-            batch = self.wait(self.ahead[1])
+            batch = self._wait(self.ahead[1])
         else:
             batch = self._read(step)
         self.ahead = step + 1, self.executor.submit(self._read_ahead, step + 1)
@@ -59,9 +60,13 @@ class Loader:
         """Ends the thread that reads ahead."""
         self.executor.shutdown(wait=False, cancel_futures=True)
 
-    def wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
+    def _wait(self, reading: Future[list[Microbatch]]) -> list[Microbatch]:
         """Waits for the microbatches that are read ahead."""
-        return reading.result()
+        observers = self.mesh.observers
+        observers.tell(Observer.host_wait_begins, "data", self.thread)
+        batch = reading.result()
+        observers.tell(Observer.host_wait_ends, "data")
+        return batch
 
     def _read_ahead(self, step: int) -> list[Microbatch]:
         self.thread = threading.get_ident()

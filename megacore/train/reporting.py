@@ -21,35 +21,11 @@ from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, 
 from megacore.train.monitor import Report
 
 
-class Watch:
-    """Answers the trainer's questions about waiting and stragglers. This one knows nothing; `tools/diagnosis/noting.py` replaces it."""
-
-    def waited(self) -> float:
-        """Seconds that this rank waited for others since this was asked last."""
-        return 0.0
-
-    def worked(self) -> float:
-        """Seconds that this rank's GPU took for forwards and backwards since this was asked last; 0 without a GPU."""
-        return 0.0
-
-    def waits(self) -> dict[str, float]:
-        """Seconds that this rank's host waited since this was asked last, by the name of a group, and for data."""
-        return {}
-
-    def device_waits(self) -> dict[str, float]:
-        """Seconds that its GPU stood waiting in the last logged step, by the name of a group."""
-        return {}
-
-    def stragglers(self, own: list[float], devices: list[float], seconds: float) -> dict[int, float]:
-        """The ranks that hold up all others' steps of `seconds`, by their `own` seconds a step and those of their `devices`."""
-        return {}
-
-
 class Reporter:
     """Measures steps, and gathers what all ranks have measured."""
 
-    def __init__(self, config: Config, mesh: Mesh, saving: Saving, watch: Watch) -> None:
-        self.config, self.mesh, self.saving, self.watch = config, mesh, saving, watch
+    def __init__(self, config: Config, mesh: Mesh, saving: Saving) -> None:
+        self.config, self.mesh, self.saving = config, mesh, saving
         self.pairs, self.parts = PairsSeen(), StepParts(config, mesh)
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
 
@@ -70,14 +46,15 @@ class Reporter:
         """The report of a step that the device has done, and the stragglers: by rank, seconds of their own work. Collective."""
         steps = self.timer.steps
         seconds = self.timer.read()
-        own, worked = seconds - self.watch.waited() / steps, self.watch.worked() / steps
-        parts = self.parts.of(worked or own, self.watch.waits(), steps, self.watch.device_waits())
+        waits = self.mesh.observers.waits()
+        own, worked = seconds - waits.for_ranks / steps, waits.device_worked / steps
+        parts = self.parts.of(worked or own, waits.by_group, steps, waits.device_by_group)
         memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
         of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts])
         seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
-        stragglers = self.watch.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
+        stragglers = self.mesh.observers.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         figures: dict[str, Any] = {
             "step": step,
             "loss": metrics.loss,

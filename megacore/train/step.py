@@ -44,7 +44,7 @@ class TrainStep:
         self.config, self.mesh = config, mesh
         self.stages = build_stages(config, mesh)
         self.engine = build_engine(config, self.stages, mesh)
-        self.runtime = Runtime(self.stages, self.engine, mesh.pp)
+        self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.observers)
         self.plan = plan_of(config)
         self.masks_targets = masks_targets(config)
         self.drift = Drift(self.stages, mesh)
@@ -63,7 +63,7 @@ class TrainStep:
         config, mesh = self.config, self.mesh
         weights = {key.removeprefix(WEIGHTS): piece for key, piece in held.items() if key.startswith(WEIGHTS)}
         shards = {name: shard_of(parameter) for stage in self.stages for name, parameter in stage.named_parameters()}
-        threads, note = own_cores(mesh.place.local_world_size), partial(mesh.progress, "drawing weights")
+        threads, note = own_cores(mesh.place.local_world_size), partial(mesh.observers.phase, "drawing weights")
         initialise(weights, shards, config.train.seed, DTYPES[config.train.precision], threads, note)
 
     def __call__(
@@ -97,6 +97,7 @@ class TrainStep:
     def sum_over_ranks(self, number: int, share: Tensor, votes: Sequence[float]) -> tuple[Tensor, list[Tensor], Tensor]:
         """The global batch's mean loss; how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no);
         and the tensor ranks that have drifted apart. One collective brings them all, and nobody waits for it."""
+        self.mesh.observers.phase("loss")
         flags = [torch.full_like(share, vote) for vote in votes]
         loss, *rest = all_reduce(torch.stack([share, *flags, *self.drift.sums(number)]), self.mesh.world)
         return loss, rest[: len(flags)], self.drift.seen(rest[len(flags) :])
@@ -104,7 +105,9 @@ class TrainStep:
     def update(self, number: int, loss: Tensor, votes: list[Tensor], drifted: Tensor) -> StepResult:
         """Clips the gradients and updates the parameters, at the rate of step `number`. `votes` and `drifted` are handed on."""
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
+        self.mesh.observers.phase("optimizer step")
         statistics = self.engine.step(lr, loss)
+        self.mesh.observers.phase("between steps")
         return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, drifted)
 
     def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:

@@ -17,6 +17,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer
 from megacore.distributed.shard import logical_name
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.pipeline.runtime import Microbatch
@@ -31,7 +32,7 @@ from megacore.train.loader import Loader
 from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.monitor import Monitor
-from megacore.train.reporting import Reporter, Watch, opening
+from megacore.train.reporting import Reporter, opening
 from megacore.train.skip_policy import Skips, TooManySkips
 from megacore.train.step import TrainStep
 from megacore.train.stopping import StopAgreed, StopRequest
@@ -65,11 +66,10 @@ class Trainer:
         self.step = self.started = self.resume()
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
-        self.watch = Watch()
-        self.async_metrics = AsyncMetrics(mesh.device)
+        self.async_metrics = AsyncMetrics(mesh.device, mesh.observers)
         self.logs = Logs(config, self.is_writer, self.step + 1, monitors)
         self.saving = Saving(config, mesh, self.engine, self.logs)
-        self.reporter = Reporter(config, mesh, self.saving, self.watch)
+        self.reporter = Reporter(config, mesh, self.saving)
 
     def loop(self, garbage: Garbage) -> None:
         """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""
@@ -124,7 +124,9 @@ class Trainer:
         return self.step == self.config.train.steps
 
     def next_batch(self) -> list[Microbatch]:
-        """This rank's microbatches of the current step."""
+        """This rank's microbatches of the current step, which begins."""
+        self.mesh.observers.tell(Observer.step_begins, self.step, self.due(self.config.log.every))
+        self.mesh.observers.phase("data")
         return self.loader.step(self.step + self.ahead)
 
     def votes(self) -> tuple[float, float]:
@@ -205,7 +207,8 @@ class Trainer:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
         if self.inputs.validation is None:
             return None
-        found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.check_stop)
+        with self.mesh.observers.aside("validation"):
+            found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.check_stop)
         if not found.targets:
             self.logs.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
             return None
@@ -245,7 +248,8 @@ class Trainer:
         if self.apart:
             raise CheckpointError(resolved(self.config.log.dir), f"nothing was saved: {self.apart}", SHARED)
         samples = (self.step + self.ahead) * self.config.train.global_batch_size
-        self.saving.save(self.step, {"samples": samples, "rollbacks": self.skips.rollbacks})
+        with self.mesh.observers.aside("saving"):
+            self.saving.save(self.step, {"samples": samples, "rollbacks": self.skips.rollbacks})
 
     def resume(self) -> int:
         """Restores what `checkpoint.resume` names, or else the weights of `checkpoint.weights`, or draws some; returns the step to go
@@ -261,7 +265,7 @@ class Trainer:
         tensors = self.engine.tensors()
         for key, (tensor, box) in tensors.items():
             if not weights_alone or key.startswith(WEIGHTS):
-                self.mesh.progress("reading a checkpoint")
+                self.mesh.observers.phase("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # This also rounds the weights just read into the parameters that compute.
         self.engine.load_state(self.engine.state() if weights_alone else engine_state(reader), tensors)

@@ -16,6 +16,7 @@ from megacore.checkpoint.find import locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
@@ -47,7 +48,12 @@ def build(config_path: str, overrides: list[str]) -> Built:
     config = load(config_path, overrides, place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
     notes: Counter[str] = Counter()
-    mesh.progress = lambda what: notes.update([what])
+
+    class Notes(Observer):
+        def phase_begins(self, phase: str) -> None:
+            notes.update([phase])
+
+    mesh.observers.append(Notes())
     with Allocated() as before:
         build_stages(config, mesh)
     with mock.patch("megacore.train.step.own_cores", lambda ranks: 1), Allocated() as allocated:

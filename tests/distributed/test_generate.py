@@ -16,7 +16,7 @@ from megacore.model.decoding import Decoder
 from megacore.model.gpt import Stage
 from megacore.model.sampling import Sampler
 from megacore.pipeline.partition import stage_layers
-from megacore.tools.diagnosis.noting import note_mesh
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
 from tests import training
 
@@ -114,11 +114,12 @@ def transfers_seen() -> dict[str, int]:
     raw = {"model": SIZES, "train": {"seq_len": 24}, "parallel": {"pipeline": 3}}
     config = resolve(raw, [], "test", place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
-    ledger = note_mesh(mesh)
+    recorder = FlightRecorder()
+    mesh.observers.append(recorder)
     stage = Stage(config, stage_layers(config)[place.rank], mesh, mesh.device)
     assert len(list(Decoder([stage.eval()], mesh).generate([1, 2, 3], 4, Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])))) == 4
     mesh.close()
-    return {key: channel.begun for key, channel in ledger.channels.items() if ">" in key}
+    return {key: channel.begun for key, channel in recorder.channels.items() if ">" in key}
 
 
 def test_what_generation_sends_is_watched(pool: Any) -> None:

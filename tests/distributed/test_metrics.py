@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -12,12 +12,10 @@ import pytest
 from megacore.checkpoint import Saver
 from megacore.config import load
 from megacore.data.documents import of_inputs
-from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
 from megacore.model.flops import flops_per_token
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
-from megacore.tools.diagnosis.noting import note_mesh
 from megacore.train import meters
 from megacore.train.inputs import Inputs
 from tests import training
@@ -30,16 +28,11 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     """A run in which a step takes as long as `STEP` says, and nothing else any time; rank r's memory peaks at r + 1 KiB."""
     rank, now = place_from_environment().rank, [0.0]
     run, start = Runtime.run, Saver.start
-    ledgers: list[FlightRecorder] = []
-
-    def noting(mesh: Mesh) -> FlightRecorder:
-        ledgers.append(note_mesh(mesh))
-        return ledgers[0]
-
     def running(self: Runtime, *args: Any) -> Any:
         training_now = self.stages[0].training
         now[0] += STEP if training_now else ASIDE
-        ledgers[0].waited += WAITED[rank] if training_now else 0.0
+        (recorder,) = cast(list[FlightRecorder], self.observers)
+        recorder.waited += WAITED[rank] if training_now else 0.0
         return run(self, *args)
 
     def saving(self: Saver, *args: Any) -> None:
@@ -48,7 +41,6 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
 
     patches = (
         mock.patch.object(time, "perf_counter", lambda: now[0]),
-        mock.patch.object(training, "note_mesh", noting),
         mock.patch.object(Runtime, "run", running),
         mock.patch.object(Saver, "start", saving),
         mock.patch("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=rank + 1)),

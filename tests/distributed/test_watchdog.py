@@ -1,4 +1,4 @@
-"""The hang doctor on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
+"""The watchdog on real ranks: they hang for some seconds, and what it would have ended them with is what the test reads."""
 
 import ctypes
 import json
@@ -21,17 +21,17 @@ from benchmarks import judging
 from megacore.config import load
 from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO
+from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo, free_port, place_from_environment
 from megacore.distributed.rendezvous import check_name, meet
-from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import Action, Op
-from megacore.tools.diagnosis import watchdog as doctor_module
+from megacore.tools.diagnosis import watchdog
 from megacore.tools.diagnosis.device_work import DeviceWork
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, FlightRecorder, channel_of, line_of, ranks_of
+from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis
-from megacore.tools.diagnosis.joining import joined
-from megacore.tools.diagnosis.noting import note_loader, note_mesh, note_runtime
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.train.loader import Loader
 from tests import training
@@ -47,40 +47,41 @@ def hanging_rank(config_path: str, fault: str, folder: str) -> dict[str, Any] | 
     mesh = Mesh(config, place, pick_device(config, place))
     verdicts: list[Diagnosis] = []
 
-    def end(self: doctor_module.Watchdog, verdict: Diagnosis) -> None:
+    def end(self: watchdog.Watchdog, verdict: Diagnosis) -> None:
         verdicts.append(verdict)
         self.closed.set()
 
-    doctor_module.Watchdog._end = end  # type: ignore[method-assign]
-    doctor_module.START_UP = 1.0
+    watchdog.Watchdog._end = end  # type: ignore[method-assign]
+    watchdog.START_UP = 1.0
     dying = Path(folder) / "dying"
 
     def state_of(pid: int) -> str:
         return "Z" if dying.exists() and str(pid) == dying.read_text() and time.time() - dying.stat().st_mtime > 2 * WATCH else "S"
 
-    doctor_module.process_state = state_of  # type: ignore[assignment]
-    ledger = note_mesh(mesh)
+    watchdog.process_state = state_of  # type: ignore[assignment]
+    recorder = FlightRecorder()
+    mesh.observers.append(recorder)
     assert mesh.store is not None
-    doctor = doctor_module.Watchdog(mesh.store, place, mesh.coordinates_text, ledger, WATCH, mesh.device)
+    dog = watchdog.Watchdog(mesh.store, place, mesh.coordinates_text, recorder, WATCH, mesh.device)
     last = place.rank == place.world_size - 1
     x = torch.ones(3)
     for step in range(1, 4):
-        ledger.step = step
-        ledger.mark("forward", 0)
+        recorder.step = step
+        recorder.mark("forward", 0)
         if last and step == 2:
             if fault == "hang":
                 time.sleep(3 * WATCH)
             elif fault == "dying":  # a killed process is not dead at once: it has memory to give back
                 dying.write_text(str(os.getpid()))
-                doctor.closed.set()
+                dog.closed.set()
                 time.sleep(4 * WATCH)
             elif fault == "slow":
                 for _ in range(8):  # longer than the watch, but always on the way
                     time.sleep(WATCH / 4)
-                    ledger.mark("forward", 1)
+                    recorder.mark("forward", 1)
         comm.all_reduce(x, mesh.tp)
         comm.all_reduce(x, mesh.world)
-    doctor.close()
+    dog.close()
     mesh.close()
     return asdict(verdicts[0]) if verdicts else None
 
@@ -119,15 +120,15 @@ def rank_that_cannot_be_dumped(config_path: str, folder: str, holds_interpreter:
             ctypes.PyDLL(None).sleep(600)
         raise RuntimeError("no recorder")
 
-    doctor_module.dump_flight_recorder = dump  # type: ignore[assignment]
-    doctor_module.START_UP, doctor_module.LAST_SECONDS = 1.0, 1.0
-    doctor = doctor_module.Watchdog(mesh.store, place, "", FlightRecorder(), WATCH, mesh.device, Path(folder))
-    doctor.thread.join(60)
+    watchdog.dump_flight_recorder = dump  # type: ignore[assignment]
+    watchdog.START_UP, watchdog.LAST_SECONDS = 1.0, 1.0
+    dog = watchdog.Watchdog(mesh.store, place, "", FlightRecorder(), WATCH, mesh.device, Path(folder))
+    dog.thread.join(60)
 
 
 @pytest.mark.parametrize("holds_interpreter", [False, True])
-def test_a_rank_ends_though_its_doctor_fails(tmp_path: Path, holds_interpreter: bool) -> None:
-    """The doctor's thread would die of it, and the rank hang for as long as its collectives may take."""
+def test_a_rank_ends_though_its_watchdog_fails(tmp_path: Path, holds_interpreter: bool) -> None:
+    """The watchdog's thread would die of it, and the rank hang for as long as its collectives may take."""
     workers = Pool()
     try:
         with pytest.raises(RankError, match="exit code 1"):
@@ -142,7 +143,7 @@ def joining_rank(config_path: str, folder: str) -> None:
     config = load(config_path, ["parallel.hang_seconds=0.5", "train.global_batch_size=12"], place.world_size).config
     found = Path(folder) / "verdict"
 
-    def end(self: doctor_module.Watchdog, verdict: Diagnosis) -> None:
+    def end(self: watchdog.Watchdog, verdict: Diagnosis) -> None:
         found.with_name(f"verdict_{self.rank}").write_text(json.dumps(asdict(verdict)))
         wait_for_verdicts()  # the first rank to end is the end of all
         os._exit(1)
@@ -151,11 +152,12 @@ def joining_rank(config_path: str, folder: str) -> None:
         while not all(found.with_name(f"verdict_{rank}").exists() for rank in range(place.world_size - 1)):
             time.sleep(0.05)
 
-    doctor_module.Watchdog._end = end  # type: ignore[method-assign]
+    watchdog.Watchdog._end = end  # type: ignore[method-assign]
     if place.rank == place.world_size - 1:
         wait_for_verdicts()
         os._exit(1)
-    with joined(config, place, torch.device("cpu")):
+    cpu = torch.device("cpu")
+    with joined(config, place, cpu, Guardians(config, place, cpu)):
         pass
 
 
@@ -185,7 +187,7 @@ def test_a_name_that_no_host_has_is_said() -> None:
 
 
 class Looked:
-    """An event of a device that passes one more of them every so many looks of the doctor."""
+    """An event of a device that passes one more of them every so many looks of the dog."""
 
     looks, looks_each, made = 0, 4, 0
 
@@ -213,10 +215,10 @@ def test_ranks_of_a_machine_need_not_follow_each_other() -> None:
     """`mpirun --map-by node` deals them out by turns: a rank that was killed would be looked for elsewhere, and not be found dead."""
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
     places = [RankInfo(rank, 4, local_rank, 2) for local_rank, rank in enumerate((1, 3))]
-    doctors = [doctor_module.Watchdog(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places]
-    assert [sorted(doctor._processes()) for doctor in doctors] == [["1", "3"]] * 2
-    for doctor in doctors:
-        doctor.close()
+    dogs = [watchdog.Watchdog(store, place, "", FlightRecorder(), 1200.0, torch.device("cpu")) for place in places]
+    assert [sorted(dog._processes()) for dog in dogs] == [["1", "3"]] * 2
+    for dog in dogs:
+        dog.close()
 
 
 def test_a_step_that_its_device_is_at_is_no_hang() -> None:
@@ -224,19 +226,19 @@ def test_a_step_that_its_device_is_at_is_no_hang() -> None:
     device = DeviceWork(Looked)
     for number in range(10):
         device.end(f"forward of microbatch {number} (step 7)", device.begin())
-    ledger = FlightRecorder(device)
-    ledger.step, ledger.phase = 7, (FOR_DEVICE, -1, -1)
+    recorder = FlightRecorder(device)
+    recorder.step, recorder.phase = 7, (FOR_DEVICE, -1, -1)
     store = dist.TCPStore("127.0.0.1", free_port(), 1, True, timedelta(seconds=60), wait_for_workers=False)
-    doctor = doctor_module.Watchdog(store, RankInfo(), "", ledger, 1200.0, torch.device("cpu"))
-    doctor.close()
-    doctor.first_step, doctor.seconds, doctor.tick = 1, 12.0, 1.0  # 12 looks; a microbatch takes 8
+    dog = watchdog.Watchdog(store, RankInfo(), "", recorder, 1200.0, torch.device("cpu"))
+    dog.close()
+    dog.first_step, dog.seconds, dog.tick = 1, 12.0, 1.0  # 12 looks; a microbatch takes 8
     for Looked.looks in range(80):
-        assert not doctor._stands_still(), f"after {Looked.looks} looks"
+        assert not dog._stands_still(), f"after {Looked.looks} looks"
         assert device.done == Looked.looks // 8
     for Looked.looks in range(80, 93):
-        idle = doctor._stands_still()
+        idle = dog._stands_still()
     assert idle, "a device that has done all it was given, or hangs, is waited for no longer than a host"
-    done, standing = doctor.snapshot().device or (0, "?")
+    done, standing = dog.snapshot().device or (0, "?")
     assert (done, standing) == (10, "")
 
 
@@ -253,12 +255,11 @@ def test_a_device_that_fails_when_asked_is_quoted() -> None:
 
 def test_what_the_runtime_does_is_noted_on_the_device() -> None:
     """With nothing recorded a device has no progress to show. Reductions wait for others, and are no rank's own work."""
-    device, done = DeviceWork(Looked), []
-    runtime = SimpleNamespace(methods=dict.fromkeys((Op.FORWARD, Op.BACKWARD, Op.REDUCE_GRADIENTS), done.append))
-    note_runtime(cast(Runtime, runtime), FlightRecorder(device))
-    for op, method in runtime.methods.items():
-        method(Action(op, 3))
-    assert len(done) == 3
+    device = DeviceWork(Looked)
+    recorder = FlightRecorder(device)
+    for op in (Op.FORWARD, Op.SEND_ACTIVATION, Op.BACKWARD, Op.REDUCE_GRADIENTS):
+        recorder.action_begins(Action(op, 3))
+        recorder.action_ends(Action(op, 3))
     assert [name for name, *_ in device.pending] == ["forward of microbatch 3 (step 0)", "backward of microbatch 3 (step 0)"]
 
 
@@ -282,12 +283,9 @@ def test_a_device_times_what_is_asked_for() -> None:
     device.timed = True
     device.end("backward", device.begin())
     assert device.done == 3 and device.take_seconds() == 2.0 and device.take_seconds() == 0.0
-    waited: list[str] = []
-    device.wait("tp", lambda: waited.append("not timed"))
-    device.samples = True
-    for name in ("tp", "dp", "tp"):
-        device.wait(name, lambda: waited.append("timed"))
-    assert waited == ["not timed"] + ["timed"] * 3
+    for device.samples, name in ((False, "tp"), (True, "tp"), (True, "dp"), (True, "tp")):
+        device.wait_begins()
+        device.wait_ends(name)
     assert device.take_waits() == {"tp": 2.0, "dp": 1.0} and device.take_waits() == {}
 
 
@@ -316,7 +314,8 @@ def test_halves_without_a_missing_rank_are_asked_once() -> None:
 def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
     """The main thread only waits for it, in a line that says nothing of the file system or the data source at fault."""
     config = load(training.write_config(tmp_path, "nothing"), [], 1).config
-    mesh, ledger = SimpleNamespace(sample_group=SOLO, cp=SOLO, device=torch.device("cpu")), FlightRecorder()
+    recorder = FlightRecorder()
+    mesh = SimpleNamespace(sample_group=SOLO, cp=SOLO, device=torch.device("cpu"), observers=Observers([recorder]))
     gone = threading.Event()
 
     class Remote:
@@ -329,18 +328,17 @@ def test_a_hung_reader_is_named_by_its_own_line(tmp_path: Path) -> None:
             pass
 
     loader = Loader(config, cast(Mesh, mesh), Remote())
-    note_loader(loader, ledger)
     loader.step(1)
     main = threading.Thread(target=loader.step, args=(2,))
     main.start()
     deadline = time.monotonic() + 10
-    while ledger.worker is None and time.monotonic() < deadline:
+    while recorder.worker is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    where = line_of(ledger.worker or 0)
+    where = line_of(recorder.worker or 0)
     gone.set()
     main.join()
     assert "test_watchdog.py" in where and where.endswith("(samples)")
-    assert ledger.worker is None
+    assert recorder.worker is None
 
 
 @pytest.mark.parametrize(

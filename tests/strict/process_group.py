@@ -26,7 +26,7 @@ BETWEEN = (
     "strict/process_group.py",
     "distributed/communicator.py",
     "distributed/collectives.py",
-    "tools/diagnosis/noting.py",
+    "distributed/observer.py",
 )  # from a call to here
 
 

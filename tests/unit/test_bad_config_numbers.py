@@ -51,7 +51,7 @@ def test_a_number_at_its_extremes(
     """A script that hangs, takes all memory or ends in a traceback, or a run that computes with infinities from its first step on."""
     monkeypatch.setattr(Trainer, "save", lambda trainer: None)
     monkeypatch.setattr(Trainer, "must_end", property(lambda trainer: trainer.step > 0))
-    monkeypatch.setattr("megacore.tools.diagnosis.joining.fail", lambda error, *rest: None)  # which would end this process
+    monkeypatch.setattr("megacore.tools.diagnosis.guardians.fail", lambda error, *rest: None)  # which would end this process
     monkeypatch.setattr(StopRequest, "__enter__", lambda request: request)
     monkeypatch.setattr(StopRequest, "__exit__", lambda request, *_: None)
     name, ran = beside.get(""), False

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.distributed.determinism import compute_deterministically
+from megacore.distributed.init import joined
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.model.gpt import whole_model
 from megacore.model.norm import Norm
-from megacore.tools.diagnosis.joining import joined
-from megacore.train.determinism import compute_deterministically
 
 MODELS = {
     "gpt2": ["model.dropout=0.1"],

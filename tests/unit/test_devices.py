@@ -20,6 +20,7 @@ from megacore.distributed import mesh as mesh_module
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import SOLO, Communicator
 from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError
@@ -126,7 +127,7 @@ def test_the_thread_that_reads_ahead_uses_the_ranks_gpu(
     monkeypatch.setattr(loader_module, "microbatch_on", lambda *batch: batch)
     whole = config.train.seq_len + 1
     stream = SimpleNamespace(samples=lambda indices: np.zeros((len(indices), whole), dtype=np.int64), learned=lambda indices: None)
-    loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device), stream)  # type: ignore[arg-type]
+    loader = Loader(config, SimpleNamespace(sample_group=SOLO, device=device, observers=Observers()), stream)  # type: ignore[arg-type]
     loader.step(1)
     loader.step(2)
     loader.close()

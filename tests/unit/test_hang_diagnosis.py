@@ -1,13 +1,15 @@
-"""What the hang doctor says: of every kind of hang, from ledgers made up here, it must name the cause and the rank."""
+"""What the hang doctor says: of every kind of hang, from records made up here, it must name the cause and the rank."""
 
 import json
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megacore.distributed.observer import Observers, Operation, Waits
 from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, KEPT, FlightRecorder, line_of
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot, judge, operation_text
 
@@ -177,37 +179,53 @@ def test_every_cause_is_named(case: str) -> None:
     assert found.text.startswith(expected.text), found.text
 
 
-def test_a_ledger_counts_what_its_rank_begins_and_where_it_waits() -> None:
-    ledger = FlightRecorder()
-    channel = ledger.channel((0, 1))
-    assert ledger.channel((0, 1)) is channel and ledger.link(0, 1) is not channel, "one channel a communicator, and one a link"
-    x = torch.zeros(3, 2)
+def over(name: str, operation: str, x: torch.Tensor, key: str = "") -> Operation:
+    """An operation of ranks 0 and 1."""
+    group: Any = SimpleNamespace(name=name, ranks=(0, 1), rank=0, key=key or name)
+    return Operation(group, operation, (x,), 1)
+
+
+def test_a_recorder_counts_what_its_rank_begins_and_where_it_waits() -> None:
+    recorder, x = FlightRecorder(), torch.zeros(3, 2)
     for _ in range(KEPT + 1):
-        with channel.during("tp", "all_reduce", x):
-            assert ledger.waiting is channel and channel.wanted == channel.begun
-    assert ledger.waiting is None and channel.begun == KEPT + 1
+        token = recorder.collective_begins(over("tp", "all_reduce", x))
+        recorder.wait_begins(token)
+        channel = recorder.channel((0, 1))
+        assert recorder.waiting is channel and channel.wanted == channel.begun
+        recorder.wait_ends(token)
+    assert recorder.channel((0, 1)) is channel and recorder.link(0, 1) is not channel, "one channel a communicator, and one a link"
+    assert recorder.waiting is None and channel.begun == KEPT + 1
     assert [note[0] for note in channel.recent] == list(range(2, KEPT + 2))
     assert channel.recent[-1] == (KEPT + 1, "tp", "all_reduce", x.shape, torch.float32)
-    number = channel.begin("tp", "all_gather", x)
-    channel.begin("tp", "all_gather", x)
-    events = ledger.events
-    with channel.waiting_for(number):
-        assert channel.wanted == number, "it waits for the first of two that are under way"
-    assert ledger.events > events, "a rank that waits and goes on is no rank that stands still"
+    first, _ = (recorder.collective_begins(over("tp", "all_gather", x)) for _ in range(2))
+    events = recorder.events
+    recorder.wait_begins(first)
+    assert channel.wanted == channel.begun - 1, "it waits for the first of two that are under way"
+    recorder.wait_ends(first)
+    assert recorder.events > events, "a rank that waits and goes on is no rank that stands still"
+    recorder.collective_begins(over("pp", "send", x))
+    recorder.collective_begins(over("pp", "receive", x))
+    assert {key: own.begun for key, own in recorder.channels.items()} == {"0-1": KEPT + 3, "0>1": 1, "1>0": 1}
 
 
-def test_a_ledger_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_says_which_group_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups with equal ranks share a channel: their waits would be one group's, or an earlier operation's."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    ledger, x = FlightRecorder(), torch.zeros(3)
-    channel = ledger.channel((0, 1))
-    number = channel.begin("dp", "all_reduce", x)
-    with channel.during("world", "all_reduce", x):
-        now[0] += 1.0
-    with channel.waiting_for(number, "dp"):
-        now[0] += 2.0
-    assert ledger.take_spent() == {"world": 1.0, "dp": 2.0} and ledger.take_spent() == {} and ledger.waited == 3.0
+    recorder, x = FlightRecorder(), torch.zeros(3)
+    earlier, later = (recorder.collective_begins(over(name, "all_reduce", x)) for name in ("dp", "world"))
+    for token, seconds in ((later, 1.0), (earlier, 2.0)):
+        recorder.wait_begins(token)
+        now[0] += seconds
+        recorder.wait_ends(token)
+    with Observers([recorder]).aside("validation"):
+        recorder.wait_begins(earlier)
+        now[0] += 4.0
+        recorder.wait_ends(earlier)
+    recorder.host_wait_begins("data", 1)
+    now[0] += 8.0
+    recorder.host_wait_ends("data")
+    assert recorder.waits() == Waits(3.0, {"world": 1.0, "dp": 2.0, "data": 8.0}) and recorder.waits() == Waits()
 
 
 def test_a_line_is_that_of_our_code() -> None:

@@ -38,6 +38,7 @@ class DeviceWork:
         self.timed = True  # what comes next
         self.samples = False  # whether waits are timed: of some steps only, because a step has thousands
         self.waits: deque[tuple[str, DeviceEvent, DeviceEvent]] = deque(maxlen=KEPT)  # name of a group, marks before and behind a wait
+        self.wait_began: DeviceEvent | None = None
         self.fault = ""  # what the device said when it was asked
 
     def begin(self) -> DeviceEvent:
@@ -73,16 +74,16 @@ class DeviceWork:
             seconds, self.milliseconds = self.milliseconds / 1000, 0.0
         return seconds
 
-    def wait(self, name: str, wait: Callable[[], object]) -> None:
-        """Calls `wait`, which makes the device wait for an operation over the group `name`; if waits are timed, also times the device."""
-        if not self.samples:
-            wait()
-            return
-        began = self.begin()
-        wait()
-        ended = self.event()
-        ended.record()
-        self.waits.append((name, began, ended))
+    def wait_begins(self) -> None:
+        """The device is about to wait for an operation."""
+        self.wait_began = self.begin() if self.samples else None
+
+    def wait_ends(self, name: str) -> None:
+        """It waits for no more than that, an operation over the group `name`."""
+        if self.wait_began is not None:
+            ended = self.event()
+            ended.record()
+            self.waits.append((name, self.wait_began, ended))
 
     def take_waits(self) -> dict[str, float]:
         """Seconds of the waits timed since this was asked last, by the name of a group. The device must have passed them."""

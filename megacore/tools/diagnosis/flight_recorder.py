@@ -12,13 +12,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from megacore.tools.diagnosis.device_work import DeviceWork
+from megacore.distributed.observer import Observer, Operation, Waits
+from megacore.pipeline.schedule import REDUCTIONS, TRANSFERS, Action
+from megacore.tools.diagnosis.device_work import DeviceEvent, DeviceWork
+from megacore.tools.diagnosis.stragglers import Stragglers
 
+EMPTY = torch.empty(0)  # stands for what an operation without tensors is about
 KEPT = 8  # the last operations that a channel remembers: ranks disagree on one of them
 Note = tuple[int, str, str, torch.Size, torch.dtype]  # number, name of the group, operation, shape, dtype
 
@@ -30,62 +33,124 @@ class Channel:
     """The operations that a rank has begun over one communicator, or over one link between two ranks.
 
     All members begin the same operations in the same order, so equal numbers mean one operation. If the operations differ, the ranks
-    disagree. `during` and `waiting_for` return it as a context that notes that the rank waits.
+    disagree.
     """
 
-    __slots__ = ("begun", "ledger", "name", "recent", "since", "wanted")
+    __slots__ = ("begun", "recent", "wanted")
 
-    def __init__(self, ledger: "FlightRecorder") -> None:
-        self.ledger = ledger
-        self.begun = self.wanted = 0
-        self.name = ""  # of the group for whose operation it waits: groups with equal ranks share a channel
-        self.since = 0.0
+    def __init__(self) -> None:
+        self.begun = self.wanted = 0  # `wanted`: the number of the operation that the rank waits for, or has waited for last
         self.recent: deque[Note] = deque(maxlen=KEPT)
 
     def begin(self, name: str, operation: str, x: Tensor) -> int:
         """Notes that this rank begins its part of the channel's next operation, on `x`; returns its number."""
         self.begun += 1
         self.recent.append((self.begun, name, operation, x.shape, x.dtype))
-        self.ledger.events += 1
         return self.begun
 
-    def during(self, name: str, operation: str, x: Tensor) -> "Channel":
-        """A context around an operation that this rank begins and waits for."""
-        self.wanted, self.name = self.begin(name, operation, x), name
-        return self
 
-    def waiting_for(self, number: int, name: str = "") -> "Channel":
-        """A context around waiting for the operation `number` of the group `name`."""
-        self.wanted, self.name = number, name
-        return self
-
-    def __enter__(self) -> None:
-        self.since = time.perf_counter()
-        self.ledger.waiting = self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        ledger = self.ledger
-        seconds = time.perf_counter() - self.since
-        ledger.waited += seconds
-        ledger.spent[self.name] = ledger.spent.get(self.name, 0.0) + seconds
-        ledger.waiting = None
-        ledger.events += 1
-
-
-class FlightRecorder:
+class FlightRecorder(Observer):
     """One rank's channels, and its work between their operations."""
 
-    def __init__(self, device: DeviceWork | None = None) -> None:
-        """`device`: the work of a GPU; None where the CPU computes."""
-        self.device = device
+    def __init__(self, device: DeviceWork | None = None, stages: int = 1) -> None:
+        """`device`: the work of a GPU; None where the CPU computes. `stages`: how many ranks the pipeline has."""
+        self.device, self.outliers = device, Stragglers(stages)
         self.events = 0  # number of notes: while it does not grow, the rank stands still
         self.step = 0
         self.phase: tuple[str, int, int] = ("starting", -1, -1)  # with microbatch and chunk, where it has them
         self.waiting: Channel | None = None
+        self.since = 0.0  # when the wait began
         self.worker: int | None = None  # the thread of this process that the main thread waits for
         self.waited = 0.0  # seconds spent waiting for other ranks
         self.spent: dict[str, float] = {}  # seconds that the host waited, by the name of a group, and for DATA
         self.channels: dict[str, Channel] = {}
+        self.by_group: dict[str, Channel] = {}  # the same channels, by the keys of groups
+        self.before_aside: tuple[float, dict[str, float]] = (0.0, {})
+        self.before_wait = self.phase
+        self.action_began: DeviceEvent | None = None
+
+    def step_begins(self, step: int, logged: bool) -> None:
+        self.step = step
+        if self.device is not None:  # the logged steps alone, on whose figures the host waits in any case
+            self.device.samples = logged
+
+    def phase_begins(self, phase: str) -> None:
+        self.mark(phase)
+
+    def aside_begins(self, phase: str) -> None:
+        self.before_aside = self.waited, dict(self.spent)
+        self.mark(phase)
+        if self.device is not None:
+            self.device.timed = self.device.samples = False
+
+    def aside_ends(self) -> None:
+        self.waited, self.spent = self.before_aside  # only waiting within steps counts
+        if self.device is not None:
+            self.device.timed = True
+
+    def action_begins(self, action: Action) -> None:
+        """Of transfers it hears as operations. On a GPU, what it computes for a microbatch is a piece of work."""
+        if action.op not in TRANSFERS:
+            self.mark(action.op.value, action.microbatch, action.chunk)
+            if self.device is not None and action.op not in REDUCTIONS:  # in which a rank waits for others
+                self.action_began = self.device.begin()
+
+    def action_ends(self, action: Action) -> None:
+        if self.device is not None and self.action_began is not None:
+            self.device.end(f"{action.op.value} of microbatch {action.microbatch} (step {self.step})", self.action_began)
+            self.action_began = None
+
+    def collective_begins(self, operation: Operation) -> tuple[Channel, int, str]:
+        group, name = operation.group, operation.name
+        if name in ("send", "receive"):
+            own = group.ranks[group.rank]
+            channel = self.link(own, operation.peer) if name == "send" else self.link(operation.peer, own)
+            name = "transfer"
+        elif (known := self.by_group.get(group.key)) is not None:
+            channel = known
+        else:
+            channel = self.by_group[group.key] = self.channel(group.ranks)
+        self.events += 1
+        return channel, channel.begin(group.name, name, operation.tensors[0] if operation.tensors else EMPTY), group.name
+
+    def wait_begins(self, token: tuple[Channel, int, str]) -> None:
+        self.waiting, number, _ = token
+        self.waiting.wanted, self.since = number, time.perf_counter()
+        if self.device is not None:
+            self.device.wait_begins()
+
+    def wait_ends(self, token: tuple[Channel, int, str]) -> None:
+        *_, name = token
+        if self.device is not None:
+            self.device.wait_ends(name)
+        seconds = time.perf_counter() - self.since
+        self.waited += seconds
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+        self.waiting = None
+        self.events += 1
+
+    def host_wait_begins(self, what: str, thread: int | None = None) -> None:
+        """If the reading `thread` hangs, its line of code is named."""
+        self.worker, self.since, self.before_wait = thread, time.perf_counter(), self.phase
+        if what != DATA:
+            self.mark(FOR_DEVICE)
+
+    def host_wait_ends(self, what: str) -> None:
+        seconds, self.worker = time.perf_counter() - self.since, None
+        if what == DATA:
+            self.spent[DATA] = self.spent.get(DATA, 0.0) + seconds
+        else:
+            self.mark(*self.before_wait)
+            self.waited += seconds
+
+    def waits(self) -> Waits:
+        """Takes what was noted since."""
+        device, waited, spent = self.device, self.waited, self.spent
+        self.waited, self.spent = 0.0, {}
+        return Waits(waited, spent) if device is None else Waits(waited, spent, device.take_seconds(), device.take_waits())
+
+    def stragglers(self, busy: Sequence[float], device_busy: Sequence[float], step_seconds: float) -> dict[int, float]:
+        return self.outliers.named(busy, device_busy, step_seconds)
 
     def mark(self, phase: str, microbatch: int = -1, chunk: int = -1) -> None:
         """Notes the phase of work that begins or continues. It also tells apart the work of engines with their own collectives."""
@@ -95,16 +160,6 @@ class FlightRecorder:
     def progress(self) -> int:
         """A number that grows whenever the host notes something or its device has done something. Any thread may ask."""
         return self.events + (0 if self.device is None else self.device.look())
-
-    def take_waited(self) -> float:
-        """Seconds spent waiting for other ranks since this was asked last."""
-        waited, self.waited = self.waited, 0.0
-        return waited
-
-    def take_spent(self) -> dict[str, float]:
-        """Seconds that the host waited since this was asked last, by the name of a group, and for DATA."""
-        spent, self.spent = self.spent, {}
-        return spent
 
     def channel(self, ranks: Sequence[int]) -> Channel:
         """The channel of a communicator over `ranks`."""
@@ -116,7 +171,7 @@ class FlightRecorder:
 
     def _open(self, key: str) -> Channel:
         if key not in self.channels:
-            self.channels[key] = Channel(self)
+            self.channels[key] = Channel()
         return self.channels[key]
 
 
@@ -146,7 +201,7 @@ STANDARD = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent), _
 
 
 def is_ours(file: str) -> bool:
-    """Whether a line of this file tells what a thread is doing. Lines of the standard library, PyTorch and the ledger do not."""
+    """Whether a line of this file tells what a thread is doing. Lines of the standard library, PyTorch and the recorder do not."""
     return not file.startswith((*STANDARD, "<frozen")) or ("site-packages" in file and not file.startswith(STANDARD[1:]))
 
 

@@ -18,7 +18,7 @@ class Stragglers:
         self.stages = stages
         self.in_a_row: dict[int, int] = {}
 
-    def named(self, own: list[float], devices: list[float], step_seconds: float) -> dict[int, float]:
+    def named(self, own: Sequence[float], devices: Sequence[float], step_seconds: float) -> dict[int, float]:
         """Takes a report's figures by rank, the hosts' `own` seconds in a step (waiting for others left out) and the devices' for
         forwards and backwards; returns the seconds of ranks that stood out in the last `REPORTS`."""
         found = outliers(own, step_seconds)

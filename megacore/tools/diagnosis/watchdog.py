@@ -1,7 +1,7 @@
 """The hang doctor notices that training stands still, finds out which rank causes it, and says so in a sentence.
 
-Each rank has a thread that checks every few seconds whether its ledger has grown, and whether some rank has raised the alarm. Both
-checks are too cheap to slow a step. After an alarm every rank publishes its ledger through the store in which the ranks met, over a
+Each rank has a thread that checks every few seconds whether its flight recorder has grown, and whether some rank has raised the alarm. Both
+checks are too cheap to slow a step. After an alarm every rank publishes its record through the store in which the ranks met, over a
 connection of its own, because the main thread's may be waiting. One rank judges. If waiting is of no use, all end.
 """
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.distributed.error_report import record
+from megacore.distributed.init import START_UP
 from megacore.distributed.processes import ENDED, STOPPED, machine, process_state
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import use_device
@@ -28,8 +29,7 @@ from megacore.tools.diagnosis.flight_recorder import FlightRecorder, line_of
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot, judge, operation_text
 from megacore.tools.diagnosis.store_kv import StoreKV
 
-START_UP = 4.0  # the first step may take this many times as long: it compiles, or reads a checkpoint
-ANSWER_SECONDS = 3.0  # for a rank to publish its ledger
+ANSWER_SECONDS = 3.0  # for a rank to publish its record
 LINGER_SECONDS = 1.0  # after a verdict: the process that holds the store ends last
 LAST_SECONDS = 30.0  # for all that a rank does once it is to end
 TRIES = 3  # looks in a row that may fail during an alarm
@@ -48,7 +48,7 @@ class Watchdog:
         store: dist.Store,
         place: RankInfo,
         where: str,
-        ledger: FlightRecorder,
+        recorder: FlightRecorder,
         seconds: float,
         device: torch.device,
         folder: Path | None = None,
@@ -57,7 +57,7 @@ class Watchdog:
 
         `where`: the rank's coordinates. `folder`: NCCL's flight recorder is written there at a hang; None without NCCL.
         """
-        self.ledger, self.rank, self.world_size, self.seconds = ledger, place.rank, place.world_size, seconds
+        self.recorder, self.rank, self.world_size, self.seconds = recorder, place.rank, place.world_size, seconds
         self.device, self.folder, self.local_rank = device, folder, place.local_rank
         self.main = threading.get_ident()
         self.tick = min(5.0, max(0.1, seconds / 60))
@@ -139,17 +139,17 @@ class Watchdog:
 
     def _stands_still(self) -> bool:
         """Whether too many looks in a row found nothing new. It counts looks, not seconds: a suspended job has not been idle."""
-        ledger, progress = self.ledger, self.ledger.progress()
-        self.first_step = self.first_step or ledger.step
+        recorder, progress = self.recorder, self.recorder.progress()
+        self.first_step = self.first_step or recorder.step
         self.idle = self.idle + self.tick if progress == self.progress else 0.0
         self.progress = progress
-        return self.idle >= self.seconds * (START_UP if ledger.step == self.first_step else 1.0)
+        return self.idle >= self.seconds * (START_UP if recorder.step == self.first_step else 1.0)
 
     def snapshot(self) -> Snapshot:
-        """This rank's ledger now."""
-        ledger = self.ledger
-        waiting, (phase, microbatch, chunk) = ledger.waiting, ledger.phase
-        open_channels = list(ledger.channels.items())
+        """This rank's record now."""
+        recorder = self.recorder
+        waiting, (phase, microbatch, chunk) = recorder.waiting, recorder.phase
+        open_channels = list(recorder.channels.items())
         keys = {id(channel): key for key, channel in open_channels}
         channels = {}
         for key, channel in open_channels:
@@ -157,14 +157,14 @@ class Watchdog:
             channels[key] = (notes[-1][0] if notes else 0, [operation_text(*note[1:]) for note in notes])
         return Snapshot(
             self.rank,
-            ledger.step,
+            recorder.step,
             phase if microbatch < 0 else f"{phase} of microbatch {microbatch}" + (f", chunk {chunk}" if chunk else ""),
-            line_of(ledger.worker or self.main),
+            line_of(recorder.worker or self.main),
             self.idle,
             None if waiting is None or id(waiting) not in keys else (keys[id(waiting)], waiting.wanted),
             channels,
             self._processes(),
-            None if ledger.device is None else (ledger.device.look(), ledger.device.standing()),
+            None if recorder.device is None else (recorder.device.look(), recorder.device.standing()),
             self.failed,
         )
 
@@ -186,7 +186,7 @@ class Watchdog:
         return {rank: RankProcess(**found[key]) if (key := f"seat/{rank}") in found else replace(NOBODY, rank=rank) for rank in ranks}
 
     def _examine(self) -> None:
-        """Publishes this rank's ledger and waits for the verdict, or makes it if this rank is the judge."""
+        """Publishes this rank's record and waits for the verdict, or makes it if this rank is the judge."""
         folder = f"round/{self.round}"
         self._publish(folder)
         if self.notices.is_first(f"{folder}/judge", str(self.rank)):
@@ -211,7 +211,7 @@ class Watchdog:
             self._end(verdict)
 
     def _judge(self, folder: str) -> Diagnosis:
-        """Collects the others' ledgers and judges. Does not wait for ranks that cannot answer."""
+        """Collects the others' records and judges. Does not wait for ranks that cannot answer."""
         snapshots: dict[int, Snapshot] = {}
         deadline = time.monotonic() + ANSWER_SECONDS + 2 * self.tick
         while time.monotonic() < deadline:

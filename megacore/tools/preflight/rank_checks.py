@@ -128,8 +128,9 @@ def words(ranks: list[int]) -> str:
 
 def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, Any]:
     """Joins the mesh of the run and tries it (`links.together`); collective."""
+    from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
-    from megacore.tools.diagnosis.joining import joined, own_mistakes
+    from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.preflight.links import together
 
     def mark(done: str) -> None:
@@ -142,7 +143,7 @@ def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, A
     loaded = load(config, [*overrides, *short(place.world_size)], place.world_size).config
     with own_mistakes():
         device = pick_device(loaded, place)
-    with joined(loaded, place, device) as (mesh, _):
+    with joined(loaded, place, device, Guardians(loaded, place, device)) as mesh:
         found = together(mesh, mark)
         signal.setitimer(signal.ITIMER_REAL, VERDICT_SECONDS)
         return found

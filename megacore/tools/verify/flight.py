@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megacore.tools.diagnosis.flight_recorder import FlightRecorder
-from megacore.tools.diagnosis.noting import Begun
+from megacore.distributed.observer import Observer, Operation
+from megacore.pipeline.schedule import TRANSFERS, Action
 from megacore.tools.verify.compare import Difference
 
 NEVER = "never"
-UPDATE = "optimizer step"  # the phase that `tools.diagnosis.noting` marks
+UPDATE = "optimizer step"  # a phase, as `TrainStep` names it
 # What a figure is made of; each other difference is of the memory of its own kind and name.
 MADE_OF = {"loss": "parameter", "valid_loss": "parameter", "grad_norm": "gradient"}
 
@@ -42,42 +42,42 @@ class Flight:
         return f"{difference.kind}|{difference.name}" in self.holds
 
 
-class Flights:
-    """A context that notes what this process begins, and where it waits for it."""
+class Flights(Observer):
+    """Notes what this process begins, and where it waits for it."""
 
-    def __init__(self, ledger: FlightRecorder) -> None:
-        self.ledger = ledger
-        self.flights: dict[tuple[int, int], Flight] = {}
+    vital = True
 
-    def __enter__(self) -> "Flights":
-        self.begin, self.wait = Begun.__init__, Begun.wait
-        begin, wait = self.begin, self.wait
+    def __init__(self) -> None:
+        self.step, self.phase = 0, "starting"
+        self.flights: list[Flight] = []
 
-        def begun(work: Begun, *rest: Any) -> None:
-            begin(work, *rest)
-            notes = {number: f"{operation} over {name}" for number, name, operation, *_ in work.channel.recent}
-            phase, tensors = self.ledger.phase[0].replace("_", " "), [x for x in rest if isinstance(x, Tensor)]
-            flight = Flight(notes.get(work.number, "an operation"), self.ledger.step, phase, memory=[memory_of(x) for x in tensors])
-            self.flights[id(work.channel), work.number] = flight
+    def step_begins(self, step: int, logged: bool) -> None:
+        self.step = step
 
-        def waited(work: Begun) -> None:
-            flight = self.flights.get((id(work.channel), work.number))
-            if flight is not None and flight.last_step is None:
-                flight.last_step, flight.awaited = self.ledger.step, self.ledger.phase[0].replace("_", " ")
-            wait(work)
+    def phase_begins(self, phase: str) -> None:
+        self.phase = phase
 
-        setattr(Begun, "__init__", begun)  # noqa: B010 (what is assigned to a class's method, mypy takes for a mistake)
-        setattr(Begun, "wait", waited)  # noqa: B010
-        return self
+    def aside_begins(self, phase: str) -> None:
+        self.phase = phase
 
-    def __exit__(self, *_: object) -> None:
-        setattr(Begun, "__init__", self.begin)  # noqa: B010
-        setattr(Begun, "wait", self.wait)  # noqa: B010
+    def action_begins(self, action: Action) -> None:
+        if action.op not in TRANSFERS:
+            self.phase = action.op.value.replace("_", " ")
+
+    def collective_begins(self, operation: Operation) -> Flight:
+        name = "transfer" if operation.name in ("send", "receive") else operation.name
+        memory = [memory_of(x) for x in operation.tensors]
+        self.flights.append(Flight(f"{name} over {operation.group.name}", self.step, self.phase, memory=memory))
+        return self.flights[-1]
+
+    def wait_begins(self, flight: Flight) -> None:
+        if flight.last_step is None:
+            flight.last_step, flight.awaited = self.step, self.phase
 
     def spanning(self, lasting: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """The operations that were under way from one phase to another, as JSON values. `lasting`: tensors that stay where they are in
         the whole run, by kind and name."""
-        spanning = [f for f in self.flights.values() if (f.first_step, f.begun) != (f.last_step, f.awaited)]
+        spanning = [f for f in self.flights if (f.first_step, f.begun) != (f.last_step, f.awaited)]
         places = {key: memory_of(x) for key, x in lasting.items()}
         for flight in spanning:
             flight.holds = [key for key, place in places.items() if any(overlap(place, own) for own in flight.memory)]

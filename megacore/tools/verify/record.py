@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
 from megacore.model.gpt import DTYPES, Stage
 from megacore.model.initial import BLOCKS
-from megacore.pipeline.schedule import Action, Op
 from megacore.rng import normal_runs
 from megacore.tensor_parallel.gradient import main_gradient_of
-from megacore.tools.diagnosis.noting import note_mesh, note_trainer
+from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.verify.flight import Flights
 from megacore.tools.verify.trace import GradientWatch, Trace
 from megacore.train.inputs import Inputs
@@ -67,16 +65,17 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    ledger = note_mesh(mesh)
-    with Flights(ledger) as flights:
-        trainer = note_trainer(Trainer(config, mesh, Inputs(config, place.rank)), ledger)
-        record = ProofRecord(out, place.rank)
-        record.tensors("drawn 0", drawn(trainer))
-        record.tensors("parameter 0", spread(trainer))
-        exact = config.train.precision == "fp64" or config.engine.kind != "native"
-        evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
-        take_steps(trainer, record, evidence, out, traced_step)
-        record.figures(trainer.step, valid_loss=trainer.validate())
+    flights = Flights()
+    mesh.observers += [flights, FlightRecorder()]  # the second as in a real run
+    trainer = Trainer(config, mesh, Inputs(config, place.rank))
+    record = ProofRecord(out, place.rank)
+    record.tensors("drawn 0", drawn(trainer))
+    record.tensors("parameter 0", spread(trainer))
+    exact = config.train.precision == "fp64" or config.engine.kind != "native"
+    evidence = None if exact else Evidence(trainer.train_step.stages, mesh, config)
+    take_steps(trainer, record, evidence, out, traced_step)
+    record.figures(trainer.step, valid_loss=trainer.validate())
+    mesh.observers.remove(flights)
     record.flights = flights.spanning(lasting(trainer.train_step.stages))
     if evidence is not None:
         evidence.write(record)
@@ -131,14 +130,7 @@ def add_noise(trainer: Trainer, weights: Mapping[str, tuple[Tensor, TensorSlice]
 
 def take_steps(trainer: Trainer, record: ProofRecord, evidence: "Evidence | None", out: Path, traced_step: int | None) -> None:
     """Takes and records all steps, and traces one of them."""
-    config, mesh, engine, methods = trainer.config, trainer.mesh, trainer.engine, trainer.train_step.runtime.methods
-    plain = {op: methods[op] for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
-
-    def announced(op: Op, trace: Trace, action: Action) -> None:
-        trace.enter(action.microbatch * mesh.sample_group.size + mesh.sample_group.rank, op.value, action.chunk)
-        plain[op](action)
-        trace.leave()
-
+    config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     for trainer.step in range(1, config.train.steps + 1):
 
         def before_update() -> None:
@@ -149,9 +141,11 @@ def take_steps(trainer: Trainer, record: ProofRecord, evidence: "Evidence | None
                 evidence.take(trainer.step)
             record.tensors(f"gradient {trainer.step}", engine.gradients())
 
-        with Trace(trainer.train_step.stages, out if trainer.step == traced_step else None, mesh.place.rank) as trace:
-            methods.update({op: partial(announced, op, trace) for op in plain})
+        folder = out if trainer.step == traced_step else None
+        with Trace(trainer.train_step.stages, folder, mesh.place.rank, mesh.sample_group) as trace:
+            mesh.observers.append(trace)
             figures = trainer.train_step(trainer.step, trainer.next_batch(), before_update=before_update)
+            mesh.observers.remove(trace)
         record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
         for name, piece in engine.tensors().items():
             kind, _, logical = name.partition("/")

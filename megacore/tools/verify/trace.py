@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
 from megacore.model.gpt import Stage
-from megacore.pipeline.schedule import Op
+from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 
@@ -73,15 +75,18 @@ class GradientWatch:
             self.parameter.main_gradient = self.main  # type: ignore[attr-defined]
 
 
-class Trace:
+class Trace(Observer):
     """A context that records the activations of a rank's stages and their gradients. Without a folder it does nothing.
 
     An event's key is ``order|microbatch|direction|module|what|visit``. The direction is forward, recompute (a forward pass within
     backward) or backward. `what` is an input, an output, or the name of a parameter, such as "weight" (then its gradient is recorded).
     """
 
-    def __init__(self, stages: Sequence[Stage], folder: Path | None, rank: int = 0) -> None:
-        self.stages, self.folder, self.rank = stages, folder, rank
+    vital = True
+
+    def __init__(self, stages: Sequence[Stage], folder: Path | None, rank: int = 0, samples: Group = SOLO) -> None:
+        """`samples`: the ranks that read different samples, as they are dealt to them by turns."""
+        self.stages, self.folder, self.rank, self.samples = stages, folder, rank, samples
         self.events: dict[str, Tensor] = {}
         self.visits: Counter[tuple[Any, ...]] = Counter()
         self.handles: list[Any] = []
@@ -92,6 +97,14 @@ class Trace:
     def enter(self, microbatch: int, phase: str, chunk: int = 0) -> None:
         """Notes that `phase` (an op's value) of the microbatch with this index in the global batch begins."""
         self.microbatch, self.phase, self.chunk = microbatch, phase, chunk
+
+    def action_begins(self, action: Action) -> None:
+        if action.op in COMPUTE:
+            self.enter(action.microbatch * self.samples.size + self.samples.rank, action.op.value, action.chunk)
+
+    def action_ends(self, action: Action) -> None:
+        if action.op in COMPUTE:
+            self.leave()
 
     def leave(self) -> None:
         """Notes that the phase ends. A split backward has given its gradients when its second half ends."""

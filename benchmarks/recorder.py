@@ -1,20 +1,24 @@
-"""What the hang doctor's notes cost: how many a step makes, what one takes, and their part of the step.
+"""What the watchdog's notes cost: how many a step makes, what one takes, and their part of the step.
 
-torchrun --nproc-per-node 4 -m benchmarks.ledger --config configs/gpt_tiny.json parallel.tensor=2 parallel.pipeline=2 train.steps=20
+torchrun --nproc-per-node 4 -m benchmarks.recorder --config configs/gpt_tiny.json parallel.tensor=2 parallel.pipeline=2 train.steps=20
 """
 
 import tempfile
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
+from megacore.distributed.communicator import Observed
+from megacore.distributed.init import joined
 from megacore.distributed.mesh import pick_device
+from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
-from megacore.tools.diagnosis.joining import joined
-from megacore.tools.diagnosis.noting import note_trainer
+from megacore.tools.diagnosis.guardians import Guardians
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 
@@ -23,11 +27,14 @@ NOTES = 100_000
 
 def seconds_a_note() -> float:
     """Of an operation that is begun and waited for, which makes two notes, half the time."""
-    channel, x = FlightRecorder().channel((0, 1)), torch.empty(16, 32)
+    observers = Observers([FlightRecorder()])
+    group: Any = SimpleNamespace(name="tp", key="tp", ranks=(0, 1), rank=0)
+    work, x = SimpleNamespace(wait=lambda: None), torch.empty(16, 32)
     started = time.perf_counter()
     for _ in range(NOTES // 2):
-        with channel.during("tp", "all_reduce", x):
-            pass
+        tokens = observers.tell(Observer.collective_begins, Operation(group, "all_reduce", (x,)))
+        observers.tell_back(Observer.collective_begun, tokens)
+        Observed(observers, tokens, work).wait()
     return (time.perf_counter() - started) / NOTES
 
 
@@ -41,11 +48,12 @@ def run(argv: list[str], place: RankInfo) -> int:
         fixed = [f"log.dir={folder}", "checkpoint.every=0", "checkpoint.last=false", "log.tensorboard=false"]
         config = load(args.config, [*args.overrides, *fixed], place.world_size).config
         device, inputs = pick_device(config, place), Inputs(config, place.rank)
-        with joined(config, place, device) as (mesh, ledger):
+        guardians = Guardians(config, place, device)
+        with joined(config, place, device, guardians) as mesh:
             started = time.perf_counter()
-            note_trainer(Trainer(config, mesh, inputs), ledger).run()
+            Trainer(config, mesh, inputs).run()
             seconds = (time.perf_counter() - started) / config.train.steps
-            notes = ledger.events / config.train.steps
+            notes = guardians.recorder.events / config.train.steps
     note = seconds_a_note()
     if place.rank == 0:
         share = notes * note / seconds

@@ -1,0 +1,71 @@
+"""Joins a rank to its run: the device, the process group and the mesh, with a guard where whoever starts the run brings one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megacore.caches import keep_triton_local
+from megacore.config import Config
+from megacore.distributed.determinism import compute_deterministically
+from megacore.distributed.mesh import Mesh, set_up_device
+from megacore.distributed.observer import Observers
+from megacore.distributed.rank_info import RankInfo
+from megacore.distributed.rendezvous import claim, meet
+from megacore.errors import UserError
+
+START_UP = 4.0  # until the first step is done, a rank may stand still this many times as long as later: it compiles, or reads a checkpoint
+
+
+class Guard:
+    """Looks after a rank from when it joins until it leaves, such as `tools.diagnosis.guardians`. This one does nothing."""
+
+    def __init__(self) -> None:
+        self.observers = Observers()  # who watch the rank from the first operation on
+
+    def met(self, store: dist.Store) -> None:
+        """The ranks have met in `store`. The devices are claimed and the groups made next, for which they wait for each other."""
+
+    def failed(self, error: BaseException, mesh: Mesh | None) -> None:
+        """The rank cannot go on. This may end the process; if it returns, the exception is raised."""
+
+    def close(self) -> None:
+        """The rank has done its part, and leaves the mesh next."""
+
+
+@contextmanager
+def own_mistakes() -> Iterator[None]:
+    """A context around files that every rank opens by itself. A `UserError` in it may concern this machine alone, and names it."""
+    try:
+        yield
+    except UserError as error:
+        error.of_this_machine = True
+        raise
+
+
+@contextmanager
+def joined(config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None) -> Iterator[Mesh]:
+    """A context with the mesh. `guard`: who looks after this rank meanwhile."""
+    guard = guard or Guard()
+    set_up_device(config, place, device)
+    if config.train.deterministic:
+        with own_mistakes():
+            compute_deterministically()
+    mesh, parallel = None, config.parallel
+    try:
+        if device.type == "cuda":
+            keep_triton_local()
+        patience = None if parallel.hang_seconds is None else timedelta(seconds=START_UP * parallel.hang_seconds)
+        store = meet(place, timedelta(seconds=parallel.timeout_seconds), patience)
+        if store is not None:
+            guard.met(store)
+            claim(device, place, store)
+        mesh = Mesh(config, place, device, store=store, observers=guard.observers)
+        yield mesh
+    except BaseException as error:
+        guard.failed(error, mesh)
+        raise
+    guard.close()
+    mesh.close()
