@@ -41,6 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     tokenizer = "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
     parser.add_argument("--tokenizer", help=tokenizer)
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
     if args.batches < 0:
@@ -126,7 +127,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     import torch
 
     from megacore import checkpoint
-    from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
+    from megacore.checkpoint.weights import check_weights, load_weights, sections_to_run
     from megacore.data.samples import EvalSamples
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
@@ -137,7 +138,7 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
-        config = evaluation_config(recorded_sections(reader), args, place.world_size)
+        config = evaluation_config(sections_to_run(reader, args.source), args, place.world_size)
         check_weights(reader, config)
         assert config.data.valid is not None
         scan = place.local_rank == 0

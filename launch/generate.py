@@ -41,6 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
     for name, bad, right in (
@@ -114,7 +115,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     args = parse(argv)
 
     from megacore import checkpoint
-    from megacore.checkpoint.weights import check_weights, load_weights, recorded_sections
+    from megacore.checkpoint.weights import check_weights, load_weights, sections_to_run
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
@@ -125,7 +126,7 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
-        config = text_config(recorded_sections(reader), args.overrides, args.device, place.world_size)
+        config = text_config(sections_to_run(reader, args.source), args.overrides, args.device, place.world_size)
         check_weights(reader, config)
         tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
         prompt = read_prompt(args) if place.rank == 0 else ""

@@ -18,12 +18,13 @@ from megacore.checkpoint.entries import DTYPE_CODES, DTYPES
 from megacore.checkpoint.manifest import EARLIER, Manifest, parsed, read_manifest
 from megacore.checkpoint.slices import Numbers, Slice
 from megacore.checkpoint.tiling import blocks
+from megacore.config.source import COPY
 from megacore.distributed.shard import Shard, TensorSlice, overlap, relative
 from megacore.errors import CheckpointError
 
 # Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
 # max_positions changes a learned position table, its shape says so.)
-FREE_MODEL_KEYS = {"dropout", "attention", "init_std", "kernels", "chunked_loss", "max_positions"}
+FREE_MODEL_KEYS = {"source", "source_digest", "dropout", "attention", "init_std", "kernels", "chunked_loss", "max_positions"}
 
 BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once while it is read
 
@@ -92,15 +93,27 @@ class Reader:
             for block in blocks(box, BLOCK_ELEMENTS):
                 out[relative(block, shard.offset)].copy_(stored[relative(block, piece.offset)])
 
+    @property
+    def source_copy(self) -> Path | None:
+        """The run's own copy of `model.source`, if it is where the run has left it."""
+        copy = self.path.parent.parent / COPY
+        return copy if copy.is_file() else None
+
     def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint", stretch: bool = False) -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
 
         Keys that only one of them has are passed over, and those that change no shape and no function (dropout). `otherwise` tells
-        a user who wants to keep the section what to do. `stretch`: rotary positions may be scaled anew, to train on longer texts.
+        a user who wants to keep the section what to do. `stretch`: only its weights are wanted, so rotary positions may be scaled
+        anew, to train on longer texts, and `model.source` may be another file whose tensors are the same.
         """
         recorded = self.state.get("model", {})
         if not isinstance(recorded, dict):
             raise CheckpointError(str(self.path), "the model section in its state is no section", EARLIER)
+        was, now = (of.get("source_digest") for of in (recorded, model))
+        if was != now and not stretch:
+            files = [f"model.source of digest {digest}" if digest else "no model.source" for digest in (was, now)]
+            right = f"model.source={self.source_copy}" if was and self.source_copy else "the same"
+            raise CheckpointError(str(self.path), f"was written with {files[0]}, and the config has {files[1]}", f"{right}, or {otherwise}")
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
         # In the schema's order: keys from which others are derived come first.

@@ -1,6 +1,7 @@
 """Loads only the weights of a checkpoint: to generate text, to evaluate, or to start another run."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.read import Reader
@@ -24,6 +25,25 @@ def recorded_sections(reader: Reader) -> dict[str, Any]:
     return sections
 
 
+def sections_to_run(reader: Reader, source: str | None = None) -> dict[str, Any]:
+    """`recorded_sections`, for a config to compute with. What a checkpoint names is never executed: a model of the user's own source
+    needs that file's path, `source`, whose digest is then compared with the recorded one.
+
+    Raises:
+        CheckpointError: such a model has no `source`, or another model has one.
+    """
+    sections = recorded_sections(reader)
+    model = sections["model"]
+    if model.get("source") is None:
+        if source is not None:
+            raise CheckpointError(str(reader.path), "its model has no source", "no --source")
+        return sections
+    if source is None:
+        right = f"--source {reader.source_copy or 'FILE'}, once you have read it"
+        raise CheckpointError(str(reader.path), "its model is a source of the user's, which is executed only if you name it", right)
+    return sections | {"model": model | {"source": str(Path(source).absolute())}}
+
+
 def check_weights(reader: Reader, config: Config) -> None:
     """Refuses a checkpoint whose weights are not those of the config's model, whatever layout reads them.
 
@@ -31,7 +51,7 @@ def check_weights(reader: Reader, config: Config) -> None:
         CheckpointError: naming the first tensor that is missing, of another shape, or too many; or all keys of the model
             section that differ.
     """
-    reader.check_model(config.model.model_dump(), stretch=True)
+    reader.check_model(config.model.model_dump(mode="json"), stretch=True)
     if config.model.num_layers > len(reader.names):  # before so many layers are built
         wrong = f"has {len(reader.names)} tensors, too few for model.num_layers={config.model.num_layers}"
         raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")

@@ -2,6 +2,8 @@
 
 import difflib
 import json
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megacore.config.schema import MOST_RANKS, Config
+from megacore.config.source import DIGEST, KEY, SETTINGS, beside, source_in, source_of
 from megacore.config.validation import check, check_paths, derive
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
@@ -17,7 +20,7 @@ from megacore.records import LARGEST
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
 TYPES = {"integer": "a whole number", "number": "a number", "string": "a string", "boolean": "true or false", "null": "null"}
-TYPES |= {"object": "an object", "array": "a list of [weight, prefix]"}
+TYPES |= {"object": "an object"}
 BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 
 
@@ -49,17 +52,18 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
 
     `name` is the run's name, after which its folder is named.
     """
-    origins = dict.fromkeys(flatten(Config().model_dump(by_alias=True)), "default")
-    origins.update(dict.fromkeys((key for key in flatten(raw) if key in origins), "file"))
-    for override in overrides:
-        key, value = parse_override(override)
-        set_value(raw, key, value)
-        origins[key] = "override"
+    written = flatten(raw)
+    overridden = apply(overrides, raw)
     config = validate(raw)
+    origins = dict.fromkeys(flatten(type(config)().model_dump(by_alias=True)), "default")
+    origins.update(dict.fromkeys((key for key in written if key in origins), "file"))
+    origins.update(dict.fromkeys(overridden, "override"))
     check_paths(config)
     if world_size > MOST_RANKS:
         raise ConfigError("parallel", f"{str(world_size)[:LONGEST]} ranks are more than any run has", f"at most {MOST_RANKS:,}")
     derived = derive(config, name, world_size)
+    if (source := source_of(config)) is not None and config.model.source_digest is None:
+        derived[DIGEST] = source.digest
     for key, value in derived.items():
         set_value(raw, key, value)
         origins[key] = "derived"
@@ -71,8 +75,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
 def smallest_world(path: str, overrides: list[str]) -> int:
     """The number of ranks that the config asks for, with one data rank if it leaves their number open."""
     raw = read(path)
-    for override in overrides:
-        set_value(raw, *parse_override(override))
+    apply(overrides, raw)
     parallel = validate(raw).parallel
     return parallel.tensor * parallel.pipeline * parallel.context * (1 if parallel.data == "auto" else parallel.data)
 
@@ -91,7 +94,19 @@ def read(path: str) -> dict[str, Any]:
         raise ConfigError("--config", f"{path} cannot be read: {error}", "a JSON object") from error
     if not isinstance(raw, dict) or not all(isinstance(section, dict) for section in raw.values()):
         raise ConfigError("--config", f"{path} does not hold sections", 'an object of objects: {"model": {…}, "train": {…}}')
+    if "source" in (model := raw.get("model", {})):
+        model["source"] = beside(model["source"], path)
     return raw
+
+
+def apply(overrides: list[str], raw: dict[str, Any]) -> list[str]:
+    """Writes overrides into sections, and returns their keys. A source counts from the current folder, like every path that is typed."""
+    keys = []
+    for override in overrides:
+        key, value = parse_override(override)
+        set_value(raw, key, beside(value, os.curdir) if key == KEY else value)
+        keys.append(key)
+    return keys
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -119,9 +134,12 @@ def flatten(sections: dict[str, Any]) -> dict[str, Any]:
 
 def validate(raw: dict[str, Any]) -> Config:
     """Checks `raw` against the schema. Raises its first complaint as a `ConfigError`."""
+    source = source_in(raw)
+    schema = Config if source is None else source.schema
     try:
-        # Through JSON, so that JSON's types count: a list may be a tuple, but "20" is not a number.
-        return Config.model_validate_json(json.dumps(raw))
+        with nullcontext() if source is None else source.blamed(", validating"):
+            # Through JSON, so that JSON's types count: a list may be a tuple, but "20" is not a number.
+            return schema.model_validate_json(json.dumps(raw))
     except ValidationError as error:
         errors = error.errors()
         same_key = [e for e in errors if e["loc"][:2] == errors[0]["loc"][:2]]
@@ -134,25 +152,28 @@ def validate(raw: dict[str, Any]) -> Config:
     if first["type"] == "extra_forbidden":
         if len(first["loc"]) == 1 and isinstance(first["input"], dict):  # an unknown section: its first key
             key = ".".join((key, *list(first["input"])[:1]))
-        raise ConfigError(key, " ".join(["unknown key", *inner]), describe(key) if inner else nearest(key)) from None
+        raise ConfigError(key, " ".join(["unknown key", *inner]), describe(key, schema) if inner else nearest(key, schema)) from None
+    if first["type"] in ("value_error", "assertion_error"):  # of a validator in a source
+        raise ConfigError(key, str(first["ctx"]["error"]) or "is not valid", f"what {SETTINGS} of {raw['model']['source']} takes") from None
     why = ": ".join([*inner, first["msg"].lower()])
-    part = ("weight ", "prefix ")[int(first["loc"][4])] if len(first["loc"]) == 5 else ""  # of an entry of the one kind of list
+    entry = len(first["loc"]) == 5 and first["loc"][0] == "data"  # of the one kind of list in the schema
+    part = ("weight ", "prefix ")[int(first["loc"][4])] if entry else ""
     value = json.dumps(first["input"])
     value = value if len(value) <= LONGEST else f"{value[:LONGEST]}…"
-    raise ConfigError(key, f"{part}{value} is not valid: {why}", describe(key)) from None
+    raise ConfigError(key, f"{part}{value} is not valid: {why}", describe(key, schema)) from None
 
 
-def nearest(key: str) -> str:
+def nearest(key: str, schema: type[Config]) -> str:
     """The known key most like an unknown one, or all keys of the same name where any section has one."""
-    known = list(flatten(Config().model_dump(by_alias=True)))
+    known = list(flatten(schema().model_dump(by_alias=True)))
     same_name = [k for k in known if k.split(".")[1] == key.partition(".")[2]]
     return f"did you mean {' or '.join(same_name or difflib.get_close_matches(key, known, 1, 0.0))}?"
 
 
-def describe(key: str) -> str:
+def describe(key: str, config: type[Config]) -> str:
     """The values that a key accepts, as text."""
     section, _, name = key.partition(".")
-    schema = Config.model_json_schema()
+    schema = config.model_json_schema()
     keys = referred(schema["properties"][section], schema)["properties"]
     return accepted(keys[name], schema) if name in keys else "an object"
 
@@ -162,15 +183,21 @@ def accepted(part: dict[str, Any], schema: dict[str, Any]) -> str:
     if options := part.get("anyOf") or part.get("oneOf"):
         return " or ".join(accepted(option, schema) for option in options)
     if "$ref" in part:
-        fields = referred(part, schema)["properties"].items()
+        if "properties" not in (part := referred(part, schema)):
+            return accepted(part, schema)
+        fields = part["properties"].items()
         return "{" + ", ".join(f"{name}: {field['const']}" if "const" in field else name for name, field in fields) + "}"
-    if "pattern" in part:
+    if "pattern" in part and "title" in part:
         return str(part["title"])
+    if "prefixItems" in part:
+        return f"[{', '.join(item.get('title') or accepted(item, schema) for item in part['prefixItems'])}]"
+    if "items" in part:
+        return f"a list of {accepted(part['items'], schema)}"
     if "const" in part or "enum" in part:
         return " or ".join(map(str, part.get("enum") or [part["const"]]))
     known = {bound: part[bound] for bound in BOUNDS if part.get(bound, LARGEST) != LARGEST}
     bounds = [f"{BOUNDS[bound]} {value:{',' if isinstance(value, int) else 'g'}}" for bound, value in known.items()]
-    return f"{TYPES[part['type']]} {' and '.join(bounds)}".strip()
+    return f"{TYPES.get(part.get('type', ''), 'another value')} {' and '.join(bounds)}".strip()
 
 
 def referred(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
 Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
-Prefix = Annotated[str, Field(min_length=1)]
+Weight = Annotated[float, Field(ge=1e-9, le=1e9, title="weight")]
+Prefix = Annotated[str, Field(min_length=1, title="prefix")]
 WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
 
 PlanFile = Annotated[str, Field(pattern=r"^file:.", title="file:PLAN.json")]
@@ -104,6 +104,10 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(disc
 
 class ModelConfig(Section):
     block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
+    source: str | None = Field(
+        None, min_length=1, description="a file of your own with the model's settings and blocks, which is executed; see docs/blocks.md"
+    )
+    source_digest: str | None = Field(None, min_length=1, description="of that file's text, SHA-256; null: what it is")
     num_layers: Count = 12
     hidden_size: Width = 768
     num_heads: Width = 12

@@ -142,6 +142,8 @@ def check_available(config: Config) -> None:
 def check_model(config: Config) -> None:
     """Checks sizes that must divide: heads, key/value heads, feed-forward, vocabulary, layers, tokens."""
     model, parallel, train = config.model, config.parallel, config.train
+    if model.source is None and model.source_digest is not None:
+        raise ConfigError("model.source_digest", "there is no model.source of which it could be the digest", "null, or a model.source")
     if model.head_size is None:
         divides("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     divides("model.num_heads", model.num_heads, "model.num_kv_heads", config.kv_heads)

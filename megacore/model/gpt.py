@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
 from megacore.config.resolve_auto import compiles, context_method_of
+from megacore.config.source import source_of
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.collectives import own_part
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
-from megacore.distributed.topology import Topology, alone
+from megacore.errors import ConfigError
 from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
 from megacore.model.context import Context
@@ -37,6 +38,22 @@ def inductor_options(group: Group) -> dict[str, bool] | None:
     """How Inductor compiles a block. It may time variants of a reduction or a product and keep the fastest, and some of these round
     differently. Each tensor rank would choose by itself, and what all hold alike would drift apart: there it must not measure."""
     return {"deterministic": True} if group.size > 1 else None
+
+
+def new_block(index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A block of the config's kind. Raises `ConfigError` if one of `model.source` cannot be made, or has a parameter without a record."""
+    source = source_of(config)
+    if source is None:
+        return BLOCKS[config.model.block](index, config, mesh, dtype, device)
+    with source.blamed(f", block {index}"):
+        block = source.block(index, config, mesh, dtype, device)
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"{type(block).__name__} is no torch.nn.Module")
+    for name, parameter in block.named_parameters():
+        if not isinstance(getattr(parameter, "shard", None), Shard):
+            wrong = f"{source.path}: {name} of block {index} does not say which part of the whole tensor it is"
+            raise ConfigError("model.source", wrong, "a layer of megacore.tensor_parallel, or megacore.distributed.shard.new_parameter")
+    return block
 
 
 class Stage(nn.Module):
@@ -63,7 +80,7 @@ class Stage(nn.Module):
             shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=self.sequence),)
             table = Shard(shape, along, decay=True, init_std=model.init_std)
             self.position = new_parameter(table, dtype, device)
-        self.blocks = nn.ModuleDict({str(i): BLOCKS[model.block](i, config, mesh, dtype, device) for i in layers})
+        self.blocks = nn.ModuleDict({str(i): new_block(i, config, mesh, dtype, device) for i in layers})
         if self.last:
             self.norm = Norm(model, group, self.sequence, dtype, device)
             if not model.tie_embeddings:

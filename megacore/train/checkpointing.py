@@ -53,8 +53,8 @@ class Saving:
         state = progress | {
             "seed": config.train.seed,
             "engine": self.engine.state(),
-            "model": config.model.model_dump(),
-            "config": config.model_dump(by_alias=True),
+            "model": config.model.model_dump(mode="json"),
+            "config": config.model_dump(mode="json", by_alias=True),
         }
         self.step = step
         self.saver.start(step, self.engine.tensors(), state)

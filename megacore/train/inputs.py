@@ -100,7 +100,7 @@ class Inputs:
         if "engine" not in reader.state:
             wrong = "holds weights alone, without a run to go on with"
             raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
-        reader.check_model(self.config.model.model_dump(), "another log.dir, or checkpoint.resume=never")
+        reader.check_model(self.config.model.model_dump(mode="json"), "another log.dir, or checkpoint.resume=never")
         kinds, kind = {name.partition("/")[0] for name in reader.names}, self.config.optim.kind
         if lacking := [state for state in STATES[kind] if state not in kinds]:
             wrong = f"holds no {' and no '.join(lacking)}, which optim.kind={kind} goes on with"

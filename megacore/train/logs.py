@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megacore.cli import StandardStream
 from megacore.config import Config
 from megacore.config.schema import resolved
+from megacore.config.source import COPY, source_of
 from megacore.errors import LogError
 from megacore.files import open_plain, write_whole
 from megacore.records import as_json, recorded
@@ -128,7 +129,11 @@ class Logs:
     def _open(self, first_step: int) -> None:
         """Makes the run's folder and opens the files in it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_whole(self.directory / "config.json", self.config.model_dump_json(by_alias=True, indent=2) + "\n")
+        config = self.config
+        if (source := source_of(config)) is not None:  # so that the folder has all that its config names
+            write_whole(self.directory / COPY, source.text)
+            config = config.model_copy(update={"model": config.model.model_copy(update={"source": COPY})})
+        write_whole(self.directory / "config.json", config.model_dump_json(by_alias=True, indent=2) + "\n")
         self.metrics = open_metrics(self.file, first_step)
         for monitor in self.monitors:
             monitor.open(self.directory, first_step, self.say)

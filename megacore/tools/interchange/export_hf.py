@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Layout, Reader, locate
-from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
+from megacore.checkpoint.weights import WEIGHTS, check_weights, sections_to_run
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.shard import Shard
@@ -72,8 +72,8 @@ def export_hf(
 
 
 def config_of(reader: Reader) -> Config:
-    """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded."""
-    sections = recorded_sections(reader)
+    """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded, or it has a source."""
+    sections = sections_to_run(reader)
     return resolve({key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1).config
 
 

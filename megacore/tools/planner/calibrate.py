@@ -6,7 +6,7 @@ from statistics import median
 
 from pydantic import ValidationError
 
-from megacore.config.load import load, smallest_world
+from megacore.config.load import load, read, smallest_world
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.records import Amount, Record, complaint
@@ -60,6 +60,8 @@ def read_run(folder: str) -> tuple[Setting, float]:
         lines = read_text(path / "metrics.jsonl").rpartition("\n")[0].split("\n")  # a last line may be half written
         steps = [Timed.model_validate_json(line) for line in lines]
         config = str(path / "config.json")
+        if read(config).get("model", {}).get("source") is not None:  # to be executed only if somebody names it
+            raise ConfigError("model.source", "a step of a model of the user's own is not predicted", "a run of megacore's own model")
         setting = setting_of(load(config, [], smallest_world(config, [])).config)
     except OSError as error:
         raise ConfigError(OPTION, f"cannot read {error.filename or folder}: {error.strerror}", "a run's folder, log.dir") from None

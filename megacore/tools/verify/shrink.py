@@ -119,12 +119,12 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
 
 def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The user's sections with `small` over them, with only the values that differ from the defaults."""
-    defaults = flatten(Config().model_dump(mode="json", by_alias=True))
+    defaults = flatten(type(user)().model_dump(mode="json", by_alias=True))
     values = flatten(user.model_dump(mode="json", by_alias=True)) | flatten(small)
     # Neither defaults nor derived values are written, so that another version of the code can read the config even if it does not
     # know every key.
     written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
-    for key in [key for key in written if defaults[key] is None and key != "engine.config"]:  # which nothing derives
+    for key in [key for key in written if defaults[key] is None and key not in ("engine.config", "model.source")]:  # which nothing derives
         rest = {k: v for k, v in written.items() if k != key}
         if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
             written = rest

@@ -1,0 +1,165 @@
+"""`model.source`: a file of the user's own with the settings and the layers of a model. Whoever names a file has it executed.
+
+The file stands alone: it imports installed packages and megacore, and not its neighbours. Its digest is part of the config, so that a
+run, its checkpoints and its ranks all mean the same file. docs/blocks.md says what a file holds.
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import Field, ValidationError, create_model
+
+from megacore.config.schema import Config, ModelConfig
+from megacore.errors import ConfigError
+from megacore.files import read_text
+
+KEY, DIGEST = "model.source", "model.source_digest"
+SETTINGS, BLOCK = "Settings", "Block"  # what a file holds
+RIGHT = f"a Python file with a class {BLOCK}, and a class {SETTINGS} if it has settings: docs/blocks.md"
+MOST_BYTES = 1 << 20
+COPY = "source.py"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that was executed, as it was then."""
+
+    path: str
+    text: str
+    digest: str  # SHA-256 of its text
+    module: ModuleType
+    schema: type[Config]  # whose section `model` has the file's settings
+
+    @property
+    def block(self) -> Callable[..., Any]:
+        """The class of its blocks."""
+        block: Callable[..., Any] = getattr(self.module, BLOCK)
+        return block
+
+    @contextmanager
+    def blamed(self, doing: str = "") -> Iterator[None]:
+        """A context for the file's own code: an exception in it is a `ConfigError` that names the line of the file."""
+        try:
+            yield
+        except (ConfigError, ValidationError):
+            raise
+        except (Exception, SystemExit) as error:
+            said = error.msg if isinstance(error, SyntaxError) else str(error)
+            wrong = f"{self.path}{line_of(self.path, error)}{doing}: {type(error).__name__}: {' '.join(said.split())}"
+            raise ConfigError(KEY, wrong, RIGHT) from error
+
+
+_EXECUTED: dict[tuple[str, str], Source] = {}  # by path and digest
+
+
+def source_in(raw: dict[str, Any]) -> Source | None:
+    """The source that a config's sections name; None if they name none. Executes it.
+
+    Raises:
+        ConfigError: the file is wrong, or is not the one of `model.source_digest`.
+    """
+    model = raw.get("model")
+    model = model if isinstance(model, dict) else {}
+    path = model.get("source")
+    return execute(path, model.get("source_digest")) if isinstance(path, str) and path else None
+
+
+def source_of(config: Config) -> Source | None:
+    """The source of a config's model; None if the model is megacore's own."""
+    model = config.model
+    return None if model.source is None else execute(model.source, model.source_digest)
+
+
+def execute(path: str, digest: object) -> Source:
+    """Executes a file once, if it has the digest (None: whatever it has). Raises `ConfigError`."""
+    if isinstance(digest, str) and (path, digest) in _EXECUTED:  # it may have been edited since
+        return _EXECUTED[path, digest]
+    try:
+        text = read_text(path, MOST_BYTES)
+    except OSError as error:
+        raise ConfigError(KEY, f"cannot read {path}: {error.strerror}", RIGHT) from None
+    except UnicodeDecodeError:
+        raise ConfigError(KEY, f"{path} is not UTF-8 text", RIGHT) from None
+    found = hashlib.sha256(text.encode()).hexdigest()
+    if digest is not None and digest != found:
+        raise ConfigError(DIGEST, f"{path} has the digest {found}, not {digest}", "the file that is meant, or null for any")
+    if (path, found) not in _EXECUTED:
+        _EXECUTED[path, found] = executed(path, text, found)
+    return _EXECUTED[path, found]
+
+
+def executed(path: str, text: str, digest: str) -> Source:
+    """Executes a file's text and checks what is in it. Raises `ConfigError`."""
+    module = ModuleType(f"megacore_source_{digest}")
+    module.__file__ = path
+    source = Source(path, text, digest, module, Config)
+    sys.modules[module.__name__] = module  # where dataclasses, pydantic and torch.compile look for it
+    try:
+        with source.blamed():
+            exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+        settings = checked_settings(source)
+        check_block(source)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    schema = create_model("Config", __base__=Config, model=(settings, Field(default_factory=settings)))
+    return Source(path, text, digest, module, schema)
+
+
+def checked_settings(source: Source) -> type[ModelConfig]:
+    """The settings of a file. Raises `ConfigError` if they are no section of a config, or have no valid defaults."""
+    settings = getattr(source.module, SETTINGS, ModelConfig)
+    if not (isinstance(settings, type) and issubclass(settings, ModelConfig)):
+        raise ConfigError(KEY, f"{source.path}: {SETTINGS} is no section", f"class {SETTINGS}(megacore.config.schema.ModelConfig)")
+    with source.blamed(f", {SETTINGS}"):
+        try:
+            again = settings.model_validate_json(settings().model_dump_json(by_alias=True))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            wrong = f"{source.path}: {SETTINGS}{f'.{name}' if name else ''} has no valid default: {first['msg'].lower()}"
+            raise ConfigError(KEY, wrong, "a default for every setting, of the setting's own type") from None
+        changed = [name for name in settings.model_fields if getattr(again, name) != getattr(settings(), name)]
+    if changed:
+        wrong = f"{source.path}: {SETTINGS}.{changed[0]} changes when it is written as JSON and read"
+        raise ConfigError(KEY, wrong, "numbers, strings, true and false, null, lists and objects")
+    return settings
+
+
+def check_block(source: Source) -> None:
+    """Raises `ConfigError` unless the file's blocks can be called as the model calls them."""
+    block = getattr(source.module, BLOCK, None)
+    if block is None:
+        raise ConfigError(KEY, f"{source.path} has no {BLOCK}", RIGHT)
+    for what, call, arguments in (
+        (BLOCK, block, "index, config, mesh, dtype, device"),
+        (f"{BLOCK}.forward", getattr(block, "forward", None), "self, x, context"),
+    ):
+        try:
+            inspect.signature(call).bind(*arguments.split(", "))  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(KEY, f"{source.path}: {what} cannot be called: {error}", f"{what}({arguments})") from None
+
+
+def line_of(path: str, error: BaseException) -> str:
+    """Where in a file an exception was raised, as text; "" if it was nowhere in it."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return f", line {error.lineno}"
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == path:
+            line = f", line {trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def beside(source: object, config_path: str) -> object:
+    """What a config's file says of its source, counted from the file's own folder."""
+    return str((Path(config_path).parent / source).absolute()) if isinstance(source, str) and source and "\0" not in source else source
