@@ -18,6 +18,7 @@ from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.collectives import own_part
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
+from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
 from megacore.model.block import Block
 from megacore.model.cache import KeyValueCache
