@@ -277,6 +277,8 @@ def run(argv: list[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}", "only a search reads it", "also --search")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
+    if config.model.source is not None:
+        check_source(config)
     device = None if args.device is None else read_device(args.device)
     if device is not None and config.train.precision not in device.peak_flops:
         wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
@@ -312,6 +314,14 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def check_source(config: Config) -> None:
+    """Raises `ConfigError`: the planner counts what megacore's own blocks do."""
+    from megacore.model.gpt import whole_model  # imports torch
+
+    whole_model(config, "meta")  # what is wrong with the file comes first
+    raise ConfigError("model.source", "the planner knows megacore's own blocks alone", "null; or train some steps and measure")
+
+
 def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:
     """Raises `ConfigError` for options that would have no effect beside this one."""
     if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
@@ -337,6 +347,8 @@ def search(args: argparse.Namespace) -> int:
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
     alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
+    if config.model.source is not None:
+        check_source(config)
     if config.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
     if args.plot is not None:

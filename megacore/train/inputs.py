@@ -15,6 +15,7 @@ from megacore.data.samples import EvalSamples, training_stream
 from megacore.engine.optimizer_states import STATES
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
+from megacore.model.gpt import whole_model
 from megacore.records import complaint
 
 
@@ -27,6 +28,8 @@ class Inputs:
     def __init__(self, config: Config, rank: int, scan: bool = True) -> None:
         """`scan`: reads the corpora for tokens beyond the vocabulary. One rank of a machine is enough."""
         train, vocab_size = config.train, config.model.vocab_size
+        if config.model.source is not None:
+            whole_model(config, "meta")  # raises, if the file's blocks cannot be made
         if rank == 0:
             tokenizer = config.data.tokenizer  # training does not need it, but generating text later does
             if tokenizer not in (None, "bytes") and not Path(tokenizer).is_file():
