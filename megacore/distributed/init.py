@@ -9,12 +9,14 @@ import torch.distributed as dist
 
 from megacore.caches import keep_triton_local
 from megacore.config import Config
+from megacore.config.source import KEY
+from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.mesh import Mesh, set_up_device
 from megacore.distributed.observer import Observers
-from megacore.distributed.rank_info import RankInfo
+from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import claim, meet
-from megacore.errors import UserError
+from megacore.errors import ConfigError, UserError
 
 START_UP = 4.0  # until the first step is done, a rank may stand still this many times as long as later: it compiles, or reads a checkpoint
 
@@ -45,6 +47,17 @@ def own_mistakes() -> Iterator[None]:
         raise
 
 
+def check_source(config: Config, mesh: Mesh) -> None:
+    """Raises `ConfigError` on all ranks unless every rank has executed the same `model.source`. Collective, if there is one."""
+    if (own := config.model.source_digest) is None:
+        return
+    first, size = broadcast_text(own, mesh.world, mesh.device), mesh.world.size
+    other = torch.tensor(size if own == first else mesh.world.rank, device=mesh.device)
+    if (lowest := int(all_reduce(other, mesh.world, dist.ReduceOp.MIN))) < size:
+        wrong = f"rank {lowest} on {host_name()} has a file of the digest {own}, and rank 0 one of {first}"
+        raise ConfigError(KEY, broadcast_text(wrong, mesh.world, mesh.device, source=lowest), "the same file on all machines")
+
+
 @contextmanager
 def joined(config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None) -> Iterator[Mesh]:
     """A context with the mesh. `guard`: who looks after this rank meanwhile."""
@@ -63,6 +76,7 @@ def joined(config: Config, place: RankInfo, device: torch.device, guard: Guard |
             guard.met(store)
             claim(device, place, store)
         mesh = Mesh(config, place, device, store=store, observers=guard.observers)
+        check_source(config, mesh)
         yield mesh
     except BaseException as error:
         guard.failed(error, mesh)
