@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 
 
@@ -17,6 +18,7 @@ class Axis:
     layers: bool = False  # ranks along it hold different layers: nothing is copied
     samples: bool = False  # they read different samples
     tokens: bool = False  # they compute on different tokens: gradients of parameters that all hold are summed over them
+    splits: bool = False  # although they do, weights may be split over them (experts): there are groups along the other such axes
     rare: bool = False  # most runs have one rank along it, and are not told so
 
 
@@ -29,6 +31,13 @@ AXES = (
     Axis("cp", "context", tokens=True, rare=True),
     Axis("tp", "tensor"),
 )
+
+
+def sums_of(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
+    """The products of axes over whose ranks gradients may be summed: all that divide tokens, but for those that split a weight."""
+    splits = [axis.name for axis in axes if axis.splits]
+    without = [set(left) for count in range(len(splits) + 1) for left in combinations(splits, count)]
+    return [tuple(axis.name for axis in axes if axis.tokens and axis.name not in left) for left in without]
 
 
 def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

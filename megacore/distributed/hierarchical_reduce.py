@@ -24,6 +24,16 @@ class Levels:
         return Group("owners", tuple(range(self.size)), self.within.rank * self.between.size + self.between.rank)
 
 
+@dataclass(frozen=True)
+class GradientSum:
+    """Over which ranks a gradient is summed, by the placement of its parameter. Buckets hold parameters of one sum."""
+
+    tokens: tuple[str, ...]  # the axes whose ranks see other tokens of what it was applied to; they may divide the optimizer's state
+    levels: Levels  # the ranks along `tokens`
+    first: tuple[Group, ...]  # along each other axis, over which gradients are partial: summed before
+    last: Group | None  # ranks of other stages that use the parameter too: summed when the plan says so
+
+
 def by_host(ranks: Sequence[int], hosts: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The ranks of `ranks`, ascending, on this `rank`'s host, and those that have its place on each host.
 

@@ -16,8 +16,8 @@ import torch.nn.attention
 
 from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.distributed.axes import AXES, Axis, describe, ranks_along
-from megacore.distributed.communicator import SOLO, Communicator, Group
+from megacore.distributed.axes import AXES, Axis, describe, ranks_along, sums_of
+from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.cpu import set_up_cpu
 from megacore.distributed.gpu import set_up_environment
 from megacore.distributed.hierarchical_reduce import Levels, by_host
@@ -25,7 +25,7 @@ from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import meet, use_device
 from megacore.distributed.shared_memory import join
-from megacore.distributed.topology import Topology
+from megacore.distributed.topology import Topology, fsdp_products
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of
 
@@ -52,8 +52,8 @@ def prioritised(backend: str) -> Any:
 class Mesh(Topology):
     """The process groups of one rank, and its coordinates.
 
-    All groups of equal ranks have one communicator. `used` lists the
-    products along which a config communicates. Only these are made, in one order on every rank.
+    All groups of equal ranks have one communicator. `_used` lists the products along which a config communicates, by the axes alone.
+    Only these are made, before there is a parameter, in one order on every rank.
     """
 
     def __init__(
@@ -64,13 +64,15 @@ class Mesh(Topology):
         axes: Sequence[Axis] = AXES,
         sizes: Mapping[str, int] | None = None,
         used: Sequence[tuple[str, ...]] = (),
+        views: Sequence[Sequence[Axis]] = (),
         store: dist.Store | None = None,
         backend: str | None = None,
         observers: Observers | None = None,
     ) -> None:
         """Joins the ranks; collective. `config` must be checked against the world size.
 
-        If you add to `axes`, give the `sizes` that `config.parallel` does not have, and the further products `used`.
+        If you add to `axes` or `views`, give the `sizes` that `config.parallel` does not have. `used`: further products of axes, for
+        layers that communicate along more than one axis at once.
         `store`: in which the ranks have met, if they have (`meeting.meet`). `backend`: one that no config can name.
         `observers`: those who watch this rank, from here on if there are some already.
         """
@@ -94,8 +96,8 @@ class Mesh(Topology):
         self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.silent: dict[tuple[str, ...], Group] = {}  # groups that are only asked for their ranks
         self.used = used
-        super().__init__(config, place.rank, axes, sizes)
-        self.levels = Levels(SOLO, self.gradient_group)
+        self.levels_of: dict[tuple[int, ...], Levels] = {}  # by the ranks that they divide
+        super().__init__(config, place.rank, axes, sizes, views)
         if config.engine.reduce_levels == 2:
             self._divide_by_host()
         self._connect()
@@ -126,22 +128,21 @@ class Mesh(Topology):
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
         """The products of axes along which a config has collectives. The pipeline's ranks only send messages, see `_connect_stages`."""
-        yield ("tp",)
-        if config.engine.kind != "fsdp":
-            yield self.token_axes
-        if config.parallel.context > 1:
-            yield ("cp",)
-        if config.engine.kind == "fsdp":
-            yield ("shard",)
-            yield ("replicate",)
+        for view, sizes in zip(self.views, self.sizes_of_views, strict=True):
+            for axis in reversed(view):  # layers communicate along it
+                if sizes[axis.name] > 1 and (axis.splits or not (axis.layers or axis.samples)):
+                    yield (axis.name,)
+            for product in sums_of(view):
+                yield from fsdp_products(product, self.token_axes) if config.engine.kind == "fsdp" else (product,)
         if config.engine.kind == "deepspeed":
             yield ("pp", "tp")
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Makes a group. It makes a communicator only if none has the same ranks: each costs memory and start-up time."""
-        if len(ranks) > 1 and ranks not in self.communicators:
+        connected = len(ranks) > 1 or name.startswith("shard×")  # FSDP2 takes no weight without a communicator
+        if connected and ranks not in self.communicators:
             self.communicators[ranks] = self._communicator(name, ranks)
-        process_group = self.communicators[ranks] if len(ranks) > 1 else None
+        process_group = self.communicators[ranks] if connected else None
         wire = None if process_group is None else Communicator(process_group, len(ranks), observers=self.observers)
         return Group(name, ranks, ranks.index(self.rank), wire)
 
@@ -160,17 +161,32 @@ class Mesh(Topology):
             group_desc=name,
         )
 
+    @property
+    def levels(self) -> Levels:
+        """The ranks of `gradient_group`, as they sum gradients."""
+        return self.levels_along(*self.token_axes)
+
+    def levels_along(self, *axes: str) -> Levels:
+        """See `Topology`. There are two levels if `engine.reduce_levels` asks for them and hosts allow them."""
+        one = super().levels_along(*axes)
+        return self.levels_of.get(one.between.ranks, one)
+
     def _divide_by_host(self) -> None:
-        """Makes the groups of two levels, if the hosts of all ranks that sum gradients have as many of them."""
+        """Makes the groups of two levels for each product of axes, if the hosts of all ranks that sum along it have as many of them."""
         hosts = [host for host, _ in self._hosts()]
-        summing = {ranks_along(self.token_axes, rank, self.sizes) for rank in self.world.ranks}
-        if not all(by_host(ranks, hosts, ranks[0]) for ranks in summing):
-            return
-        found = by_host(self.gradient_group.ranks, hosts, self.place.rank)
-        assert found is not None
-        for level, ranks in zip(("dp within a host", "dp between hosts"), found, strict=True):
-            self.groups[(level,)] = self._create(level, ranks)
-        self.levels = Levels(*(self.groups[(level,)] for level in ("dp within a host", "dp between hosts")))
+        for view, sizes in zip(self.views, self.sizes_of_views, strict=True):
+            for product in sums_of(view):
+                summing = {ranks_along(product, rank, sizes) for rank in self.world.ranks}
+                own = next(ranks for ranks in summing if self.rank in ranks)
+                if own in self.levels_of or not all(by_host(ranks, hosts, ranks[0]) for ranks in summing):
+                    continue
+                found = by_host(own, hosts, self.rank)
+                assert found is not None
+                along = "dp" if product == self.token_axes else "×".join(product)
+                names = f"{along} within a host", f"{along} between hosts"
+                groups = [self._create(name, ranks) for name, ranks in zip(names, found, strict=True)]
+                self.groups |= {(group.name,): group for group in groups}
+                self.levels_of[own] = Levels(*groups)
 
     def machine_ranks(self) -> list[int]:
         """The ranks on this rank's machine, in the order of their local ranks. Launchers need not number them one behind another, nor

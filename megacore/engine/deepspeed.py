@@ -60,10 +60,17 @@ class DeepSpeedEngine(Engine):
         place = (settings["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
         self.offloads, self.swap_folders = place != "none", swap_folders(settings)
         self.parameters = dict(stage.named_parameters())
-        self.partial: dict[str, list[nn.Parameter]] = {}  # by axis: parameters whose gradients this engine sums over it
+        self.first: dict[Group, list[nn.Parameter]] = {}  # what this engine sums over them, before the plan's last sum and in it
+        self.last: dict[Group, list[nn.Parameter]] = {}
         for parameter in self.parameters.values():
-            for axis in set(shard_of(parameter).partial_over) - set(mesh.token_axes):
-                self.partial.setdefault(axis, []).append(parameter)
+            over = mesh.gradient_sum(shard_of(parameter))
+            if over.tokens != mesh.token_axes:
+                wrong = f"DeepSpeed sums all gradients over {'×'.join(mesh.token_axes)}, and this model has some that are not"
+                raise ConfigError("engine.kind", wrong, "native or fsdp")
+            for group in over.first:
+                self.first.setdefault(group, []).append(parameter)
+            if over.last is not None:
+                self.last.setdefault(over.last, []).append(parameter)
         deepspeed = prepare(settings, mesh)
         self.access, self.comm = deepspeed.utils, deepspeed.comm
         mark_parameters(stage)
@@ -112,12 +119,12 @@ class DeepSpeedEngine(Engine):
 
     def reduce_gradients(self) -> None:
         """See `Engine`. Gradients are already summed over ranks that see other tokens."""
-        for axis in sorted(self.partial.keys() - {"tied"}):
-            self._sum(self.partial[axis], self.mesh.group(axis))
+        for group, parameters in self.first.items():
+            self._sum(parameters, group)
 
     def reduce_tied(self) -> None:
-        assert self.mesh.tied is not None
-        self._sum(self.partial["tied"], self.mesh.tied)
+        for group, parameters in self.last.items():
+            self._sum(parameters, group)
 
     @torch.no_grad()
     def _sum(self, parameters: list[nn.Parameter], group: Group) -> None:

@@ -1,7 +1,7 @@
 """Flat buffers, loss scale and learning rate, for steps without a host synchronisation."""
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from megacore.config.schema import OptimConfig, resolved
 from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
+from megacore.distributed.topology import Topology
 from megacore.engine.optimizer_states import ALIGNMENT
 from megacore.model.gpt import Stage
 
@@ -59,9 +61,7 @@ class FlatBuffer:
 
     chunk: int  # the first that uses its parameters
     decay: bool
-    summed_over: tuple[
-        str, ...
-    ]  # axes over which gradients are summed, besides those that divide tokens; one buffer each, so that ranks lay them out alike
+    sum: GradientSum  # over which ranks gradients are summed
     owners: Group  # the ranks that divide every bucket; a group of one does not divide it
     parts: int  # into which every bucket can be divided, by its owners or on the wire
     bucket_bytes: float
@@ -69,6 +69,11 @@ class FlatBuffer:
     slots: list[ParameterRange] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     size: int = 0
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """The axes over which a rank's part of the optimizer's state is its own."""
+        return self.sum.tokens if self.owners.size > 1 else ()
 
     def add(self, name: str, parameter: nn.Parameter, position: int, chunks: tuple[int, ...]) -> None:
         """Lays a parameter behind the others."""
@@ -154,23 +159,27 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def fill_buffers(
-    stages: Sequence[Stage], bucket_mib: float, owners: Group = SOLO, token_axes: Container[str] = (), parts: int = 1
+    stages: Sequence[Stage], bucket_mib: float, mesh: Topology, *, sharded: bool = False, narrow: bool = False
 ) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
-    `owners`: the ranks that divide the optimizer's state. `token_axes`: the axes over which all gradients are summed. `parts`: see
-    `FlatBuffer`. A parameter that two stages of the rank share belongs to the first of them.
+    What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay it out alike. `sharded`: the
+    ranks of a sum divide the optimizer's state. `narrow`: gradients travel in 16 bits. A parameter that two stages of the rank share
+    belongs to the first of them.
     """
     owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
             first, chunks = owned.get(parameter, (name, ()))
             owned[parameter] = first, (*chunks, chunk)
-    buffers: dict[tuple[int, bool, tuple[str, ...]], FlatBuffer] = {}
+    buffers: dict[tuple[int, bool, GradientSum], FlatBuffer] = {}
     for position, (parameter, (name, chunks)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
-        kind = (chunks[0], shard.decay, tuple(axis for axis in shard.partial_over if axis not in token_axes))
-        fresh = FlatBuffer(*kind, owners, max(parts, owners.size), bucket_mib * 2**20, stages[0].device)
+        kind = chunks[0], shard.decay, mesh.gradient_sum(shard)
+        levels = kind[-1].levels
+        owners = levels.owners if sharded and levels.size > 1 else SOLO
+        parts = levels.size if owners.size > 1 or narrow or levels.within.size > 1 else 1
+        fresh = FlatBuffer(*kind, owners, parts, bucket_mib * 2**20, stages[0].device)
         buffers.setdefault(kind, fresh).add(name, parameter, position, chunks)
     for buffer in buffers.values():
         buffer.allocate()

@@ -5,13 +5,13 @@ the compute dtype before the block runs, and sum its gradients in fp32 after its
 own data ranks, for which its piece of a tensor is simply a tensor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -21,10 +21,12 @@ from megacore.config import Config
 from megacore.config.resolve_auto import reshards
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
+from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, piece_key, replicated, shard_of
 from megacore.engine.flat_buffer import accumulation_dtype
 from megacore.engine.stepper import OptimizerStep
+from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import ROW
 from megacore.model.gpt import DTYPES, Stage
 from megacore.tensor_parallel.linear import ColumnLinear
@@ -36,14 +38,16 @@ class ShardRows:
 
     name: str
     shard: Shard
+    sum: GradientSum
+    replicate: Group  # the ranks that hold it too, of those that sum its gradient
     parameter: DTensor
     master: Tensor
     gradient: Tensor  # of the same shape
     start: int  # the first element in the tensor-parallel piece
 
-    def norm_weights(self, copies: int) -> Tensor:
-        """The weight in the norm of each row of `ROW` elements of the gradient (see `SumOfSquares`), if `copies` ranks hold it."""
-        weight = 1.0 / copies
+    def norm_weights(self) -> Tensor:
+        """The weight in the norm of each row of `ROW` elements of the gradient (see `SumOfSquares`)."""
+        weight = 1.0 / (self.shard.copies(but=self.sum.tokens) * self.replicate.size)
         return torch.full((-(-self.gradient.numel() // ROW),), weight, dtype=torch.float64, device=self.gradient.device)
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[Tensor, TensorSlice]]:
@@ -59,7 +63,6 @@ class FSDPEngine(OptimizerStep):
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
         self.modules = self.stages = stages
         self.mesh = mesh
-        self.shard, self.replicate = mesh.group("shard"), mesh.group("replicate")
         self.reshard = reshards(config)
         self.offloads = config.engine.cpu_offload
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
@@ -72,7 +75,7 @@ class FSDPEngine(OptimizerStep):
             [rows.master for rows in self.rows],
             [rows.gradient for rows in self.rows],
             decay=[rows.shard.decay for rows in self.rows],
-            row_weights=[rows.norm_weights(rows.shard.copies(but=mesh.token_axes) * self.replicate.size) for rows in self.rows],
+            row_weights=[rows.norm_weights() for rows in self.rows],
             over=mesh.world,
         )
 
@@ -80,6 +83,8 @@ class FSDPEngine(OptimizerStep):
     def _divide(self, stage: Stage, config: Config) -> None:
         """Gives a stage on `meta` to FSDP2, block by block. Then only this rank's part of each parameter gets memory."""
         shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
+        sums = {name: self.mesh.gradient_sum(shard) for name, shard in shards.items()}
+        units = self._units(stage, sums)
         for module in stage.modules():
             # FSDP2 divides rows, so logical dims (heads; gate and up) become rows, as in the layer's product.
             if isinstance(module, ColumnLinear):
@@ -87,14 +92,14 @@ class FSDPEngine(OptimizerStep):
                 if module.bias is not None:
                     module.bias.data = module.bias.data.flatten()
         compute, offload = DTYPES[config.train.precision], config.engine.cpu_offload
-        master, mesh = accumulation_dtype(next(stage.parameters())), self._device_mesh()
-        for module in (*stage.blocks.values(), stage):
+        master = accumulation_dtype(next(stage.parameters()))
+        for module, over in units.items():
             for parameter in module.parameters():
                 if not isinstance(parameter, DTensor):
                     parameter.data = parameter.data.to(master)
             unit = fully_shard(
                 module,
-                mesh=mesh,
+                mesh=self._device_mesh(over),
                 # The stage's own parameters stay until the last backward: the loss needs them, outside the stage's forward.
                 reshard_after_forward=self.reshard and module is not stage,
                 mp_policy=MixedPrecisionPolicy(compute, master, cast_forward_inputs=False),
@@ -112,23 +117,42 @@ class FSDPEngine(OptimizerStep):
         for name, parameter in stage.named_parameters():
             assert isinstance(parameter, DTensor)
             parameter.shard = shards[name]  # type: ignore[attr-defined]
-            each = -(-parameter.shape[0] // self.shard.size)
-            first = min(each * self.shard.rank, parameter.shape[0])
+            held, replicate = self.mesh.fsdp_groups(sums[name])
+            each = -(-parameter.shape[0] // held.size)
+            first = min(each * held.rank, parameter.shape[0])
             gradient = torch.zeros_like(parameter.zero_())
             assert isinstance(gradient, DTensor)
             if not self.offloads:
                 # FSDP2 adds to a gradient that exists. This tensor stays, because kernels keep its address.
                 parameter.grad = gradient
             start = first * prod(parameter.shape[1:])
-            self.rows.append(ShardRows(name, shards[name], parameter, parameter.to_local(), gradient.to_local(), start))
+            self.rows.append(
+                ShardRows(name, shards[name], sums[name], replicate, parameter, parameter.to_local(), gradient.to_local(), start)
+            )
 
-    def _device_mesh(self) -> DeviceMesh:
-        """The data ranks as PyTorch's mesh: shards of one copy, and copies."""
-        shard, replicate, kind = self.shard, self.replicate, self.mesh.device.type
+    def _units(self, stage: Stage, sums: Mapping[str, GradientSum]) -> dict[nn.Module, GradientSum]:
+        """The modules that FSDP2 gathers, inner ones first, and over which ranks each sums its gradients: every block, the stage with
+        its other parameters, and each module whose weights are summed over others. Raises `ConfigError` if a module has both."""
+        units: dict[nn.Module, GradientSum] = {}
+        usual = self.mesh.token_axes
+        for name, module in reversed(list(stage.named_modules())):
+            own = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
+            over = {sums[parameter].tokens: sums[parameter] for parameter in own}
+            if len(over) > 1:
+                right = "a module of its own for what is summed over other ranks, or engine.kind=native"
+                raise ConfigError("engine.kind", f"fsdp sums the gradients of a module as one, and those of {name} differ", right)
+            if over and usual not in over:
+                units |= {module: next(iter(over.values()))}
+        first = next(over for over in sums.values() if over.tokens == usual)
+        return units | dict.fromkeys((*stage.blocks.values(), stage), first)
+
+    def _device_mesh(self, over: GradientSum) -> DeviceMesh:
+        """The ranks of a sum as PyTorch's mesh: shards of one copy, and copies."""
+        (shard, replicate), kind = self.mesh.fsdp_groups(over), self.mesh.device.type
         assert shard.process_group is not None
         if replicate.process_group is None:
             return DeviceMesh.from_group(shard.process_group, kind)
-        ranks = torch.tensor(self.mesh.gradient_group.ranks).view(replicate.size, shard.size)
+        ranks = torch.tensor(self.mesh.group(*over.tokens).ranks).view(replicate.size, shard.size)
         groups = [replicate.process_group, shard.process_group]
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
@@ -145,9 +169,8 @@ class FSDPEngine(OptimizerStep):
         """See `Engine`. Sums over ranks that see other tokens are done after each block's backward."""
         if self.offloads:
             self._take_gradients()
-        further = {axis for rows in self.rows for axis in rows.shard.partial_over} - {*self.mesh.token_axes, "tied"}
-        for axis in sorted(further):
-            self._sum([rows.gradient for rows in self.rows if axis in rows.shard.partial_over], self.mesh.group(axis))
+        for group in {group.ranks: group for rows in self.rows for group in rows.sum.first}.values():
+            self._sum([rows.gradient for rows in self.rows if group in rows.sum.first], group)
 
     def _take_gradients(self) -> None:
         """Takes over what FSDP2 has brought to host memory. With a gradient there to add to, the host would have waited for every
@@ -161,8 +184,8 @@ class FSDPEngine(OptimizerStep):
     @torch.no_grad()
     def reduce_tied(self) -> None:
         """See `Engine`. Both stages divide their copy in the same way."""
-        assert self.mesh.tied is not None
-        self._sum([rows.gradient for rows in self.rows if "tied" in rows.shard.partial_over], self.mesh.tied)
+        for group in {rows.sum.last for rows in self.rows if rows.sum.last is not None}:
+            self._sum([rows.gradient for rows in self.rows if rows.sum.last == group], group)
 
     def _sum(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Sums gradients over the group's ranks as one tensor, on the device even if they rest in host memory."""
@@ -195,6 +218,6 @@ class FSDPEngine(OptimizerStep):
         found: dict[str, tuple[Tensor, TensorSlice]] = {}
         for rows, tensor in zip(self.rows, tensors, strict=True):
             for view, box in rows.pieces(tensor):
-                copied = (*rows.shard.copied_along(but=self.mesh.token_axes), replicated(self.replicate))
+                copied = (*rows.shard.copied_along(but=rows.sum.tokens), replicated(rows.replicate))
                 found[piece_key(f"{prefix}{rows.name}", found)] = (view, replace(box, copied=copied))
         return found

@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, piece_key
 from megacore.engine.flat_buffer import FlatBuffer, fill_buffers
@@ -31,15 +30,12 @@ class NativeEngine(OptimizerStep):
     """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
-        self.modules, self.mesh, levels = stages, mesh, mesh.levels
-        self.sharded = config.engine.shard_optimizer and levels.size > 1
-        self.divided = mesh.token_axes if self.sharded else ()  # axes over which a rank's part of the state is its own
-        owners = levels.owners if self.sharded else SOLO
-        narrow = torch.bfloat16 if config.engine.reduce_dtype == "bf16" and levels.size > 1 else None
-        parts = levels.size if narrow is not None or levels.within.size > 1 else 1
-        self.buffers = fill_buffers(stages, resolved(config.engine.bucket_mib), owners, mesh.token_axes, parts)
-        self.reducer = GradientReducer(self.buffers, mesh, narrow)
-        self.gatherer = ParameterGatherer(stages, self.buffers, levels) if self.sharded else None
+        self.modules, self.mesh = stages, mesh
+        narrow = torch.bfloat16 if config.engine.reduce_dtype == "bf16" else None
+        sharded = config.engine.shard_optimizer
+        self.buffers = fill_buffers(stages, resolved(config.engine.bucket_mib), mesh, sharded=sharded, narrow=narrow is not None)
+        self.reducer = GradientReducer(self.buffers, narrow)
+        self.gatherer = ParameterGatherer(stages, self.buffers) if any(buffer.divided for buffer in self.buffers) else None
         super().__init__(
             config,
             mesh.device,
@@ -54,7 +50,7 @@ class NativeEngine(OptimizerStep):
     def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
         """The weight of each row of a buffer's ranges in the gradient norm. Ranks that hold the same row each count a part of it, so all
         notice a row that is wrong on one of them."""
-        rows = buffer.row_weights(lambda shard: 1.0 / shard.copies(but=self.divided))
+        rows = buffer.row_weights(lambda shard: 1.0 / shard.copies(but=buffer.divided))
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
     def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
@@ -82,11 +78,10 @@ class NativeEngine(OptimizerStep):
         self.reducer.finish()
 
     def reduce_tied(self) -> None:
-        assert self.mesh.tied is not None
         for buffer in self.buffers:
-            if "tied" in buffer.summed_over:
+            if buffer.sum.last is not None:
                 for gradients in buffer.own_gradients:
-                    all_reduce(gradients, self.mesh.tied)
+                    all_reduce(gradients, buffer.sum.last)
 
     def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
@@ -118,6 +113,6 @@ class NativeEngine(OptimizerStep):
         held = iter(tensors)
         for buffer in self.buffers:
             for slot, view, box in buffer.pieces([next(held) for _ in buffer.ranges]):
-                box = replace(box, copied=slot.shard.copied_along(but=self.divided))
+                box = replace(box, copied=slot.shard.copied_along(but=buffer.divided))
                 found[piece_key(f"{prefix}{slot.name}", found)] = (view, box)
         return found

@@ -14,15 +14,14 @@ from megacore.model.gpt import Stage
 
 
 class ParameterGatherer:
-    """Gathers every bucket after a step, in the order in which forward needs them. A module waits for its buckets before it runs.
+    """Gathers every divided bucket after a step, in the order in which forward needs them. A module waits for its buckets before it runs.
 
     Modules that wait: each block, the final norm (for the head too), and the stage for all else (embeddings, positions).
     """
 
-    def __init__(self, stages: Sequence[Stage], buffers: list[FlatBuffer], levels: Levels) -> None:
-        self.levels = levels
+    def __init__(self, stages: Sequence[Stage], buffers: list[FlatBuffer]) -> None:
         # Buckets are laid out in the order of backward.
-        buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        buckets = [(buffer, bucket) for buffer in buffers if buffer.divided for bucket in buffer.buckets]
         self.buckets = sorted(buckets, key=lambda pair: -pair[1].completes)
         self.work: list[Work | None] = [None] * len(self.buckets)
         needs: dict[nn.Module, list[int]] = {}
@@ -47,7 +46,7 @@ class ParameterGatherer:
     def start(self) -> None:
         """Begins to gather every bucket."""
         for i, (buffer, bucket) in enumerate(self.buckets):
-            self.work[i] = start_gather(buffer.values[bucket.start : bucket.stop], self.levels)
+            self.work[i] = start_gather(buffer.values[bucket.start : bucket.stop], buffer.sum.levels)
 
     def _wait(self, wanted: Any) -> None:
         for i in wanted:

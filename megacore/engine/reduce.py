@@ -1,6 +1,6 @@
 """Bucketed gradient accumulation and reduction, overlapped with the last microbatch's backward."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,24 +18,23 @@ from megacore.distributed.collectives import (
 )
 from megacore.distributed.communicator import Staged, Work, side_stream
 from megacore.distributed.hierarchical_reduce import Levels
-from megacore.distributed.mesh import Mesh
 from megacore.engine.flat_buffer import Bucket, FlatBuffer, ParameterRange
 from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue
 
 
 class GradientReducer:
-    """Accumulates each parameter's gradient in fp32. Sums each bucket over the ranks that see other tokens as soon as it is complete.
+    """Accumulates each parameter's gradient in fp32. Sums each bucket over its own ranks (`FlatBuffer.sum`) as soon as it is complete.
 
     Collectives must match, so buckets start in one order on every rank: the order in which backward completes them, because a late
     bucket must not hold up others. Buckets that are summed over further axes (tensor ranks) are summed over these first, and go last.
     With a sharded optimizer a bucket is reduce-scattered: a rank then has only the sum of the part that it updates.
     """
 
-    def __init__(self, buffers: list[FlatBuffer], mesh: Mesh, narrow: torch.dtype | None = None) -> None:
+    def __init__(self, buffers: list[FlatBuffer], narrow: torch.dtype | None = None) -> None:
         """`narrow`: the dtype in which gradients travel, if not their own (see `start_sum`)."""
-        self.buffers, self.mesh, self.group, self.narrow = buffers, mesh, mesh.gradient_group, narrow
+        self.buffers, self.narrow = buffers, narrow
         self.buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
-        self.buckets.sort(key=lambda pair: (bool(sums_first(pair[0])), pair[1].completes))
+        self.buckets.sort(key=lambda pair: (bool(pair[0].sum.first), pair[1].completes))
         self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
         self.in_last = False  # whether the last backward of a chunk is running
         self.deferral = WeightGradQueue()
@@ -92,24 +91,24 @@ class GradientReducer:
     def _start_ready(self) -> None:
         while self.next < len(self.buckets):
             buffer, bucket = self.buckets[self.next]
-            if sums_first(buffer) or self.waiting_for[id(bucket)]:
+            if buffer.sum.first or self.waiting_for[id(bucket)]:
                 return
             self._start(buffer, bucket)
             self.next += 1
 
     def _start(self, buffer: FlatBuffer, bucket: Bucket) -> None:
         gradients = buffer.gradients[bucket.start : bucket.stop]
-        for axis in sums_first(buffer):
-            all_reduce(gradients, self.mesh.group(axis))
-        whole, levels = buffer.owners.size == 1, self.mesh.levels
-        if self.narrow is None and levels.within.size == 1:
-            self.work.append((all_reduce_start if whole else reduce_scatter_inside)(gradients, self.group))
+        for group in buffer.sum.first:
+            all_reduce(gradients, group)
+        whole, levels = buffer.owners.size == 1, buffer.sum.levels
+        if levels.within.size == 1 and (self.narrow is None or levels.size == 1):
+            self.work.append((all_reduce_start if whole else reduce_scatter_inside)(gradients, levels.between))
             return
         # Buckets start in one order on every rank, so this order of their later operations is the same everywhere too. By now the
         # operation of an earlier bucket, for which the next one waits, has usually ended. Only a CPU's host waits here.
         for work in self.work:
-            assert isinstance(work, Staged)
-            work.advance()
+            if isinstance(work, Staged):
+                work.advance()
         self.work.append(start_sum(gradients, levels, self.narrow, whole=whole))
 
     def finish(self) -> None:
@@ -138,12 +137,6 @@ class GradientReducer:
         """Begins new sums: the next part of each gradient is written over the last sum."""
         for main, _ in self.sums:
             main.empty = True
-
-
-def sums_first(buffer: FlatBuffer) -> Collection[str]:
-    """The axes over which a buffer's gradients are summed before the sum over ranks that see other tokens. The sum of the two copies
-    of tied embeddings is an action of the plan, after all others."""
-    return [axis for axis in buffer.summed_over if axis != "tied"]
 
 
 def start_sum(x: Tensor, levels: Levels, narrow: torch.dtype | None, *, whole: bool) -> Staged:

@@ -1,5 +1,6 @@
 """Mistakes of data parallelism, of the loss and of going on after an interruption."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,8 @@ from megacore import checkpoint
 from megacore.data import dp_sharding as batches
 from megacore.data.samples import EvalSamples
 from megacore.distributed import collectives as comm
-from megacore.distributed.communicator import Staged
+from megacore.distributed.communicator import SOLO, Staged
+from megacore.distributed.hierarchical_reduce import Levels
 from megacore.engine import native, reduce
 from megacore.engine import param_all_gather as gather
 from megacore.tensor_parallel import gradient
@@ -18,6 +20,7 @@ from megacore.tools.verify import coverage
 from megacore.train import loader, trainer
 from tests.faults import both, fault
 from tests.faults.collectives import not_started, twice
+from tests.faults.tensor import RANK, remembered_mesh
 
 patch = mock.patch.object
 SUM_APART = "every microbatch's gradients agree; their sum over microbatches and ranks does not: first embedding.weight"
@@ -49,12 +52,12 @@ def data_reduction_doubled() -> Any:
 def data_reduction_over_tensor_ranks() -> Any:
     build = native.GradientReducer
 
-    def over_tensor_ranks(buffers: Any, mesh: Any, narrow: Any) -> Any:
-        reducer = build(buffers, mesh, narrow)
-        reducer.group = mesh.tp
-        return reducer
+    def over_tensor_ranks(buffers: Any, narrow: Any) -> Any:
+        for buffer in buffers:
+            buffer.sum = replace(buffer.sum, levels=Levels(SOLO, RANK.mesh.tp))
+        return build(buffers, narrow)
 
-    return patch(native, "GradientReducer", over_tensor_ranks)
+    return both(remembered_mesh(), patch(native, "GradientReducer", over_tensor_ranks))
 
 
 @fault("a sum by recursive doubling leaves out the ranks beyond a power of two", "dp3", SUM_APART)

@@ -297,7 +297,7 @@ def test_learning_rate_without_room() -> None:
 
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
-    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib)), Mesh(config, RankInfo(), CPU))
+    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib), Mesh(config, RankInfo(), CPU)))
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:
@@ -348,7 +348,7 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
             stage.loss(stage(inputs), inputs).backward()
     within = len(started)
     reducer.finish()
-    starts = [(buffer.summed_over, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
+    starts = [(buffer.sum.first, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
     whole = [("data", start) for partial, start in starts if not partial]
     partial = [(kind, start) for partial, start in starts if partial for kind in ("tensor", "data")]
     assert len(whole) > 4 and partial

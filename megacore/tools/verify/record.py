@@ -13,6 +13,7 @@ from torch import Tensor
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config, load
 from megacore.distributed.collectives import all_reduce
+from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
@@ -157,7 +158,7 @@ class Evidence:
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, config: Config) -> None:
         self.mesh = mesh
-        self.rounds = config.engine.reduce_dtype == "bf16" and mesh.levels.size > 1  # gradients are rounded where they travel
+        self.rounds = config.engine.reduce_dtype == "bf16"  # gradients are rounded where they travel
         self.gathers = not config.engine.shard_optimizer  # so are their sums
         self.parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
         self.sums = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in self.parameters.items()}
@@ -182,24 +183,21 @@ class Evidence:
             record.tensors(f"copy {step}", {name: (copy, shards[name]) for name, copy in held.items()})
         for step, given in self.given.items():
             for name, total in given.items():
-                self._sum(total, shards[name].partial_over)
+                self._sum(total, self.mesh.gradient_sum(shards[name]))
             record.tensors(f"given {step}", {name: (total, shards[name]) for name, total in given.items()})
 
-    def _sum(self, total: Tensor, axes: Sequence[str]) -> None:
-        """Sums a gradient over its axes, in the engine's order, and rounds it where the engine does."""
-        data = [axis for axis in axes if axis in self.mesh.token_axes]
-        for axis in axes:
-            if axis not in (*data, "tied") or (axis in data and not self.rounds):
-                all_reduce(total, self.mesh.group(axis))
-        if data and self.rounds:
-            all_reduce(total, self.mesh.levels.within)
+    def _sum(self, total: Tensor, over: GradientSum) -> None:
+        """Sums a gradient over its ranks, in the engine's order, and rounds it where the engine does."""
+        rounds = self.rounds and over.levels.size > 1
+        for group in (*over.first, over.levels.within):
+            all_reduce(total, group)
+        if rounds:
             total.copy_(total.bfloat16())
-            all_reduce(total, self.mesh.levels.between)
-            if self.gathers:
-                total.copy_(total.bfloat16())
-        if "tied" in axes:
-            assert self.mesh.tied is not None
-            all_reduce(total, self.mesh.tied)
+        all_reduce(total, over.levels.between)
+        if rounds and self.gathers:
+            total.copy_(total.bfloat16())
+        if over.last is not None:
+            all_reduce(total, over.last)
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: parameter.detach().float() for name, parameter in self.parameters.items()}

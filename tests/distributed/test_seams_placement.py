@@ -1,0 +1,136 @@
+"""What follows from a placement alone, proved by layers that are no feature: weights split over ranks with other tokens, further views."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacore.config import Config, load
+from megacore.distributed.axes import AXES, Axis
+from megacore.distributed.collectives import all_gather, enter_tensor_parallel, leave_tensor_parallel, own_part
+from megacore.distributed.hierarchical_reduce import GradientSum
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import place_from_environment
+from megacore.distributed.shard import Shard, new_parameter, split
+from megacore.distributed.topology import Topology
+from megacore.model.block import Block
+from megacore.model.context import Context
+from megacore.model.gpt import BLOCKS
+from tests import training
+from tests.steps import Found, apart, train
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-12  # fp64: sums of some thousand terms in another order
+EXPERTS = 4
+
+# Ranks along it hold other experts, and see other tokens. It is an axis of its own, or of a second view of the ranks.
+EP = Axis("ep", "expert", tokens=True, splits=True)
+OWN = (AXES[0], replace(AXES[1]), replace(EP, samples=True), *AXES[2:])
+VIEW = (AXES[0], Axis("edp", "expert_data", tokens=True), EP, Axis("etp", "expert_tensor"))
+
+
+class Experts(nn.Module):
+    """Each token is multiplied by the weights of one expert, which its position chooses. Tokens go to the ranks with their experts."""
+
+    def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.group, self.tp, self.sequence = mesh.group("ep"), mesh.tp, config.parallel.sequence and mesh.tp.size > 1
+        shard = Shard((EXPERTS, config.model.hidden_size), (split(self.group, 0),), decay=True, init_std=0.1)
+        self.first, self.weight = shard.offset[0], new_parameter(shard, dtype, device)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same."""
+        positions = context.positions
+        here = torch.arange(context.seq_len).repeat(context.batch_size) if positions is None else positions.flatten()
+        chosen = all_gather((own_part(here, self.tp) if self.sequence else here) % EXPERTS, self.group)
+        x, out = enter_tensor_parallel(x, self.group, True), 0
+        for number, weight in enumerate(self.weight, self.first):
+            out = out + x * weight * (chosen == number)[:, None]
+        return leave_tensor_parallel(out, self.group, True)
+
+
+class ExpertBlock(Block):
+    """A block whose output goes through experts too."""
+
+    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(index, config, mesh, dtype, device)
+        self.experts = Experts(config, mesh, dtype, device)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same."""
+        x = super().forward(x, context)
+        return x + self.experts(x, context)
+
+
+BLOCKS["experts"] = ExpertBlock
+
+
+class TooWide(Mesh):
+    """The planted fault: experts are summed as if all ranks had the same."""
+
+    def gradient_sum(self, shard: Shard) -> GradientSum:
+        return super().gradient_sum(replace(shard, along=tuple(a for a in shard.along if a.axis != "ep")))
+
+
+class TooNarrow(Mesh):
+    """The planted fault: what all ranks hold is summed as if they held experts."""
+
+    def gradient_sum(self, shard: Shard) -> GradientSum:
+        return super().gradient_sum(replace(shard, along=(*(a for a in shard.along if a.axis != "ep"), split(self.group("ep"), 0))))
+
+
+def config_of(path: str, overrides: Sequence[str], world: int) -> Config:
+    config = load(path, [*overrides], world).config
+    return config.model_copy(update={"model": config.model.model_copy(update={"block": "experts"})})
+
+
+def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) -> Found:
+    """Training with experts: over an axis of the one view if `sizes` has no `edp`, else over one of a second view."""
+    place = place_from_environment()
+    config = config_of(path, overrides, place.world_size)
+    if "edp" in sizes:
+        return train(config, mesh(config, place, CPU, sizes=sizes, views=[VIEW]))
+    return train(config, mesh(config, place, CPU, OWN, sizes))
+
+
+@pytest.fixture
+def config_path(tmp_path: Path) -> str:
+    changes: dict[str, Any] = {"model": {"num_layers": 2}, "train": {"precision": "fp64"}, "optim": {"weight_decay": 0.3}}
+    return training.write_config(tmp_path, "unused", **changes)
+
+
+ONE = {"dp": 1, "ep": 1}
+DATA, SHARDED = ["parallel.data=4"], ["parallel.data=4", "engine.shard_optimizer=true"]
+CASES: dict[str, tuple[list[str], dict[str, int]]] = {
+    "an axis": (DATA, {"dp": 2, "ep": 2}),
+    "an axis, every expert on one rank": (DATA, {"dp": 1, "ep": 4}),
+    "an axis, sharded": (SHARDED, {"dp": 2, "ep": 2}),
+    "an axis, sharded, every expert on one rank": (SHARDED, {"dp": 1, "ep": 4}),
+    "an axis, fsdp": ([*DATA, "engine.kind=fsdp"], {"dp": 2, "ep": 2}),
+    "an axis, fsdp, every expert on one rank": ([*DATA, "engine.kind=fsdp", "engine.shard_size=2"], {"dp": 1, "ep": 4}),
+    "a view, out of data and context": (["parallel.data=2", "parallel.context=2"], {"edp": 1, "ep": 4, "etp": 1}),
+    "a view, sharded": (["parallel.context=4", "engine.shard_optimizer=true"], {"edp": 2, "ep": 2, "etp": 1}),
+    "a view, out of tensor": (["parallel.data=2", "parallel.tensor=2", "parallel.sequence=true"], {"edp": 2, "ep": 2, "etp": 1}),
+    "a view, copies": (["parallel.data=2", "parallel.tensor=2", "engine.shard_optimizer=true"], {"edp": 1, "ep": 2, "etp": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_split_over_ranks_with_other_tokens(pool: Any, config_path: str, case: str) -> None:
+    """Gradients of different experts would be added up, or those of copies not; a norm, an update, or what is saved would follow."""
+    overrides, sizes = CASES[case]
+    (one,) = pool.run(1, with_experts, config_path, [], ONE)
+    assert apart(pool.run(4, with_experts, config_path, overrides, sizes), one) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", [TooWide, TooNarrow])
+@pytest.mark.parametrize("overrides", [DATA, SHARDED])
+def test_a_sum_over_other_ranks_is_noticed(pool: Any, config_path: str, fault: type[Mesh], overrides: list[str]) -> None:
+    """The planted faults."""
+    (one,) = pool.run(1, with_experts, config_path, [], ONE)
+    found = pool.run(4, with_experts, config_path, overrides, {"dp": 2, "ep": 2}, fault)
+    assert training.difference(found[0].figures, one.figures) > 1e-6
