@@ -1,11 +1,13 @@
 """Where a rank stands among the named axes, and who is in its groups. Nothing is connected here: `mesh.Mesh` does that."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from megacore.config import Config
 from megacore.distributed.axes import AXES, Axis, coordinates, place_text, ranks_along
-from megacore.distributed.communicator import Group
+from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.hierarchical_reduce import GradientSum, Levels
 from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.pipeline.partition import placement_of
 
@@ -18,14 +20,24 @@ def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, i
 class Topology:
     """A rank's coordinates along the axes, and its groups. It is all that layers need to be built, on one process for any rank.
 
-    `group("dp", "tp")` is the group along a product of axes.
+    `group("dp", "tp")` is the group along a product of axes. The ranks of a stage may be seen in several ways, such as dp × cp × tp and
+    edp × ep × etp: each view has its axes, and a parameter is placed, copied and summed along those of one view.
     """
 
-    def __init__(self, config: Config, rank: int = 0, axes: Sequence[Axis] = AXES, sizes: Mapping[str, int] | None = None) -> None:
-        """`sizes`: see `sizes_of`."""
-        self.rank, self.axes = rank, axes
-        self.sizes = sizes_of(config, axes, sizes)
-        self.coordinates = coordinates(rank, self.sizes)
+    def __init__(
+        self,
+        config: Config,
+        rank: int = 0,
+        axes: Sequence[Axis] = AXES,
+        sizes: Mapping[str, int] | None = None,
+        views: Sequence[Sequence[Axis]] = (),
+    ) -> None:
+        """`axes`: those of most layers, and of data. `views`: other axes for the same ranks. `sizes`: see `sizes_of`."""
+        self.rank, self.axes, self.views = rank, axes, (axes, *views)
+        self.sizes_of_views = [sizes_of(config, view, sizes) for view in self.views]
+        self.sizes = self.sizes_of_views[0]
+        assert len({prod(sizes.values()) for sizes in self.sizes_of_views}) == 1, "every view must have all ranks"
+        self.coordinates = {name: at for sizes in self.sizes_of_views for name, at in coordinates(rank, sizes).items()}
         self.shard_size = config.shard_size
         self.groups: dict[tuple[str, ...], Group] = {}
         self._create_groups(config)
@@ -81,22 +93,51 @@ class Topology:
         """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
         a part of a sum."""
         stated = {along.axis for along in shard.along}
-        copied = [axis for axis in self.axes if axis.name not in stated and not axis.layers and self.sizes[axis.name] > 1]
-        states = (AxisPlacement(a.name, self.coordinates[a.name], self.sizes[a.name], partial=a.tokens) for a in copied)
+        view = self._view(stated)
+        sizes = self.sizes_of_views[view]
+        copied = [axis for axis in self.views[view] if axis.name not in stated and not axis.layers and sizes[axis.name] > 1]
+        states = (AxisPlacement(a.name, self.coordinates[a.name], sizes[a.name], partial=a.tokens) for a in copied)
         return replace(shard, along=(*shard.along, *states))
+
+    def gradient_sum(self, shard: Shard) -> GradientSum:
+        """Over which ranks the gradient of a parameter with this completed record is summed."""
+        view = self.views[self._view(along.axis for along in shard.along)]
+        whole = {along.axis for along in shard.along if not along.partial}  # each rank has the gradient of what it holds
+        tokens = tuple(axis.name for axis in view if axis.tokens and axis.name not in whole)
+        first = tuple(self.group(axis.name) for axis in view if axis.name in shard.partial_over and not axis.tokens)
+        return GradientSum(tokens, self.levels_along(*tokens), first, self.tied if "tied" in shard.partial_over else None)
+
+    def fsdp_groups(self, over: GradientSum) -> tuple[Group, Group]:
+        """The ranks of a sum that hold the shards of one copy, and those that hold copies of one shard, under the fsdp engine."""
+        shard, replicate = fsdp_products(over.tokens, self.token_axes)
+        return self.group(*shard), self.group(*replicate)
+
+    def levels_along(self, *axes: str) -> Levels:
+        """The ranks along a product of axes, as they sum gradients."""
+        return Levels(SOLO, self.group(*axes) if axes else SOLO)
+
+    def _view(self, names: Iterable[str]) -> int:
+        """The first view that has these axes."""
+        known = {axis.name for view in self.views for axis in view} & {*names}
+        found = [view for view, sizes in enumerate(self.sizes_of_views) if known <= sizes.keys()]
+        assert found, f"no view of the ranks has all of {sorted(known)}"
+        return found[0]
 
     def _several(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The axes of a product that have several ranks, or else its first: groups of the same ranks are one, with one name."""
-        return tuple(axis for axis in axes if self.sizes.get(axis) != 1) or axes[:1]
+        if axes[0] in ("shard", "replicate"):
+            return axes
+        sizes = self.sizes_of_views[self._view(axes)]
+        return tuple(axis for axis in axes if sizes.get(axis) != 1) or axes[:1]
 
     def _ranks_along(self, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks along some axes. The fsdp engine divides the ranks that sum gradients into `shard` and `replicate`: neighbours, which
-        are on one node, hold shards of one copy, so frequent gathers stay within a node."""
-        if axes in (("shard",), ("replicate",)):
-            ranks = ranks_along(self.token_axes, self.rank, self.sizes)
-            at, size = ranks.index(self.rank), self.shard_size
-            return ranks[at - at % size : at - at % size + size] if axes == ("shard",) else ranks[at % size :: size]
-        return ranks_along(axes, self.rank, self.sizes)
+        """The ranks along some axes. The fsdp engine divides the ranks of a sum into `shard` and `replicate`: neighbours, which are on one
+        node, hold shards of one copy, so frequent gathers stay within a node."""
+        if axes[0] in ("shard", "replicate"):
+            ranks = self._ranks_along(axes[1:] or self.token_axes)
+            at, size = ranks.index(self.rank), self.shard_size if len(ranks) % self.shard_size == 0 else len(ranks)
+            return ranks[at - at % size : at - at % size + size] if axes[0] == "shard" else ranks[at % size :: size]
+        return ranks_along(axes, self.rank, self.sizes_of_views[self._view(axes)])
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Makes a group of these ranks."""
@@ -116,6 +157,12 @@ class Topology:
         """Makes the groups that do not wait until somebody asks for them."""
         ends = self._ends(config)
         self.tied = self._create("tied", ends) if self.rank in ends else None
+
+
+def fsdp_products(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the groups into which the fsdp engine divides the ranks of a sum; those of the `usual` sum are short."""
+    which = () if product == usual else product
+    return ("shard", *which), ("replicate", *which)
 
 
 def alone(config: Config) -> Topology:

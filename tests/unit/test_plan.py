@@ -82,7 +82,7 @@ def test_the_list_of_parameters_is_what_the_layers_state(variant: dict[str, Any]
     """A shape, a cut or a partial gradient that a layer states otherwise: memory or traffic would be predicted for another model."""
     config = make(variant, {"tensor": 2, "pipeline": 2, "sequence": sequence})
     for stage, layers in enumerate(stage_layers(config)):
-        built = {name: shard_of(p) for name, p in Stage(config, layers, Topology(config), "cpu").named_parameters()}
+        built = {name: shard_of(p) for name, p in Stage(config, layers, Topology(config, sizes={"pp": 1}), "cpu").named_parameters()}
         blocks = [replace(p, name=f"blocks.{layer}.{p.name}") for layer in layers for p in block_list(config)]
         listed = {p.name: p for p in (*blocks, *ends_list(config, stage))}
         assert listed.keys() == built.keys()
