@@ -80,7 +80,7 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
     train, parallel = config.train, config.parallel
     assert isinstance(parallel.data, int)
     context = f" × context {parallel.context}" if parallel.context > 1 else ""
-    world, step_tokens = parallel.tensor * parallel.pipeline * config.token_ranks, train.global_batch_size * train.seq_len
+    world, step_tokens = config.world_size, train.global_batch_size * train.seq_len
     full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(f"parameters    {parameters(config):,}")

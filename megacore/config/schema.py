@@ -4,10 +4,12 @@ Its classes hold values and check one section alone. Rules over several sections
 `rules.py`. Files and overrides are in `load.py`.
 """
 
+from math import prod
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megacore.distributed.axes import AXES
 from megacore.records import LARGEST
 
 # Bounds far around any run: no number in a config may make a script count, wait or allocate without end, or compute with infinities.
@@ -180,6 +182,11 @@ class ParallelConfig(Section):
         20.0, description="a host that others hear nothing of for so long is lost, and all ranks end; null: hosts are not watched"
     )
 
+    @property
+    def ranks_of_a_copy(self) -> int:
+        """The ranks that read the same samples: the product of all axes but the data ranks'."""
+        return prod(getattr(self, axis.title) for axis in AXES if not axis.samples)
+
 
 class TrainConfig(Section):
     steps: Count = 1000
@@ -332,9 +339,21 @@ class Config(Section):
         return 1 if self.parallel.chunks is None and self.parallel.schedule == "auto" else resolved(self.parallel.chunks)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """How many ranks each axis of the mesh has, from the outermost axis to the innermost."""
+        assert isinstance(self.parallel.data, int), "config was not resolved"
+        return {axis.name: getattr(self.parallel, axis.title) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of the whole mesh."""
+        return prod(self.sizes.values())
+
+    @property
     def token_ranks(self) -> int:
         """Ranks that hold the same parameters and compute on different tokens: data × context. They sum gradients."""
-        return self.data_size * self.parallel.context
+        assert isinstance(self.parallel.data, int), "config was not resolved"
+        return prod(getattr(self.parallel, axis.title) for axis in AXES if axis.tokens)
 
     @property
     def rank_tokens(self) -> int:

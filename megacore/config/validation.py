@@ -42,7 +42,7 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if parallel.chunks is None and parallel.schedule != "auto":
         derived["parallel.chunks"] = chunks_of(config)
     if parallel.data == "auto":
-        derived["parallel.data"] = max(1, world_size // (parallel.tensor * parallel.pipeline * parallel.context))
+        derived["parallel.data"] = max(1, world_size // parallel.ranks_of_a_copy)
     if config.engine.bucket_mib is None:
         # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more ranks until latency rules.
         ranks = derived.get("parallel.data", parallel.data) * parallel.context
@@ -223,7 +223,7 @@ def check_positions(config: Config) -> None:
 def check_world(config: Config, world_size: int) -> None:
     """Checks that the mesh has as many places as there are ranks."""
     p, data = config.parallel, config.data_size
-    model_parallel = p.tensor * p.pipeline * p.context
+    model_parallel = p.ranks_of_a_copy
     if model_parallel * data != world_size:
         context, factor = (f" × context {p.context}", " × context") if p.context > 1 else ("", "")
         sizes = f"tensor {p.tensor} × pipeline {p.pipeline}{context} × data {p.data}"

@@ -14,7 +14,7 @@ from megacore.pipeline.partition import placement_of
 
 def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
     """How many ranks each axis has. `others` has the sizes of axes that `config.parallel` does not have."""
-    return {axis.name: (others or {}).get(axis.name) or getattr(config.parallel, axis.title) for axis in axes}
+    return {axis.name: (others or {}).get(axis.name) or config.sizes[axis.name] for axis in axes}
 
 
 class Topology:

@@ -213,6 +213,6 @@ def alternatives(config: Config) -> list[Config]:
     for name, chunks in (*CHUNKS.items(), ("interleaved", 4), ("auto", None)):
         other = config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": name, "chunks": chunks})})
         with suppress(ConfigError):
-            check(other, parallel.tensor * parallel.pipeline * config.token_ranks)
+            check(other, config.world_size)
             found.append(other)
     return found

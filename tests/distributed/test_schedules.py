@@ -42,7 +42,7 @@ def rows() -> list[dict[str, Any]]:
 def overrides_of(row: dict[str, Any]) -> list[str]:
     """Of the model and the batch, then of the layout. A batch of few microbatches has one, fewer than stages."""
     layout = parse(f"{row['layout']}@{row['schedule']}")
-    batch = 2 * layout.data if row["few"] else 12
+    batch = 2 * layout.size("data") if row["few"] else 12
     tied = str(row["tied"]).lower()
     model = [f"model.tie_embeddings={tied}", f"model.num_layers={row['layers']}", f"train.global_batch_size={batch}"]
     return [*model, f"train.recompute={row['recompute']}", *layout.overrides(), *ENGINES[row["engine"]]]

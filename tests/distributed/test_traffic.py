@@ -105,8 +105,7 @@ def elements(transfers: list[Transfer]) -> Counter[tuple[str, str, int, int]]:
 def test_traffic_is_what_the_formulas_say(pool: Any, name: str) -> None:
     """A collective more, less or larger than the plan counts, on any rank of any layout; and a moment charged to no part, or to two."""
     config = configured(LAYOUTS[name])
-    parallel = config.parallel
-    ranks = pool.run(parallel.tensor * parallel.pipeline * config.token_ranks, step_on_a_rank, LAYOUTS[name])
+    ranks = pool.run(config.world_size, step_on_a_rank, LAYOUTS[name])
     for stage, transfers, shares_of_time in ranks:
         planned = rank_traffic(config, HOST_SIZE)[stage]
         assert elements(transfers) == elements(planned)

@@ -93,7 +93,7 @@ class Runs:
         overrides = [*layout.overrides(), *case.overrides, "parallel.shared_memory=false"]
         out = self.folder / "run"
         shutil.rmtree(out, ignore_errors=True)
-        return self.pool.run(layout.world, on_a_rank, function, self.config, overrides, str(out), layout.tensor, rules, plant)[0]
+        return self.pool.run(layout.world, on_a_rank, function, self.config, overrides, str(out), layout.size("tensor"), rules, plant)[0]
 
     def expected(self, case: Case) -> Outcome:
         """What a case is compared with."""

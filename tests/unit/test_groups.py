@@ -118,7 +118,7 @@ def complaints(made: dict[int, Made]) -> list[str]:
 def test_all_members_make_a_communicator_under_one_name(layout: str, tmp_path: Path) -> None:
     """The planner counts them too: each takes memory."""
     config = config_of(training.write_config(tmp_path, "nothing"), layout)
-    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
+    world = config.world_size
     made, counts = made_by(config, range(world))
     assert complaints(made) == []
     assert [counts[rank * world // config.parallel.pipeline] for rank in range(config.parallel.pipeline)] == communicators_of(config)

@@ -41,14 +41,17 @@ CONFIGS = sorted(Path(__file__).resolve().parents[2].glob("configs/*.json"))
 
 
 def test_layout_names() -> None:
-    assert parse("dp2tp4pp3sp") == Layout("dp2tp4pp3sp", 4, 3, 2, True)
+    assert parse("dp2tp4pp3sp") == Layout("dp2tp4pp3sp", {"tensor": 4, "pipeline": 3, "data": 2}, True)
     assert parse("one").world == 1
     v = parse("pp4@zb_v")
-    assert v == Layout("pp4@zb_v", pipeline=4, schedule="zb_v") and v.overrides()[-2:] == ["parallel.schedule=zb_v", "parallel.chunks=null"]
+    assert v == Layout("pp4@zb_v", {"pipeline": 4}, schedule="zb_v") and v.overrides()[-2:] == [
+        "parallel.schedule=zb_v",
+        "parallel.chunks=null",
+    ]
     assert {parse(name).schedule for name in SCHEDULES} == set(CHUNKS)
     layouts = [parse(name) for name in DEFAULT]
     assert max(layout.world for layout in layouts) == 8
-    assert len({(layout.tensor, layout.pipeline, layout.data, layout.context, layout.sequence) for layout in layouts}) == len(layouts)
+    assert len({(*sorted(layout.sizes.items()), layout.sequence) for layout in layouts}) == len(layouts)
 
 
 def test_changed_files_choose_layouts() -> None:
@@ -124,7 +127,7 @@ def test_an_uneven_split_stays_uneven(path: str, overrides: list[str], stages: i
     """With a block a stage, or as many on each, one that runs `layers // stages` of them would be right."""
     user = load_whole(path, overrides)
     assert [len(layers) for layers in stage_layers(with_stages(user, stages))] == split
-    small = load(str(write_case(tmp_path, shrink(user, [Layout(f"pp{stages}", pipeline=stages)], 3, "fp64")))).config
+    small = load(str(write_case(tmp_path, shrink(user, [parse(f"pp{stages}")], 3, "fp64")))).config
     assert unevenness(small, stages) == unevenness(user, stages)
     short = [len(layers) > small.model.num_layers // stages for layers in stage_layers(with_stages(small, stages))]
     assert any(short) == (len(set(split)) > 1)
@@ -280,11 +283,11 @@ def test_what_was_not_computed_again_is_not_called_equal() -> None:
 
 
 def test_shrinking_keeps_what_does_not_divide() -> None:
-    layouts = [Layout("tp2", 2), Layout("pp4", pipeline=4)]
+    layouts = [parse("tp2"), parse("pp4")]
     user = load_whole("configs/gpt_1b.json", ["model.vocab_size=50257", "model.num_layers=23", "model.num_kv_heads=2"])
     small = shrink(user, layouts, 3, "fp64")["model"]
     assert small["vocab_size"] % 4 == 1 and small["num_kv_heads"] == 2
-    assert impossible(Layout("tp4", 4), user) == "model.num_kv_heads 2 is not a multiple of parallel.tensor 4"
+    assert impossible(parse("tp4"), user) == "model.num_kv_heads 2 is not a multiple of parallel.tensor 4"
     assert impossible(layouts[1], user) is None
 
 
@@ -306,9 +309,9 @@ def test_the_small_config_suits_every_layout_that_the_user_s_allows(names: str, 
     for layout in layouts:
         assert impossible(layout, user) is None
         small = load(str(case), layout.overrides(), layout.world).config
-        assert small.model.vocab_size % layout.tensor == user.model.vocab_size % layout.tensor
+        assert small.model.vocab_size % layout.size("tensor") == user.model.vocab_size % layout.size("tensor")
         assert small.num_microbatches >= 2 and small.model.num_layers >= 4
-        assert small.kv_heads > layout.tensor  # a rank's number must not do for that of its first head
+        assert small.kv_heads > layout.size("tensor")  # a rank's number must not do for that of its first head
     odd = load_whole("configs/gpt_1b.json", ["train.seq_len=9", "train.micro_batch_size=1"])
     assert impossible(parse("tp4sp"), odd) == "train.seq_len 9 is not a multiple of parallel.tensor 4"
 

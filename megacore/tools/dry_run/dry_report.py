@@ -57,7 +57,7 @@ def report(config: Config, text: str, host_size: int) -> list[str]:
 
     Returns what is wrong, a line each: a difference from the formulas, or between ranks.
     """
-    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
+    world = config.world_size
     ranks = parse_ranks(text, world)
     if config.num_microbatches > MOST_MICROBATCHES:
         wrong = f"{config.num_microbatches:,} microbatches a step are run one by one"

@@ -51,7 +51,7 @@ def playing(config: Config, rank: int, watch: MetaWatch, host_size: int = 8) -> 
     a device are not launched."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
+    world = config.world_size
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(mock.patch.object(ActivationOffload, "__init__", offload_nowhere))

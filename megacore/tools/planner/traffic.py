@@ -192,7 +192,7 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
 
 def _figures(config: Config) -> list[Transfer]:
     """What is summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm."""
-    world = config.parallel.tensor * config.parallel.pipeline * config.token_ranks
+    world = config.world_size
     masks = int(masks_targets(config))  # then the targets that are learned are counted first
     return [Transfer("loss", "all_reduce", world, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", world, 1, 8, 1)]
 

@@ -1,15 +1,17 @@
 """Reads layouts by name: tp2pp2dp2cp2sp is tensor, pipeline, data and context 2 with sequence parallelism, pp4@zb_v has a schedule."""
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
 
 from megacore.config import Config
 from megacore.config.schema import CHUNKS
 from megacore.config.validation import check_model
+from megacore.distributed.axes import AXES
 from megacore.errors import ConfigError
 
-AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context"}
+TITLES = {axis.name: axis.title for axis in AXES}
 MAX_WORLD = 64  # processes that one machine is asked for
 
 # Every axis alone, in twos and fours, and together up to eight ranks. Three data ranks divide no bucket and no row evenly.
@@ -48,42 +50,43 @@ class Layout:
     """The number of ranks along each axis, and the pipeline's schedule if it is not the config's. `one`: the trainer on one process."""
 
     name: str
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)  # by the keys in `parallel`
     sequence: bool = False
     schedule: str | None = None
-    context: int = 1
+
+    def size(self, title: str) -> int:
+        """The number of ranks along an axis."""
+        return self.sizes.get(title, 1)
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.tensor * self.pipeline * self.data * self.context
+        return prod(self.sizes.values())
 
     def overrides(self) -> list[str]:
         """The layout as overrides `section.key=value`."""
-        sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in AXES.values() if axis != "context" or self.context > 1]
+        sizes = [f"parallel.{axis.title}={self.size(axis.title)}" for axis in AXES if not axis.rare or self.size(axis.title) > 1]
         schedule = [] if self.schedule is None else [f"parallel.schedule={self.schedule}", "parallel.chunks=null"]
         return [*sizes, f"parallel.sequence={'true' if self.sequence else 'false'}", *schedule]
 
     def stages(self, config: Config) -> int:
         """The number of stages: of each rank of the pipeline as many as the schedule has chunks."""
-        return self.pipeline * (config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1))
+        return self.size("pipeline") * (config.chunks if self.schedule is None else CHUNKS.get(self.schedule, 1))
 
 
 def parse(text: str) -> Layout:
     """Reads a name such as `tp2pp2dp2sp` or `pp4@zb_v`, with its parts in any order. Raises `ConfigError` if it names no layout."""
     name, at, schedule = text.partition("@")
-    parts = re.findall(r"(tp|pp|dp|cp)([1-9]\d{0,2})|(sp)", name)
-    sizes = {AXES[axis]: int(size) for axis, size, _ in parts if axis}
+    parts = re.findall(rf"({'|'.join(TITLES)})([1-9]\d{{0,2}})|(sp)", name)
+    sizes = {TITLES[axis]: int(size) for axis, size, _ in parts if axis}
     sequence = any(sp for *_, sp in parts)
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
     if name != "one" and (not whole or not parts or len(sizes) + sequence != len(parts)):
         raise ConfigError("--layouts", f"{name!r} is no layout", "such as tp2, pp4, cp2, tp2pp2dp2 or tp4sp (sp: sequence parallelism)")
     if at and schedule not in CHUNKS:
         raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
-    layout = Layout(text, sequence=sequence, schedule=schedule or None, **sizes)
-    if sequence and layout.tensor == 1:
+    layout = Layout(text, sizes, sequence, schedule or None)
+    if sequence and layout.size("tensor") == 1:
         raise ConfigError("--layouts", f"{name}: sequence parallelism splits tokens over tensor ranks, and there is one", f"tp2{name}")
     if layout.world > MAX_WORLD:
         raise ConfigError("--layouts", f"{name} has {layout.world} ranks", f"at most {MAX_WORLD}")
@@ -92,8 +95,8 @@ def parse(text: str) -> Layout:
 
 def impossible(layout: Layout, config: Config) -> str | None:
     """Why the config does not allow the layout, in a few words; None if it does."""
-    values = {axis: getattr(layout, axis) for axis in ("tensor", "pipeline", "context", "sequence")}
-    values["chunks"] = layout.stages(config) // layout.pipeline
+    values: dict[str, int | bool] = {axis.title: layout.size(axis.title) for axis in AXES if not axis.samples}
+    values |= {"sequence": layout.sequence, "chunks": layout.stages(config) // layout.size("pipeline")}
     try:
         check_model(config.model_copy(update={"parallel": config.parallel.model_copy(update=values)}))
     except ConfigError as error:

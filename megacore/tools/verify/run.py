@@ -192,8 +192,8 @@ class Prover:
             reference = self.folder / "reference_traced"
         bound = self.bounds.of_activations(0.0 if self.bounds.exact else self._worst_activation(reference, traced_step))
         traced, same = self.folder / f"{layout.name}_again", self.others is not None
-        divided = {"context": layout.context, "seq_len": self.config.train.seq_len}
-        result.parting = first_parting(traced, layout.world, layout.tensor, reference, bound, same_layout=same, **divided)
+        divided = {"context": layout.size("context"), "seq_len": self.config.train.seq_len}
+        result.parting = first_parting(traced, layout.world, layout.size("tensor"), reference, bound, same_layout=same, **divided)
 
     def _race(self, run: Records, again: Records, checkout: Path | None) -> Race | None:
         """The race between two runs of one layout, if they differ by more than rounding; else None."""
@@ -221,7 +221,7 @@ class Prover:
             "kind": "reference" if layout.name == "reference" else "layout",
             "config": str(self.case),
             "overrides": layout.overrides(),
-            "tensor": layout.tensor,
+            "tensor": layout.size("tensor"),
             "out": str(out),
             "rounding": self.options.precision,
             "traced_step": traced_step,

@@ -43,7 +43,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     rate has no warmup, and weights are so large that activations have the user's size.
     """
     # A size that every layout's tensor ranks divide.
-    tensor = math.lcm(*(layout.tensor for layout in layouts))
+    tensor = math.lcm(*(layout.size("tensor") for layout in layouts))
     micro_batch, seq_len = tokens_of(user, layouts)
     small: dict[str, dict[str, Any]] = {
         "model": sizes(user, tensor, seq_len, precision),
@@ -81,14 +81,14 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
 
 def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:
     """Micro batch size and sequence length, such that context ranks divide a sequence, and tensor ranks a microbatch's tokens."""
-    pieces = math.lcm(*(2 * layout.context for layout in layouts if layout.context > 1))
+    pieces = math.lcm(*(2 * layout.size("context") for layout in layouts if layout.size("context") > 1))
     train = user.train
     # An odd number stays odd, because then sequences are cut across ranks.
     micro_batch = min(train.micro_batch_size, 2 + train.micro_batch_size % 2)
     seq_len = min(train.seq_len, SEQ_LEN)
     if user.model.chunked_loss and train.micro_batch_size * train.seq_len > CHUNK:
         seq_len = CHUNK // micro_batch + SEQ_LEN // 2  # two chunks, the last of them short
-    while seq_len % pieces or any(micro_batch * seq_len // a.context % a.tensor for a in layouts if a.sequence):
+    while seq_len % pieces or any(micro_batch * seq_len // a.size("context") % a.size("tensor") for a in layouts if a.sequence):
         seq_len += 1
     return micro_batch, seq_len
 
@@ -138,9 +138,9 @@ def microbatches(user: Config, layouts: list[Layout]) -> int:
     batch, which each must divide.
     """
     users = user.train.global_batch_size // user.train.micro_batch_size
-    unit = math.lcm(*(layout.data for layout in layouts))
-    full = [layout.data * layout.pipeline for layout in layouts]  # with a microbatch for each stage of each data rank
-    count = min(users, unit * -(-max(MICROBATCHES, 2 * max(layout.data for layout in layouts)) // unit))
+    unit = math.lcm(*(layout.size("data") for layout in layouts))
+    full = [layout.size("data") * layout.size("pipeline") for layout in layouts]  # with a microbatch for each stage of each data rank
+    count = min(users, unit * -(-max(MICROBATCHES, 2 * max(layout.size("data") for layout in layouts)) // unit))
     count = max(count, *(size for size in full if size <= users), 1)
     count = -(-count // unit) * unit
     least_full = min((size for size in full if size > users), default=count + 1)
