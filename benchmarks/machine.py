@@ -60,7 +60,6 @@ def device_content(precision: str, peak: float, device: torch.device) -> dict[st
     return {
         "name": gpu.name if gpu else processor(),
         "source": "benchmarks.throughput --peak",
-        "torch_names": [],
         "peak_flops": {precision: peak},
         "memory_gib": gpu.total_memory / 2**30 if gpu else None,
         "memory_bytes_per_second": measured_bandwidth(device),

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
+from megacore.config.context_method import DEVICE, METHODS
 from megacore.config.load import smallest_world
 from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
@@ -23,7 +24,6 @@ from megacore.pipeline.plan_file import write_plan
 from megacore.pipeline.simulate import Timeline
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.calibrate import calibrate
-from megacore.tools.planner.context_time import CLUSTER, DEVICE, METHODS
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, read_cluster, read_device
 from megacore.tools.planner.memory import RankMemory, besides, rank_memory
 from megacore.tools.planner.operations import Machine
@@ -37,6 +37,7 @@ from megacore.tools.planner.workload import setting_of
 if TYPE_CHECKING:
     from rich.table import Table
 
+CLUSTER = "dgx_h100"  # on which --search lays out `DEVICE`, if nothing else is named
 OF_SEARCH = ("memory_gib", "tokens", "price")  # options that --search alone reads
 MOST_DRAWN = 8192  # actions of a rank in a picture
 

@@ -1,15 +1,15 @@
-"""What a setting's `auto` stands for, by device, precision and sizes alone: every layout of a model chooses alike.
+"""What a setting's `auto` stands for, by device, precision and sizes. A run asks once, before its first step (`settled`).
 
 The rules are measured; docs/performance.md has the figures and the commands.
 """
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
+from megacore.config.context_method import DEVICE, METHODS, Divided, Method, fastest, rates
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.schema import MASK, Config
 from megacore.config.validation import unexchanged
-from megacore.tools.planner.context_time import Divided, Method, chosen
 
 # Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
 # Not in fp64: the proof's reference is the formula, and would be compared with itself.
@@ -26,10 +26,15 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
     model, train = config.model, config.train
     if model.attention != "auto":
         return model.attention
-    if config.data.document_mask or config.parallel.context > 1:
-        return "sdpa"  # in parts
+    if attends_in_parts(config):
+        return "sdpa"
     longest = min(LONGEST_EAGER.get(train.precision, 0), MOST_SCORES * config.head_size)
     return "eager" if (device or train.device) == "cpu" and train.seq_len <= longest else "sdpa"
+
+
+def attends_in_parts(config: Config) -> bool:
+    """Whether attention is computed in parts, by `context_parallel`, which no other kind of attention can do."""
+    return config.data.document_mask or config.parallel.context > 1
 
 
 def masks_targets(config: Config) -> bool:
@@ -72,19 +77,42 @@ def ends_apart(config: Config) -> bool:
     return config.engine.kind == "fsdp" and config.token_ranks > 1 and config.model.tie_embeddings
 
 
-def context_method_of(config: Config) -> Method:
-    """How context ranks attend: `parallel.context_method`, or what its `auto` chooses.
+def context_method_of(config: Config, device: str | None = None) -> Method:
+    """How context ranks attend: `parallel.context_method`, or what its `auto` chooses: the fastest by an estimate for a device.
 
-    That is the fastest by the planner's estimate, for the device and links that `launch/plan.py --search` takes by default, or for a CPU.
+    The device is `cpu` or a GPU's name; without one it is that of `attention_of`.
     """
     method, t, train = config.parallel.context_method, config.parallel.tensor, config.train
     if method != "auto":
         return method
     heads, kv_heads, element = config.model.num_heads // t, config.kv_heads // t, ELEMENT_BYTES[train.precision]
     sizes = train.seq_len, heads, kv_heads, config.head_size
-    own = Divided(config.parallel.context, t, config.rank_tokens, *sizes, train.precision, element)
-    exchanges = unexchanged(config) is None
-    return chosen(own, on_cpu=train.device == "cpu", again=train.recompute == "full", exchanges=exchanges)
+    own = Divided(config.parallel.context, t, config.rank_tokens, *sizes, element)
+    found = rates(device or ("cpu" if train.device == "cpu" else DEVICE), train.precision)
+    return fastest(own, found, again=train.recompute == "full", exchanges=unexchanged(config) is None)
+
+
+def settled(config: Config, device: str, name: str, before: dict[str, Any] | None = None) -> dict[str, str]:
+    """What a run's `auto` stands for on a device, its type and its name, by dotted key: for attention, and how context ranks attend.
+
+    `before`: the recorded sections of the run that goes on; what it chose is kept where the other settings allow it.
+    """
+    found = dict[str, str]()
+    if config.model.attention == "auto":
+        kept = _recorded(before, "model", "attention")
+        possible = ("sdpa",) if attends_in_parts(config) else ("sdpa", "eager")
+        found["model.attention"] = kept if kept in possible else attention_of(config, device)
+    if config.parallel.context_method == "auto" and config.parallel.context > 1:
+        kept = _recorded(before, "parallel", "context_method")
+        methods = [method for method in METHODS if method != "ulysses" or unexchanged(config) is None]
+        found["parallel.context_method"] = kept if kept in methods else context_method_of(config, "cpu" if device == "cpu" else name)
+    return found
+
+
+def _recorded(sections: dict[str, Any] | None, section: str, key: str) -> Any:
+    """A value of recorded sections, which may be any JSON; None without one."""
+    own = (sections or {}).get(section)
+    return own.get(key) if isinstance(own, dict) else None
 
 
 def loss_chunk(config: Config) -> int:

@@ -381,6 +381,11 @@ class Config(Section):
         return resolved(self.model.head_size)
 
     @property
+    def attention_sizes(self) -> tuple[int, int]:
+        """The features of all query heads, and those of all key or value heads."""
+        return self.model.num_heads * self.head_size, self.kv_heads * self.head_size
+
+    @property
     def max_positions(self) -> int:
         """Rows of the learned position table, and the longest text that generation may make."""
         return resolved(self.model.max_positions)

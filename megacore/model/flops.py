@@ -16,17 +16,12 @@ EMBEDDING_OPS_PER_FEATURE = 2  # gather, add the position
 LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
 
 
-def attention_sizes(config: Config) -> tuple[int, int]:
-    """The features of all query heads, and those of all key or value heads."""
-    return config.model.num_heads * config.head_size, config.kv_heads * config.head_size
-
-
 def attention_flops(config: Config, causal: bool) -> float:
     """Forward operations of scores and weighted values: 2·s·a each; half of both if only the causal triangle is counted.
 
     Grouping key/value heads changes neither, because every query head still meets s keys.
     """
-    return 4 * config.train.seq_len * attention_sizes(config)[0] * (0.5 if causal else 1.0)
+    return 4 * config.train.seq_len * config.attention_sizes[0] * (0.5 if causal else 1.0)
 
 
 def block_flops(config: Config, causal: bool) -> float:
@@ -35,7 +30,7 @@ def block_flops(config: Config, causal: bool) -> float:
     2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
     feed-forward products, and `attention_flops`. Norms, activations and residuals are not products, and not counted.
     """
-    h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), attention_sizes(config)
+    h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), config.attention_sizes
     ffn_products = 3 if config.model.activation == "swiglu" else 2
     return 2 * h * (a + 2 * k) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
 
@@ -66,7 +61,7 @@ def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
     A document of n tokens has n·(n+1)/2 pairs of a query and a key that it sees. A pair costs 4·a operations forward, and 8·a backward.
     """
     pairs = sum(n * (n + 1) // 2 for n in lengths)
-    return 12 * config.model.num_layers * attention_sizes(config)[0] * pairs
+    return 12 * config.model.num_layers * config.attention_sizes[0] * pairs
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megacore.config.resolve_auto import ends_apart, one_chunk, splits_backward
 from megacore.config.schema import CHUNKS, Config
 from megacore.config.validation import check
 from megacore.errors import ConfigError
+from megacore.model.activations import stage_sizes, stage_waiting
 from megacore.model.flops import Flops, embedding_cost, head_cost, layer_cost
 from megacore.pipeline.generators import GENERATORS, build, placement
 from megacore.pipeline.plan_file import read_plan
@@ -109,13 +110,11 @@ def settled(config: Config) -> Config:
 
 def _searched(config: Config) -> Plan:
     """The plan that a search finds, which keeps no more activations, logits and waiting gradients than 1F1B on its fullest rank."""
-    from megacore.tools.planner.activations import stage_sizes, stage_waiting
-
-    ranks, microbatches, costs = config.parallel.pipeline, config.num_microbatches, stage_costs(config)
+    ranks, microbatches, costs, layers = config.parallel.pipeline, config.num_microbatches, stage_costs(config), stage_layers(config)
     whole = config.model_copy(update={"parallel": config.parallel.model_copy(update={"schedule": "1f1b", "chunks": 1})})
-    limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), stage_sizes(whole)))
+    limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), stage_sizes(whole, stage_layers(whole))))
     forward, inputs, weights = zip(*((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True)
-    found = Costs(forward, inputs, weights, sizes=tuple(stage_sizes(config)), waiting=tuple(stage_waiting(config)))
+    found = Costs(forward, inputs, weights, sizes=tuple(stage_sizes(config, layers)), waiting=tuple(stage_waiting(config, layers)))
     placements = [looped(ranks, config.chunks)] + ([v_shaped(ranks)] if config.chunks == 2 and not ends_apart(config) else [])
     return _search(tuple(placements), microbatches, found, limit, splits_backward(config))
 

@@ -1,9 +1,12 @@
-"""What `train.compile=auto` becomes, once, before the first step: what rank 0 measures, alike on every rank and at each resume.
+"""What `auto` becomes, once, before the first step: what rank 0 finds for its device, alike on every rank and at each resume.
+
+For attention and context ranks `config.resolve_auto` has the rules; for compiled blocks rank 0 measures.
 
 On CPUs blocks gain or lose some per cent by being compiled, which depends on processor and model. To know takes a minute or two, since
 Inductor writes and compiles C++. So short runs are not compiled, and not measured.
 """
 
+import json
 import time
 from dataclasses import dataclass
 from shutil import which
@@ -13,7 +16,7 @@ import torch
 
 from megacore.checkpoint import Reader
 from megacore.checkpoint.weights import recorded_sections
-from megacore.config import Config
+from megacore.config import Config, resolve_auto
 from megacore.config.resolve_auto import splits_backward
 from megacore.distributed.collectives import broadcast_text
 from megacore.distributed.mesh import Mesh
@@ -37,17 +40,24 @@ class Times:
 
 
 def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config, str]:
-    """The config with `train.compile` resolved, and in words why, if somebody measured; collective. `resumed`: the checkpoint that rank 0
-    is to go on from; its run has settled it before."""
+    """The config without an `auto` that is chosen by the device, and in words why blocks are compiled or not, if somebody measured.
+
+    Collective. `resumed`: the checkpoint that rank 0 is to go on from; its run has settled all before.
+    """
+    found, why = dict[str, str](), ""
+    if mesh.place.rank == 0:
+        name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+        found = resolve_auto.settled(config, mesh.device.type, name, None if resumed is None else recorded_sections(resumed))
+    found = json.loads(broadcast_text(json.dumps(found), mesh.world, mesh.device))
+    config = with_choices(config, found)
     if config.train.compile != "auto":
         return config, ""
-    answer, why = "", ""
+    chosen = False
     if can_compile(config, mesh.device):
         if mesh.place.rank == 0:
             chosen, why = recorded(resumed) if resumed is not None else measure(config, mesh)
-            answer = "true" if chosen else ""
-        answer = broadcast_text(answer, mesh.world, mesh.device)
-    return with_compile(config, bool(answer)), why
+        chosen = bool(broadcast_text("true" if chosen else "", mesh.world, mesh.device))
+    return with_compile(config, chosen), why
 
 
 def can_compile(config: Config, device: torch.device) -> bool:
@@ -63,6 +73,14 @@ def can_compile(config: Config, device: torch.device) -> bool:
 
 
 WHOLE = ("1f1b", "gpipe", "interleaved")  # schedules whose backwards are whole anyway
+
+
+def with_choices(config: Config, chosen: dict[str, str]) -> Config:
+    """The same config otherwise; the choices by dotted key."""
+    for key, value in chosen.items():
+        section, name = key.split(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
 
 
 def with_compile(config: Config, compiled: bool) -> Config:

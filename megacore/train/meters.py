@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from megacore.config import Config
+from megacore.config.devices import peak_flops
 from megacore.distributed.mesh import Mesh
 from megacore.model.flops import flops_per_token
 from megacore.pipeline.partition import step_times
 from megacore.pipeline.runtime import Microbatch
-from megacore.tools.planner.devices import peak_flops
 
 
 class StepTimer:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from megacore.checkpoint import Reader
+from megacore.config import resolve_auto
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
+from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.train import compiling
 from megacore.train.compiling import Small, Times, can_compile, settled
+from megacore.train.step import TrainStep
 from tests import training
 
 CPU = torch.device("cpu")
@@ -41,10 +43,10 @@ def planted_rank(config: str, overrides: list[str], log_dir: str, seconds: float
     return len(blocks), times.called
 
 
-def choices(log_dir: Path, step: int) -> list[Any]:
+def choices(log_dir: Path, step: int, section: str = "train", key: str = "compile") -> list[Any]:
     """What config.json and the checkpoint of a step say."""
     state = Reader(log_dir / "checkpoints" / f"step_{step:08}").state
-    return [json.loads((log_dir / "config.json").read_text())["train"]["compile"], state["config"]["train"]["compile"]]
+    return [json.loads((log_dir / "config.json").read_text())[section][key], state["config"][section][key]]
 
 
 @pytest.mark.parametrize(("ratio", "chosen"), [(0.9, True), (0.99, False)])
@@ -90,8 +92,8 @@ def test_what_excludes_compiled_blocks_is_left_out() -> None:
 def test_who_says_true_or_false_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "can_compile", pytest.fail)
     for said in (True, False):
-        config = resolve({"train": {"compile": said}}, [], "x", 1).config
-        assert settled(config, mock.Mock(), None) == (config, "")
+        config = resolve({"train": {"compile": said}, "model": {"attention": "sdpa"}}, [], "x", 1).config
+        assert settled(config, Mesh(config, RankInfo(), CPU), None) == (config, "")
 
 
 def test_a_machine_that_cannot_compile_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +105,35 @@ def test_a_machine_that_cannot_compile_goes_on_without(monkeypatch: pytest.Monke
     assert compiling.measure(config, mock.Mock()) == (False, "train.compile=auto is false: Python.h is missing")
     monkeypatch.setattr(compiling, "which", lambda name: None)
     assert compiling.measure(config, mock.Mock()) == (False, "train.compile=auto is false: there is no C++ compiler")
+
+
+def other_device(config: str, overrides: list[str], log_dir: str, attention: str, method: str) -> list[str]:
+    """One rank's run on a device for which the rules say so. Returns what its model does."""
+    seen: list[str] = []
+    started = TrainStep.__init__
+
+    def noted(step: TrainStep, config: Any, *args: Any, **options: Any) -> None:
+        seen.extend([config.model.attention, config.parallel.context_method])
+        started(step, config, *args, **options)
+
+    own = attention if place_from_environment().rank == 0 else "fused"  # another rank's rule, which nobody may ask
+    chosen = mock.patch.multiple(resolve_auto, attention_of=lambda *_: own, fastest=lambda *_, **__: method)
+    with chosen, mock.patch.object(TrainStep, "__init__", noted):
+        assert training.run_rank(config, overrides, log_dir) == 0
+    return seen
+
+
+def test_what_rank_0_chooses_is_recorded_and_kept(pool: Any, config: str, tmp_path: Path) -> None:
+    """Ranks that chose each for its own device would send each other what nobody expects; a resumed run would round otherwise."""
+    whole, divided = ["parallel.data=2"], ["parallel.context=2"]
+    folder = str(tmp_path / "whole")
+    assert pool.run(2, other_device, config, [*whole, "train.steps=2"], folder, "eager", "ring") == [["eager", "auto"]] * 2
+    assert choices(tmp_path / "whole", 2, "model", "attention") == ["eager"] * 2
+    assert pool.run(2, other_device, config, [*whole, "train.steps=3"], folder, "sdpa", "ring") == [["eager", "auto"]] * 2
+    folder = str(tmp_path / "divided")
+    assert pool.run(2, other_device, config, [*divided, "train.steps=2"], folder, "sdpa", "ring") == [["sdpa", "ring"]] * 2
+    assert choices(tmp_path / "divided", 2, "parallel", "context_method") == ["ring"] * 2
+    assert pool.run(2, other_device, config, [*divided, "train.steps=3"], folder, "sdpa", "gather") == [["sdpa", "ring"]] * 2
 
 
 def measured(config_path: str) -> list[Any]:

@@ -23,6 +23,7 @@ from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
+from megacore.model.activations import block_activations, logits_kept, stage_kept
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.pipeline.runtime import Microbatch
 from megacore.tensor_parallel import linear
@@ -32,7 +33,7 @@ from megacore.tools.dry_run.dry_step import DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
 from megacore.tools.dry_run.fake import as_on_its_device, playing
 from megacore.tools.dry_run.meta_watch import Call, MetaWatch
-from megacore.tools.planner.activations import block_activations, logits_kept, rank_activations, stage_kept
+from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.parameters import parameters
@@ -200,7 +201,7 @@ def test_what_waits_for_backward_is_counted_to_the_byte(name: str, tmp_path: Pat
     sizes = ["model.num_layers=8", "model.hidden_size=128", "model.num_heads=4", "model.vocab_size=1024", "parallel.pipeline=4",
              "train.device=auto", "train.precision=bf16", "train.seq_len=64", "train.global_batch_size=32"]  # fmt: skip
     config = load(training.write_config(tmp_path, "nothing"), [*sizes, *overrides], world).config
-    formula, last = stage_kept(config), len(stage_layers(config)) - 1
+    formula, last = stage_kept(config, stage_layers(config)), len(stage_layers(config)) - 1
     formula[last] += logits_kept(config)
     peaks = rank_activations(config)
     for rank in (0, 1, 3):

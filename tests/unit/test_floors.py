@@ -19,7 +19,7 @@ ROOMS = [
     ["megacore.errors"],
     ["megacore.files", "megacore.records", "megacore.caches", "megacore.rng"],
     ["megacore.config.", "megacore.kernels."],
-    ["megacore.engine.optimizer_states", "megacore.model.flops"],
+    ["megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations"],
     ["megacore.pipeline."],
     ["megacore.distributed."],
     ["megacore.cli", "megacore.tensor_parallel.", "megacore.context_parallel.", "megacore.data."],
@@ -42,7 +42,8 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.config.",
-    "megacore.pipeline.", "megacore.engine.optimizer_states", "megacore.model.flops", "megacore.tools.planner.",
+    "megacore.pipeline.", "megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations",
+    "megacore.tools.planner.",
     "megacore.distributed.rank_info", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
     "megacore.distributed.error_report", "megacore.distributed.crowd",
 )  # fmt: skip
@@ -177,6 +178,15 @@ def test_packages_hold_nothing_of_their_own():
 
 def test_imports_go_down_only():
     assert violations(sources()) == []
+
+
+def test_the_core_imports_no_tool():
+    """A run can do without them; what it needs of one would have to be kept for it."""
+    core = [source for source in sources() if source.name.startswith("megacore.") and not source.name.startswith("megacore.tools")]
+    assert len(core) > 100
+    for source in core:
+        tools = {imported.module for imported in source.imports() if imported.module.startswith("megacore.tools")}
+        assert not tools, (source.name, tools)
 
 
 def test_every_room_is_read():

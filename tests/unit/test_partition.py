@@ -7,9 +7,10 @@ import pytest
 
 from megacore.config import Config
 from megacore.config.load import resolve
+from megacore.model.activations import stage_sizes
 from megacore.model.flops import embedding_cost, head_cost, layer_cost
 from megacore.pipeline.partition import placement_of, split_layers, stage_costs, stage_layers
-from megacore.tools.planner.activations import rank_activations, stage_sizes
+from megacore.tools.planner.activations import rank_activations
 
 
 def worst(sizes: list[int], layer: float, first: float, last: float) -> float:
@@ -135,5 +136,5 @@ def test_a_searched_schedule_keeps_no_more_than_1f1b(layers: int, recompute: str
         return max(peak.kept + peak.logits for peak in rank_activations(config))
 
     found = configured(schedule="auto", chunks=2)
-    one = max(sum(stage_sizes(found)[stage] for stage in stages) for stages in placement_of(found))
+    one = max(sum(stage_sizes(found, stage_layers(found))[stage] for stage in stages) for stages in placement_of(found))
     assert kept(found) <= max(kept(configured(schedule="1f1b")), one)

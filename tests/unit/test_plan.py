@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.throughput import hardware_flops_per_token
 from megacore.config import Config, load
+from megacore.config.devices import peak_flops
 from megacore.config.load import resolve
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.data.documents import document_positions
@@ -22,6 +23,8 @@ from megacore.distributed import cpu
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology
 from megacore.kernels import layernorm
+from megacore.model import activations as own
+from megacore.model.activations import block_activations
 from megacore.model.flops import (
     block_flops,
     flops_per_token,
@@ -32,8 +35,7 @@ from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch
 from megacore.tools.planner import activations
-from megacore.tools.planner.activations import block_activations, rank_activations
-from megacore.tools.planner.devices import peak_flops
+from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import RankMemory, besides, rank_memory
 from megacore.tools.planner.parameters import block_list, ends_list, parameters, rank_parameters
 from megacore.tools.planner.traffic import rank_traffic
@@ -250,9 +252,9 @@ def test_each_term_of_tokens_halves_with_twice_the_context_ranks(model: dict[str
         last = len(stage_layers(config)) - 1
         found: dict[str, Any] = {
             "a block": block_activations(config, recompute),
-            "stages": activations.stage_kept(config),
-            "logits": activations.logits_kept(config),
-            "split backwards": activations.stage_waiting(config),
+            "stages": own.stage_kept(config, stage_layers(config)),
+            "logits": own.logits_kept(config),
+            "split backwards": own.stage_waiting(config, stage_layers(config)),
             "messages": activations.transfer_buffers(config),
             "peaks": [(peak.kept, peak.logits, peak.working, peak.transfers) for peak in rank_activations(config)],
         }

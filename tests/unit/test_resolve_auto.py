@@ -9,13 +9,18 @@ from torch import nn
 
 from megacore.config import Config
 from megacore.config import resolve_auto as choices
+from megacore.config.context_method import CPU, Divided, Rates
+from megacore.config.devices import KNOWN, known_as
 from megacore.config.load import resolve
-from megacore.config.resolve_auto import attention_of, compiles, context_method_of, why_whole
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.config.resolve_auto import attention_of, compiles, context_method_of, settled, why_whole
+from megacore.model.activations import block_activations
 from megacore.model.attention import Attention
 from megacore.model.gpt import whole_model
 from megacore.pipeline.partition import plan_of
 from megacore.tools.dry_run.dry_step import dry_run
-from megacore.tools.planner.activations import block_activations, rank_activations
+from megacore.tools.planner.activations import rank_activations
+from megacore.tools.planner.devices import device_names, read_device
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.planner.workload import setting_of
 
@@ -125,17 +130,58 @@ def test_all_that_depends_on_the_method_of_context_ranks_asks_one_place(monkeypa
     divided = config.model_copy(update={"parallel": config.parallel.model_copy(update={"context": 2})})
     asked: list[bool] = []
 
-    def planted(*args: object, on_cpu: bool, **options: bool) -> str:
-        asked.append(on_cpu)
+    def planted(own: Divided, rates: Rates, **options: bool) -> str:
+        asked.append(rates == CPU)
         return method
 
-    monkeypatch.setattr(choices, "chosen", planted)
+    monkeypatch.setattr(choices, "fastest", planted)
     operations = {"gather": "all_gather", "ring": "send", "ulysses": "all_to_all"}
     assert setting_of(divided).context_method == method
     assert operations[method] in {t.operation for t in rank_traffic(divided)[0] if t.group == "cp"}
     assert asked and all(asked)
     told = config.model_copy(update={"parallel": config.parallel.model_copy(update={"context": 2, "context_method": "ring"})})
     assert context_method_of(told) == "ring"
+
+
+LONG = {"model": {"num_layers": 1, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 32}}
+LONG |= {"train": {"precision": "bf16", "seq_len": 2048, "micro_batch_size": 1}, "parallel": {"context": 4, "data": 1}}
+
+
+def long_text(**parallel: Any) -> Config:
+    return resolve(LONG | {"parallel": LONG["parallel"] | parallel}, [], "auto", 4 * parallel.get("tensor", 1)).config
+
+
+def test_a_run_chooses_for_the_device_that_is_there() -> None:
+    """Where links are slow, or attention is, another method is fastest than on an H100. A device that is not known counts as one."""
+    config, names = long_text(), ("NVIDIA H100 80GB HBM3", "?", "NVIDIA L4", "Tesla V100-SXM2-32GB")
+    chosen = [settled(config, "cuda", name)["parallel.context_method"] for name in names]
+    assert chosen == ["gather", "gather", "ulysses", "ring"] and chosen[0] == context_method_of(config)
+    assert settled(config, "cpu", "")["parallel.context_method"] == context_method_of(config, "cpu")
+
+
+def test_what_a_run_has_chosen_is_kept_where_it_can_be() -> None:
+    """A resumed run that chose anew would round otherwise than it began; what another layout cannot do must not end it."""
+    whole, parts = config_of({}, device="cpu"), long_text(tensor=8)
+    assert settled(whole, "cpu", "") == {"model.attention": "eager"}
+    for kept in ("sdpa", "eager"):
+        assert settled(whole, "cpu", "", {"model": {"attention": kept}}) == {"model.attention": kept}
+    for lost in ("auto", None, ["sdpa"], 3):
+        assert settled(whole, "cpu", "", {"model": {"attention": lost}, "parallel": 3}) == {"model.attention": "eager"}
+    assert settled(whole.model_copy(update={"model": whole.model.model_copy(update={"attention": "sdpa"})}), "cpu", "") == {}
+    before = {"model": {"attention": "eager"}, "parallel": {"context_method": "ulysses"}}
+    assert settled(long_text(), "cuda", "", before) == {"model.attention": "sdpa", "parallel.context_method": "ulysses"}
+    odd = parts.model_copy(update={"model": parts.model.model_copy(update={"num_heads": 24})})  # 3 of a tensor rank, for 4 ranks
+    assert settled(odd, "cuda", "", before)["parallel.context_method"] != "ulysses"
+
+
+def test_the_planner_knows_of_a_device_what_a_run_knows() -> None:
+    """MFU and predictions would divide by other peaks."""
+    assert set(device_names()) == set(KNOWN)
+    for name, facts in KNOWN.items():
+        device = read_device(name)
+        own = {precision: peak for precision, peak in device.peak_flops.items() if precision in ELEMENT_BYTES}
+        assert own == pytest.approx(dict(facts.peaks), rel=1e-9) and device.memory_bytes_per_second == pytest.approx(facts.memory), name
+    assert known_as("") is None
 
 
 def test_every_rank_chooses_the_same_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from megacore.config import context_method
+from megacore.config.context_method import CPU, exposed, fastest
 from megacore.config.load import resolve
 from megacore.config.resolve_auto import context_method_of
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.simulate import simulate
-from megacore.tools.planner import context_time
 from megacore.tools.planner.calibrate import calibrated, read_run, slowed
-from megacore.tools.planner.context_time import CPU, exposed, fastest
 from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, cluster_names, device_names, read_cluster, read_device
 from megacore.tools.planner.operations import START, TILES, Machine
 from megacore.tools.planner.profile import Profile, profile, profile_names
@@ -292,9 +292,9 @@ def test_an_exchange_leaves_a_machine_through_one_port() -> None:
     assert context_terms("ulysses") == pytest.approx(8 * one), "q, k, v and the output, forward and backward"
     apart = 2.0 + queries * 4 / 8 / 10
     shared = 2.0 + 2 * queries * 4 / 8 / 10  # four heads, on eight ranks
-    assert on().exchange(queries, 8) == pytest.approx(apart)
+    assert on().links.exchange(queries, 8) == pytest.approx(apart)
     assert context_terms("ulysses", ranks=8) == pytest.approx(2 * 2 * (apart + shared))
-    assert on().exchange(queries, 1) == 0.0
+    assert on().links.exchange(queries, 1) == 0.0
 
 
 def test_known_devices_and_clusters_can_be_read(tmp_path: Path) -> None:
@@ -351,7 +351,8 @@ def test_chunks_that_take_turns_hide_gradient_sums_longer() -> None:
 
 def best(setting: Setting, *, again: bool = False, exchanges: bool = True, cluster: Cluster = CLUSTER, **values: Any) -> str:
     """The fastest method of context ranks, on links and by constants that are given."""
-    return fastest(setting.divided, Machine(SMOOTH, cluster, replace(PLAIN, **values)), again=again, exchanges=exchanges)
+    rates = Machine(SMOOTH, cluster, replace(PLAIN, **values)).rates(setting.precision)
+    return fastest(setting.divided, rates, again=again, exchanges=exchanges)
 
 
 def test_the_fastest_method_goes_by_links_heads_and_the_length_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,22 +369,20 @@ def test_the_fastest_method_goes_by_links_heads_and_the_length_of_attention(monk
     assert best(replace(many, context=8, seq=128), exchanges=False) == "gather", "between machines it uses all their ports"
     slower = {"gather": 0.5, "ring": 0.5}
     assert best(few, attention_rate=1e-9, pieces_rate=slower) == "ulysses" != best(few, attention_rate=1e-9)
-    monkeypatch.setattr(context_time, "exposed", lambda own, method, machine, attention: (1.0, 1.0))
+    monkeypatch.setattr(context_method, "exposed", lambda own, method, rates, attention: (1.0, 1.0))
     assert best(many) == best(many, attention_rate=1e-11), "an estimate that knows no method says nothing"
 
 
 def test_a_forward_that_is_computed_again_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted once, auto would take under full recomputation what is fast only without it."""
     seconds = {"gather": (2.0, 3.0), "ring": (1.0, 4.5), "ulysses": (9.0, 9.0)}
-    monkeypatch.setattr(context_time, "exposed", lambda own, method, machine, attention: seconds[method])
-    context_time.chosen.cache_clear()
+    monkeypatch.setattr(context_method, "exposed", lambda own, method, rates, attention: seconds[method])
     found = {}
     for recompute in ("none", "selective", "full"):
         train = {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 1, "recompute": recompute}
         model = {"num_layers": 1, "num_heads": 8, "hidden_size": 64, "vocab_size": 2}
         config = resolve({"model": model, "train": train, "parallel": {"context": 4}}, [], "context", 4).config
         found[recompute] = context_method_of(config)
-    context_time.chosen.cache_clear()
     assert found == {"none": "gather", "selective": "gather", "full": "ring"}
 
 
@@ -397,7 +396,7 @@ def test_on_a_cpu_auto_takes_what_was_fastest_there() -> None:
         config = resolve({"model": model, "train": train, "parallel": {"context": 4}}, [], "context", 4).config
         assert context_method_of(config) == min(rows, key=rows.__getitem__)
         own = setting_of(config).divided
-        attention = CPU.attention(own.tokens, own.seq, own.size, "fp32")
+        attention = 2 * own.tokens * own.seq * own.size / CPU.operations
         for method, measured in rows.items():
             found = 3.5 * attention + sum(exposed(own, method, CPU, (attention, 2.5 * attention)))
             assert found == pytest.approx(measured, rel=0.15), (method, kv_heads)

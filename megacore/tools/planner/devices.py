@@ -4,7 +4,6 @@ A file of your own does as well: `benchmarks.throughput --peak --device-file` an
 the machine at hand.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
+from megacore.config.devices import known_as
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.records import Record, complaint
@@ -70,7 +70,6 @@ class DeviceFile(Record):
     """What a device's file holds; `DeviceSpec` says what it means."""
 
     name: Name
-    torch_names: tuple[str, ...] = ()
     peak_flops: Annotated[dict[str, Rate], Field(min_length=1)]
     memory_gib: Amount | None = None
     memory_bytes_per_second: Rate | None = None
@@ -80,7 +79,7 @@ class DeviceFile(Record):
 
     def device(self) -> DeviceSpec:
         """The device."""
-        return DeviceSpec(**self.model_dump(exclude={"torch_names"}))
+        return DeviceSpec(**self.model_dump())
 
 
 class LevelRow(Record):
@@ -135,21 +134,9 @@ def cluster_names() -> list[str]:
 
 
 def listed_device(device_name: str) -> DeviceSpec | None:
-    """The device of a name, its own or that of `torch.cuda.get_device_name()`. None if it is not known: never a guess.
-
-    torch's name must match as a whole: a laptop's "RTX 4090 Laptop GPU" or a slice "A100-SXM4-80GB MIG 1g.10gb" is another device.
-    """
-    name = device_name.lower().strip().removeprefix("nvidia ").removeprefix("geforce ")
-    for own, file in _devices().items():
-        if name == own or any(re.fullmatch(pattern, name) for pattern in file.torch_names):
-            return file.device()
-    return None
-
-
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """The dense peak in operations a second of a device. None if the device, or its peak in this precision, is unknown."""
-    device = listed_device(device_name)
-    return None if device is None else device.peak_flops.get(precision)
+    """The device of a name, its own or that of `torch.cuda.get_device_name()`. None if it is not known: never a guess."""
+    file = _devices().get(known_as(device_name) or "")
+    return None if file is None else file.device()
 
 
 def read_device(name_or_path: str, option: str = "--device") -> DeviceSpec:

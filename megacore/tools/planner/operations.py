@@ -6,13 +6,14 @@ of the output, and a short inner dim leaves the start of a tile unpaid: so small
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
+from megacore.config.context_method import Level, Links, Rates
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.profile import Profile
 
 # Tiles of a product, and the share of a multiprocessor's speed that each reaches: small ones load more bytes an operation.
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
-BACKWARD_ATTENTION = 2.5  # times the forward: five products for two, because the scores are computed again (Dao 2023)
 START = 256  # a tile takes as long as if its inner dim were so much longer: it fills its pipeline, and writes its result
 # Bytes of one number, in memory and on the wire between ranks. Products in 8 and 4 bits keep 16-bit activations.
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
@@ -57,57 +58,38 @@ class Machine:
 
     def attention(self, queries: float, keys: float, size: float, precision: str, *, causal: bool = True) -> float:
         """Seconds of the forward of fused attention: each of `queries` meets `keys`, over `size` features of all heads."""
-        operations = 4 * queries * keys * size * (0.5 if causal else 1.0)
+        return 4 * queries * keys * size * (0.5 if causal else 1.0) / self.attention_rate(precision)
+
+    def attention_rate(self, precision: str) -> float:
+        """Operations a second that fused attention reaches."""
         rate = self.profile.attention_rate * self.profile.attention_on.get(self.device.name, 1.0)
-        return operations / (self.device.peak_flops[WIDE[precision]] * rate)
+        return self.device.peak_flops[WIDE[precision]] * rate
 
     def pass_over(self, moved: float) -> float:
         """Seconds to read or write so many bytes of the device's memory."""
         bandwidth = self.device.memory_bytes_per_second
         return 0.0 if bandwidth is None else moved / (bandwidth * self.profile.memory_rate)
 
+    @cached_property
+    def links(self) -> Links:
+        """The cluster's links as the framework uses them."""
+        rate, own = self.profile.link_rate, self.profile.link_latency
+        levels = []
+        for level in self.cluster.levels:
+            part, latency = rate.get(level.link, rate.get("any", 1.0)), own.get(level.link, level.latency_seconds)
+            levels.append(Level(level.ranks, level.bytes_per_second * part, latency))
+        return Links(tuple(levels), self.call)
+
+    def rates(self, precision: str) -> Rates:
+        """What the waits of context ranks are asked of."""
+        own, bandwidth = self.profile, self.device.memory_bytes_per_second
+        memory = math.inf if bandwidth is None else bandwidth * own.memory_rate
+        return Rates(self.links, self.attention_rate(precision), memory, own.ring_hidden, own.pieces_rate)
+
     def collective(self, share: float, moved: float, size: int, stride: int = 1) -> float:
-        """Seconds of a ring of `size` ranks that are `stride` apart, over `moved` bytes of the whole.
-
-        `share` is 1 for a gather or a scatter, and 2 for a sum, which is both. A ring passes each link once a round. Where it
-        leaves a machine, it uses the links of all its ranks there.
-        """
-        if size <= 1 or moved <= 0:
-            return 0.0
-        inside, slowest, hops = 1, math.inf, 0.0
-        for level in self.cluster.levels:
-            within = size if level.ranks is None else min(size, max(1, level.ranks // stride))
-            if within > inside:
-                slowest = min(slowest, level.bytes_per_second * self._link_rate(level.link) * inside)
-                hops += (within // inside - 1) * self._latency(level.link, level.latency_seconds)
-                inside = within
-        return self.call + share * (hops + moved * (size - 1) / size / slowest)
-
-    def exchange(self, moved: float, size: int, stride: int = 1) -> float:
-        """Seconds in which each of `size` ranks, `stride` apart, sends an equal part of its `moved` bytes to every other.
-
-        What leaves a machine goes through the rank's own port, while the rest goes through the links inside.
-        """
-        if size <= 1 or moved <= 0:
-            return 0.0
-        inside, longest, latency = 1, 0.0, 0.0
-        for level in self.cluster.levels:
-            within = size if level.ranks is None else min(size, max(1, level.ranks // stride))
-            if within > inside:
-                longest = max(longest, moved * (within - inside) / size / (level.bytes_per_second * self._link_rate(level.link)))
-                latency = max(latency, self._latency(level.link, level.latency_seconds))
-                inside = within
-        return self.call + latency + longest
+        """See `Links.collective`."""
+        return self.links.collective(share, moved, size, stride)
 
     def transfer(self, moved: float, distance: int) -> float:
         """Seconds of a message to the rank that is `distance` away."""
-        levels = self.cluster.levels
-        level = next((level for level in levels if level.ranks is None or distance < level.ranks), levels[-1])
-        begin = (self.cluster.call_seconds or 0.0) + self._latency(level.link, level.latency_seconds)
-        return begin + moved / (level.bytes_per_second * self._link_rate(level.link))
-
-    def _link_rate(self, link: str) -> float:
-        return self.profile.link_rate.get(link, self.profile.link_rate.get("any", 1.0))
-
-    def _latency(self, link: str, stated: float) -> float:
-        return self.profile.link_latency.get(link, stated)
+        return (self.cluster.call_seconds or 0.0) + self.links.transfer(moved, distance)

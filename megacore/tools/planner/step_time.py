@@ -21,11 +21,11 @@ The step has as many of these as microbatches, and then
 import math
 from dataclasses import dataclass, replace
 
+from megacore.config.context_method import BACKWARD_ATTENTION, exposed
 from megacore.config.schema import V_SHAPED
 from megacore.pipeline.partition import split_layers
-from megacore.tools.planner import context_time
 from megacore.tools.planner.devices import Cluster, DeviceSpec
-from megacore.tools.planner.operations import BACKWARD_ATTENTION, Machine
+from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.workload import Setting
 
@@ -107,8 +107,8 @@ def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
         "attention": attention * (BACKWARD_ATTENTION if s.flash else 2.0),
         "passes": machine.pass_over(1.5 * moved + p.accumulate_bytes * s.block_parameters),
     }
-    calls = context_time.calls(s.context_method, s.context)
-    waits = context_time.exposed(s.divided, s.context_method, machine, (attention, backward["attention"]))
+    calls = {"ring": s.context - 1, "ulysses": 4}.get(s.context_method, 1) if s.context > 1 else 0
+    waits = exposed(s.divided, s.context_method, machine.rates(s.precision), (attention, backward["attention"]))
     forward["context"], backward["context"] = waits
     if t > 1:
         # Two gathers and two scatters, or two sums, each way; with sequence parallelism backward gathers two inputs again.

@@ -222,7 +222,7 @@ def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine
             farthest = apart * (transfer.size - 1) if transfer.group == "cp" else apart  # a ring waits for its slowest neighbours
             time = machine.transfer(each, farthest)
         elif transfer.operation == "all_to_all":
-            time = machine.exchange(each, transfer.size, apart)
+            time = machine.links.exchange(each, transfer.size, apart)
         else:
             time = machine.collective(2.0 if transfer.operation == "all_reduce" else 1.0, each, transfer.size, apart)
         seconds[transfer.group] = seconds.get(transfer.group, 0.0) + transfer.calls * time

@@ -5,11 +5,11 @@ A `Setting` can be made from a config (`setting_of`) or from a row of a public t
 
 from dataclasses import dataclass
 
+from megacore.config.context_method import Divided, Method
 from megacore.config.deepspeed import ds_settings
 from megacore.config.resolve_auto import attention_of, compiles, context_method_of, reshards
 from megacore.config.schema import Config, resolved
 from megacore.pipeline.partition import settled
-from megacore.tools.planner.context_time import Divided, Method
 from megacore.tools.planner.operations import ACTIVATION_BYTES
 
 
@@ -84,7 +84,7 @@ class Setting:
     def divided(self) -> Divided:
         """Attention of a block, as context and tensor ranks divide it."""
         heads, kv_heads = self.heads / self.tensor, self.kv_heads / self.tensor
-        return Divided(self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.precision, self.element)
+        return Divided(self.context, self.tensor, self.tokens, self.seq, heads, kv_heads, self.head_size, self.element)
 
     @property
     def ffn_weights(self) -> int:
