@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.bad_inputs import Row, config, rows
 from tests.conftest import Refused
 
-RIGHT = (Path(__file__).parents[1] / "sources/windowed.py").read_text()
+RIGHT = forks.documented()
 BLOCK = "class Block:\n    def __init__(self, *_): ...\n    def forward(self, x, context): ...\n"
 SETTINGS = f"from megacore.config.schema import Count, ModelConfig\n{BLOCK}class Settings(ModelConfig):\n    "
 
@@ -41,10 +42,14 @@ SOURCES = {
             raise ValueError('window 5 is odd')
         return self.nowhere if self.window == 7 else self
 """,
-    "constructor": edited("        model, group, self.index =", "        raise KeyError('rope')\n        model, group, self.index ="),
-    "no_module": edited("class Block(nn.Module)", "class Block(dict)").replace("super().__init__()\n        model, group", "model, group"),
-    "plain_weight": edited("        self.norm2 =", "        self.gate = nn.Linear(3, 3)\n        self.norm2 ="),
+    "constructor": edited("        self.index = index", "        raise KeyError('rope')"),
+    "no_module": edited("class Block(nn.Module)", "class Block(dict)"),
+    "plain_weight": edited("        self.index = index", "        self.index, self.gate = index, nn.Linear(3, 3)"),
 }  # fmt: skip
+
+
+def line_of(name: str) -> int:
+    return SOURCES[name][: SOURCES[name].index("raise ")].count("\n") + 1
 
 
 def source(name: str, *words: str) -> tuple[str, ...]:
@@ -85,7 +90,7 @@ LINES: list[Row] = [
     ("pretrain", source("validator", "model.window=5"), "config error: model: window 5 is odd (what Settings of @validator.py takes)"),
     ("pretrain", source("validator", "model.window=7"), "@validator.py, line 12, validating: AttributeError: "),
     *((script, source(name), f"config error: model.source: {line}") for script in ("pretrain", "plan") for name, line in (
-        ("constructor", "@constructor.py, line 41, block 0: KeyError: 'rope'"),
+        ("constructor", f"@constructor.py, line {line_of('constructor')}, block 0: KeyError: 'rope'"),
         ("no_module", "@no_module.py, block 0: TypeError: Block is no torch.nn.Module"),
         ("plain_weight", "@plain_weight.py: gate.weight of block 0 does not say which part of the whole tensor it is (a layer of "),
     )),
