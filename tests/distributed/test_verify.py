@@ -1,10 +1,7 @@
-"""launch/verify.py as a researcher meets it: a fork with a block of its own, a mistake in it, two versions of the code."""
+"""launch/verify.py as a researcher meets it: a model of one's own, a mistake in it, two versions of the code."""
 
 import contextlib
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -16,8 +13,10 @@ from megacore.files import ROOT
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain, verdict
 from megacore.tools.verify.run import Options, Proof, prove
+from megacore.tools.verify.shrink import load_whole, shrink
 from megacore.tools.verify.workers import ProofWorkers
-from tests.commands import provers
+from tests import forks
+from tests.commands import provers, run_script
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 
@@ -28,56 +27,68 @@ def workers() -> Iterator[ProofWorkers]:
         yield workers
 
 
-@pytest.fixture(scope="module")
-def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project with the block of docs/blocks.md added as that document says."""
-    fork = tmp_path_factory.mktemp("fork")
-    for name in ("megacore", "kernels", "configs", "launch"):
-        shutil.copytree(ROOT / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
-    document = (ROOT / "docs/blocks.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n# (megacore/model/\S+)\n(.*?)```", document, re.DOTALL)
-    assert code is not None and len(code[2].splitlines()) < 30
-    (fork / code[1]).write_text(code[2])
-    for path, before, after in re.findall(r"^\| `(\S+\.py)` \| `(.+?)` \| `(.+?)` \|$", document, re.MULTILINE):
-        text = (fork / path).read_text()
-        assert text.count(before) == 1, (path, before)
-        (fork / path).write_text(text.replace(before, after))
-    return fork
-
-
-def run(fork: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(fork / "launch/verify.py"), "--config", "configs/gpt_tiny.json", "model.block=parallel", *arguments]
-    return subprocess.run(command, cwd=fork, capture_output=True, text=True, timeout=300)
-
-
 def edit(path: Path, before: str, after: str) -> None:
     text = path.read_text()
     assert text.count(before) == 1
     path.write_text(text.replace(before, after))
 
 
-def test_the_documented_block_is_proved_and_a_mistake_in_it_is_found_by_name(fork: Path) -> None:
-    done = run(fork, "--layouts", "tp2sp,tp2pp2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "EQUAL to one process in fp64" in done.stdout and "blocks.1.feed_forward.up.weight" in done.stdout
+def of_source(path: Path, workers: ProofWorkers, layouts: str, *overrides: str) -> Proof:
+    return prove(Options(TINY, [f"model.source={path}", *overrides], list(map(parse, layouts.split(",")))), workers=workers)
 
-    (block,) = (fork / "megacore/model").glob("parallel*.py")
-    right = block.read_text()
-    edit(block, "config.parallel.sequence", "False")  # each rank's norm then keeps the gradient of its own tokens
-    done = run(fork, "--layouts", "tp2,tp2sp")
+
+def test_the_documented_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> None:
+    """A window that shrinking loses would leave plain attention, which is equal too: the case's config must have it."""
+    path = forks.written(tmp_path)
+    assert shrink(load_whole(TINY, [f"model.source={path}", "model.window=3"]), [parse("tp2")], 3, "fp64")["model"]["window"] == 3
+    for layouts, overrides in (
+        ("tp2sp,pp2,cp2", ("model.window=3",)),
+        ("cp2tp2", ("data.document_mask=true", "model.window=3", "model.dropout=0.1")),
+        ("dp2", ("engine.kind=fsdp",)),
+        ("dp2", ("engine.shard_optimizer=true", "train.recompute=full")),
+    ):
+        proof = of_source(path, workers, layouts, *overrides)
+        assert proof.holds and "blocks.1.feed_forward.up.weight" in proof.names, layouts
+        assert max(d.relative for result in proof.results for d in result.differences.values()) < 1e-12
+
+
+NO_SUM = ("self.down(F.relu(self.up(x)).square())", "F.linear(F.relu(self.up(x)).square(), self.down.weight)")
+OWN_TOKENS = ("Norm(config.model, mesh.tp, sequence,", "Norm(config.model, mesh.tp, False,")
+NO_PLACEMENT = [
+    ("self.index = index", "self.index, self.scale = index, new_parameter(Shard((config.model.hidden_size,), fill=1.0), dtype, device)"),
+    ("x = context.add(x, self.att", "x = context.add(self.scale * x, self.att"),
+    ("class Settings", "from megacore.distributed.shard import Shard, new_parameter\n\n\nclass Settings"),
+]
+MISTAKES = {
+    "no sum over tensor ranks": ([NO_SUM], "tp2", "tp2 parts first in module blocks.0.feed_forward, its output, microbatch 0, forward"),
+    "a norm of some tokens": (
+        [OWN_TOKENS],
+        "tp2sp",
+        "tp2sp parts first in module blocks.3.norm2, gradient of its weight, microbatch 0",
+    ),
+    "no placement": (NO_PLACEMENT, "tp2sp", "tp2sp parts first in module blocks.3, gradient of its scale, microbatch 0, backward"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_source_is_found_by_name(mistake: str, tmp_path: Path, workers: ProofWorkers) -> None:
+    edits, layout, line = MISTAKES[mistake]
+    proof = of_source(forks.written(tmp_path, *edits), workers, layout)
+    assert not proof.holds and next(iter(explain(proof.results[0]))).startswith(line), list(explain(proof.results[0]))
+
+
+def test_the_script_says_what_it_found(tmp_path: Path) -> None:
+    wrong = forks.written(tmp_path, OWN_TOKENS)
+    done = run_script("launch/verify.py", "--config", TINY, f"model.source={wrong}", "--layouts", "tp2,tp2sp")
     assert done.returncode == 1 and "NOT EQUAL: tp2sp (1 of 2 layouts equal)" in done.stdout, done.stdout + done.stderr
-    assert "tp2sp parts first in module blocks.3.norm, gradient of its weight, microbatch 0, backward, step 1" in done.stdout
-
-    block.write_text(right)
-    edit(block, "self.feed_forward(h)", "(1 + context.group.rank) * self.feed_forward(h)")
-    done = run(fork, "--layouts", "tp2")
-    block.write_text(right)
-    assert done.returncode == 1
-    assert "parts first in module blocks.0, its output, microbatch 0, forward, step 1" in done.stdout, done.stdout
-    assert "before it, module blocks.0.feed_forward, its output, microbatch 0, forward still agrees" in done.stdout
+    done = run_script("launch/verify.py", "--config", TINY, f"model.source={wrong}", "--layouts", "tp2")
+    assert done.returncode == 0 and "EQUAL to one process in fp64" in done.stdout, done.stdout + done.stderr
 
 
-def test_two_versions_of_the_code_are_compared(fork: Path, workers: ProofWorkers) -> None:
+def test_two_versions_of_the_code_are_compared(tmp_path: Path, workers: ProofWorkers) -> None:
+    fork = tmp_path / "fork"
+    for name in ("megacore", "kernels", "configs", "launch"):
+        shutil.copytree(ROOT / name, fork / name, ignore=shutil.ignore_patterns("__pycache__"))
     options = Options(TINY, [], [parse("tp2")], against=fork)
     proof = prove(options, workers=workers)
     assert proof.holds and verdict(proof).endswith("bitwise")
