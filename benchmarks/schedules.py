@@ -68,7 +68,7 @@ class SleepingStage(nn.Module):
         self.group, self.sequence, self.device = SOLO, False, torch.device("cpu")
         self.weight = nn.Parameter(torch.ones(config.model.hidden_size))
 
-    def forward(self, x: Tensor, key: int = 0, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: int = 0, targets: Tensor | None = None, loss_gradient: Tensor | None = None) -> Tensor:
         """Tokens ``[batch, seq]`` or hidden states ``[tokens, hidden]`` → hidden states, or with `targets` a scalar."""
         with lasting(self.seconds):
             y = self.weight.expand(x.numel(), -1) if self.first else x * self.weight

@@ -147,6 +147,7 @@ class LoneStage:
         """Where backward starts, and with which gradient."""
         x = microbatch.inputs if self.stage.first else self.hidden.clone().requires_grad_()
         output = self.stage(x, microbatch.key)
-        if self.stage.last:
-            output = self.stage.loss(output, microbatch.targets)
-        return self.engine.root(output), torch.full_like(output, 1e-6)
+        if not self.stage.last:
+            return self.engine.root(output), torch.full_like(output, 1e-6)
+        gradient = torch.full((), 1e-6, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
+        return self.engine.root(self.stage.loss(output, microbatch.targets, gradient)), gradient

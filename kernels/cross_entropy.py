@@ -1,4 +1,4 @@
-"""Cross entropy over logits whose vocabulary may be split over ranks: one read forward, one read and one write backward.
+"""Cross entropy over logits whose vocabulary may be split over ranks: one read and one write, or two reads and one write.
 
 With p = exp(x - lse), target t, V the whole vocabulary, label smoothing e (Szegedy et al. 2016,
 https://arxiv.org/abs/1512.00567) and z-loss z (Chowdhery et al. 2022, PaLM, https://arxiv.org/abs/2204.02311):
@@ -9,10 +9,11 @@ https://arxiv.org/abs/1512.00567) and z-loss z (Chowdhery et al. 2022, PaLM, htt
 
 Forward gathers a row's maximum and sum of exponentials online (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 The ranks then exchange, in one collective, two numbers a token: their own lse and, the one that has it, the target's logit
-(with label smoothing also the sum of the logits). Backward computes the gradient, with the one read and write that scaling it
-there would cost anyway. If forward wrote it, the incoming gradient would not be known, and in fp16 an unscaled gradient
-underflows. `losses_and_gradients` is for callers that know it in advance. On a whole vocabulary it reads memory once and
-writes it once, because a row is still in the cache when it is read again.
+(with label smoothing also the sum of the logits).
+
+A caller who knows dloss in advance, one number for all tokens, has the gradient written in forward. On a whole vocabulary that
+reads memory once and writes it once, because a row is still in the cache when it is read again. Else backward computes it, in a
+read and a write more: a gradient without its dloss would have to be scaled there, at the same cost, and underflows in fp16.
 """
 
 import math
@@ -32,6 +33,9 @@ except ImportError:  # a CPU build of torch brings no Triton
     triton = None
 
 BLOCK_BYTES = 2**14  # bytes of a row that a program holds at once: 64 a thread of 8 warps
+# Rows that a program reads twice must stay in the GPU's cache in between. With so many warps a program, a multiprocessor works on one
+# or two of them: on an H100 264 rows of 50304 numbers of 16 bits, 27 MB of its 50.
+LONG_ROW, WARPS_OF_LONG_ROW = 2**15, 16 if torch.version.hip else 32  # bytes; AMD's programs have 16 warps at most
 LOG2_E = math.log2(math.e)
 EAGER_BLOCK = {"cpu": 2**18, "cuda": 2**27}  # elements that eager handles at once: on a CPU as many as stay in the cache
 
@@ -84,6 +88,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
+    gradient: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """The loss of every token, ``[tokens]``, in nats; fp32 (fp64 for fp64 logits).
@@ -94,6 +99,9 @@ def cross_entropy(
     targets: ``[tokens]`` int64 over the whole vocabulary, or `ignored`: no loss and no gradient.
     gather: with a split vocabulary, the collective: every rank's ``[1, k, tokens]`` → ``[ranks, k, tokens]``, `k` being 2 or 3.
     vocab_size: rows of all ranks, needed for label smoothing over a split vocabulary.
+    gradient: the scalar, on the device, that backward will be given as the gradient of each of the losses, if it is known already:
+        forward then writes the logits' gradient, if one is wanted. Another one in backward is a RuntimeError on a CPU, and goes
+        unnoticed elsewhere, where looking would be a wait.
     Raises ValueError for what the implementation cannot take, on a CPU also for a target outside of the vocabulary, whose loss
     is infinite elsewhere.
     """
@@ -102,7 +110,7 @@ def cross_entropy(
     check_shape("cross_entropy", "logits", logits, right, logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1)
     fused = use_triton("cross_entropy", implementation, logits=logits, targets=targets)
     settings.check("cross_entropy", targets, *logits.shape)
-    return _CrossEntropy.apply(logits, targets, settings, fused, torch.is_grad_enabled() and logits.requires_grad)
+    return _CrossEntropy.apply(logits, targets, gradient, settings, fused, torch.is_grad_enabled() and logits.requires_grad)
 
 
 def losses(logits: Tensor, targets: Tensor, settings: Settings, fused: bool, keep: bool) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
@@ -134,19 +142,23 @@ def write_gradients(
         _eager_gradients(logits, targets, grad, *saved, settings)
 
 
-def losses_and_gradients(logits: Tensor, targets: Tensor, scale: float, settings: Settings, fused: bool) -> Tensor:
-    """The losses ``[tokens]``; overwrites the logits by `scale` times the gradient of their sum. No autograd."""
+def losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, settings: Settings, fused: bool) -> Tensor:
+    """The losses ``[tokens]``; overwrites the logits by their gradient, `gradient` being that of every loss, a scalar. No autograd."""
     tokens, rows = logits.shape
-    if fused and settings.gather is None:
+    if settings.gather is not None:
+        loss, saved = losses(logits, targets, settings, fused, keep=True)
+        write_gradients(logits, targets, gradient.expand(tokens), saved, settings, fused)
+    elif fused:
         loss, options = torch.empty(tokens, dtype=torch.float32, device=logits.device), launch_options(rows, logits.element_size())
+        if rows * logits.element_size() > LONG_ROW:
+            options["num_warps"] = WARPS_OF_LONG_ROW
         if tokens:  # a launch of no programs is an error
             sizes = (rows, logits.stride(0), settings.first_row, settings.ignored)
             _loss_and_gradient_kernel[(tokens,)](
-                logits, targets, loss, scale, *sizes, *settings.factors(rows), SMOOTHED=settings.label_smoothing > 0, **options
+                logits, targets, loss, gradient, *sizes, *settings.factors(rows), SMOOTHED=settings.label_smoothing > 0, **options
             )
-        return loss
-    loss, saved = losses(logits, targets, settings, fused, keep=True)
-    write_gradients(logits, targets, torch.full_like(loss[:1], scale).expand(tokens), saved, settings, fused)
+    else:
+        loss = _eager_losses_and_gradients(logits, targets, gradient, settings)
     return loss
 
 
@@ -154,23 +166,33 @@ class _CrossEntropy(torch.autograd.Function):
     """T tokens, V vocabulary rows of this rank, R ranks. Statistics in fp32 (fp64 for fp64 logits).
 
     forward      statistics [2, T] = own lse, target's logit     gathered to [R, 2, T]; saves lse [T] and the logits [T, V]
-    grad logits  [T, V]                                          in the memory of the logits
+    grad logits  [T, V]                                          in the memory of the logits; written in forward if dloss is known
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, settings: Settings, fused: bool, keep: bool) -> Tensor:
-        loss, saved = losses(logits, targets, settings, fused, keep)
-        ctx.save_for_backward(logits, targets, *saved)
-        ctx.settings, ctx.fused = settings, fused
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, gradient: Tensor | None, settings: Settings, fused: bool, keep: bool
+    ) -> Tensor:
+        ctx.settings, ctx.fused, ctx.known = settings, fused, keep and gradient is not None
+        if keep and gradient is not None:
+            loss = losses_and_gradients(logits, targets, gradient, settings, fused)
+            ctx.save_for_backward(logits, gradient)
+        else:
+            loss, saved = losses(logits, targets, settings, fused, keep)
+            ctx.save_for_backward(logits, targets, *saved)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, *saved = ctx.saved_tensors
-        write_gradients(logits, targets, grad, saved, ctx.settings, ctx.fused)
+        logits, *saved = ctx.saved_tensors
+        if not ctx.known:
+            targets, *statistics = saved
+            write_gradients(logits, targets, grad, statistics, ctx.settings, ctx.fused)
+        elif grad.device.type == "cpu" and not torch.allclose(grad, saved[0].to(grad.dtype), 0.0, 0.0, equal_nan=True):
+            raise RuntimeError(f"cross_entropy: backward is given {grad.flatten()[0]}, and forward was told {saved[0]}")
         torch.autograd.graph.increment_version(logits)  # so that autograd refuses a second backward
-        return logits, None, None, None, None
+        return logits, None, None, None, None, None
 
 
 def _row_blocks(logits: Tensor) -> Iterator[slice]:
@@ -186,24 +208,60 @@ def _exp_less(x: Tensor, less: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.sub(x, less, out=out).mul_(LOG2_E).exp2_()
 
 
+def _exponentials(x: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's maximum, exp(x - that), in the place of x if told to `keep`, and its sum."""
+    top = x.amax(1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min / 2)  # of a row of -inf, exp(-inf) = 0 and no NaN
+    e = _exp_less(x, top, x if keep else None)
+    return top, e, e.sum(1, keepdim=True)
+
+
+def _eager_losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, settings: Settings) -> Tensor:
+    """See `losses_and_gradients`: rows of a whole vocabulary, as many at a time as stay in the cache."""
+    confidence, share, z_loss = settings.factors(logits.shape[1])
+    local, here, target_logits = _at_targets(logits, targets, settings)
+    grad = gradient.expand(len(logits), 1).masked_fill((targets == settings.ignored)[:, None], 0.0)
+    at_target, lse, plain = -confidence * grad * here, torch.empty_like(target_logits), torch.zeros_like(target_logits)
+    for block in _row_blocks(logits):
+        part = logits[block]
+        x = part.to(lse.dtype)
+        if share:
+            torch.sum(x, 1, keepdim=True, out=plain[block])
+        top, e, total = _exponentials(x, keep=True)
+        scale = grad[block] / total
+        torch.add(top, total.log_(), out=lse[block])
+        if z_loss:
+            scale *= 1.0 + 2.0 * z_loss * lse[block]
+        e.mul_(scale)
+        if share:
+            e.sub_(grad[block] * share)
+        e.scatter_add_(1, local[block], at_target[block])
+        if e is not part:
+            part.copy_(e)
+    losses = lse - confidence * target_logits - share * plain + z_loss * lse.square()
+    return losses[:, 0].masked_fill_(targets == settings.ignored, 0.0)
+
+
+def _at_targets(logits: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token ``[tokens, 1]`` the target among these rows, whether it is one of them, and its logit, or -inf."""
+    local = (targets - settings.first_row)[:, None]
+    here = (local >= 0) & (local < logits.shape[1]) & (targets != settings.ignored)[:, None]
+    local = local.masked_fill(~here, 0)
+    return local, here, logits.gather(1, local).to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~here, float("-inf"))
+
+
 def _eager_statistics(logits: Tensor, targets: Tensor, settings: Settings, keep: bool) -> tuple[Tensor, Tensor | None]:
     """Statistics ``[2 or 3, tokens]``; if told to `keep`, fp32 logits become exp(logits - top) and `top` is returned too."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     statistics = torch.empty(3 if settings.label_smoothing else 2, len(logits), dtype=wide, device=logits.device)
-    local = targets - settings.first_row
-    here = (local >= 0) & (local < logits.shape[1]) & (targets != settings.ignored)
-    statistics[1] = logits.gather(1, local.masked_fill(~here, 0)[:, None])[:, 0]
-    statistics[1].masked_fill_(~here, float("-inf"))
+    statistics[1] = _at_targets(logits, targets, settings)[2][:, 0]
     keep = keep and logits.dtype == wide
     top = torch.empty(len(logits), 1, dtype=wide, device=logits.device)
     for block in _row_blocks(logits):
         x = logits[block].to(wide)
         if settings.label_smoothing:
             statistics[2, block] = x.sum(1)
-        top[block] = x.amax(1, keepdim=True)
-        highest = top[block].clamp_(min=torch.finfo(wide).min / 2)  # of a row of -inf, exp(-inf) = 0 and no NaN
-        e = _exp_less(x, highest, x if keep else None)
-        torch.add(highest[:, 0], e.sum(1).log_(), out=statistics[0, block])
+        top[block], _, total = _exponentials(x, keep)
+        torch.add(top[block][:, 0], total.log_()[:, 0], out=statistics[0, block])
     return statistics, top if keep else None
 
 
@@ -309,7 +367,7 @@ if triton is not None:
 
     @triton.jit
     def _loss_and_gradient_kernel(
-        logits, targets, losses, grad, rows, stride, first_row, ignored, confidence, share, z_loss,
+        logits, targets, losses, gradient, rows, stride, first_row, ignored, confidence, share, z_loss,
         SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
         token = tl.program_id(0)
@@ -320,7 +378,7 @@ if triton is not None:
         loss = lse - confidence * x_target - share * plain + z_loss * lse * lse
         tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
         tl.debug_barrier()  # every thread has read the target's logit, before one of them overwrites it
-        grad = tl.where(target == ignored, 0.0, grad)
+        grad = tl.where(target == ignored, 0.0, tl.load(gradient).to(tl.float32))
         scale, at_target, share = grad * (1.0 + 2.0 * z_loss * lse), grad * confidence, grad * share
         whole = rows // BLOCK * BLOCK
         for start in range(0, whole, BLOCK):

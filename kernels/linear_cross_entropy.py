@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden.device.type == "cpu":  # most CPUs emulate narrow products, ten times slower than fp32
             hidden, weight = hidden.to(wide), weight.to(wide)
         wanted_hidden, wanted_weight = (wanted and need for need in ctx.needs_input_grad[:2])
-        unit = UNIT.get(dtype, 1.0)
+        unit = torch.full((), UNIT.get(dtype, 1.0), dtype=wide, device=hidden.device)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         grad_hidden = torch.empty((tokens, features), dtype=dtype, device=hidden.device) if wanted_hidden else None
         grad_weight = torch.zeros((rows, features), dtype=wide, device=hidden.device) if wanted_weight else None
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), h)
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit = reduce, accumulate, dtype, unit
+        ctx.reduce, ctx.accumulate, ctx.dtype, ctx.unit = reduce, accumulate, dtype, UNIT.get(dtype, 1.0)
         return total
 
     @staticmethod

@@ -147,6 +147,7 @@ class Stage(nn.Module):
         targets: Tensor | None = None,
         documents: Documents | None = None,
         positions: Tensor | None = None,
+        loss_gradient: Tensor | None = None,
     ) -> Tensor:
         """Tokens ``[batch, seq]`` on the first stage, hidden states on others → hidden states, or with `targets` their `loss`.
 
@@ -188,7 +189,7 @@ class Stage(nn.Module):
                     x = block(x, context)
         if cache is not None:
             cache.advance(seq)
-        return x if targets is None else self.loss(x, targets)
+        return x if targets is None else self.loss(x, targets, loss_gradient)
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:
         """Tokens ``[batch, seq]`` → ``[batch · seq, hidden]``, scaled, with learned positions added."""
@@ -222,14 +223,17 @@ class Stage(nn.Module):
         scale = self.config.model.logit_scale
         return x if scale == 1.0 else x * scale  # equal to scaling the logits, which are many more
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least."""
+    def loss(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least.
+
+        `gradient`: what backward will start with, if it is known: forward then writes the gradient of the logits.
+        """
         model, first_row = self.config.model, self.head_layer.first_row
         if model.chunked_loss:
             return vocab_parallel_linear_cross_entropy(
                 self.scaled_norm(x), self.head_layer.weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
             )
-        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels).sum()
+        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels, gradient).sum()
 
 
 def whole_model(config: Config, device: torch.device | str = "cpu") -> Stage:

@@ -82,8 +82,10 @@ class Runtime:
         `target_weight` is the weight of a target's loss in what backward differentiates: 1 / targets of the global batch.
         Returns the sum of this rank's losses, a scalar on the device, zero on ranks without the last stage.
         """
-        self.batch, self.target_weight = batch, target_weight
+        self.batch = batch
         self.loss = torch.zeros((), device=self.device, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
+        starts = any(stage.last and stage.training for stage in self.stages)  # what backward starts with is known before the first forward
+        self.loss_gradient = self._engine.loss_gradient(target_weight).to(self.loss.dtype) if starts else None
         self.inputs: dict[Key, Tensor] = {}  # activations received or taken over, leaves of their microbatch's graph
         self.outputs: dict[Key, Tensor] = {}  # to be sent
         self.roots: dict[Key, Any] = {}  # where the engine starts backward
@@ -112,8 +114,8 @@ class Runtime:
         stage, microbatch = self.stages[chunk], self.batch[action.microbatch]
         x = microbatch.inputs if stage.first else self.inputs[key].requires_grad_(stage.training)
         with torch.set_grad_enabled(stage.training):
-            targets = microbatch.targets if stage.last else None
-            output = self.modules[chunk](x, microbatch.key, targets=targets, **microbatch.apart)
+            ends = {"targets": microbatch.targets, "loss_gradient": self.loss_gradient} if stage.last else {}
+            output = self.modules[chunk](x, microbatch.key, **ends, **microbatch.apart)
         if stage.last:
             self.loss += output.detach()
         else:
@@ -140,7 +142,8 @@ class Runtime:
     def _output_gradient(self, key: Key) -> Tensor:
         """What backward starts with."""
         if self.stages[key[1]].last:
-            return self._engine.loss_gradient(self.target_weight).to(self.loss.dtype)
+            assert self.loss_gradient is not None
+            return self.loss_gradient
         return self.output_gradients.pop(key)
 
     def _pass_back(self, key: Key) -> None:

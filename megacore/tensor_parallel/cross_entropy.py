@@ -15,15 +15,17 @@ IGNORED = -100  # a target that is not counted: its loss and its gradient are ze
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, group: Group, first_row: int, implementation: Implementation = "auto"
+    logits: Tensor, targets: Tensor, group: Group, first_row: int, implementation: Implementation = "auto", gradient: Tensor | None = None
 ) -> Tensor:
     """The loss of every token, ``[tokens]``, in nats, in fp32 (fp64 for fp64).
 
     `logits` are ``[tokens, rows of this rank]``; their gradient overwrites them. `targets` ``[tokens]`` int64 are over the whole
-    vocabulary, or `IGNORED`. `first_row` is this rank's first vocabulary row.
+    vocabulary, or `IGNORED`. `first_row` is this rank's first vocabulary row. `gradient`: what backward will be given for each of the
+    losses, if it is known: see `cross_entropy`.
     """
     gather = partial(all_gather, group=group) if group.size > 1 else None
-    return cross_entropy(logits, targets, first_row=first_row, gather=gather, ignored=IGNORED, implementation=implementation)
+    options = {"gather": gather, "ignored": IGNORED, "gradient": gradient}
+    return cross_entropy(logits, targets, first_row=first_row, implementation=implementation, **options)
 
 
 def vocab_parallel_linear_cross_entropy(

@@ -13,6 +13,7 @@ from tests.unit.test_cross_entropy_kernel import (
     SHAPES,
     check_extremes,
     check_in_place,
+    check_scaled_before_rounding,
     check_targets_outside,
     error_against_fp64,
 )
@@ -31,7 +32,7 @@ def test_triton_equals_fp64(shape, ranks, options, dtype):
     assert error_against_fp64("triton", "cuda", shape, dtype, options, ranks) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("check", [check_extremes, check_targets_outside, check_in_place])
+@pytest.mark.parametrize("check", [check_extremes, check_targets_outside, check_in_place, check_scaled_before_rounding])
 def test_corner_cases(check):
     check("cuda")
 

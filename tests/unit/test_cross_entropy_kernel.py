@@ -1,6 +1,9 @@
 """Cross entropy against fp64 autograd, through Triton's interpreter; tests/gpu runs the same checks on a GPU."""
 
+import math
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -66,21 +69,23 @@ def split(logits: Tensor, targets: Tensor, ranks: int, **options: Any) -> list[T
 def error_against_fp64(
     implementation: str, device: str, shape: tuple[int, int], dtype: torch.dtype, options: dict[str, float], ranks: int = 1
 ) -> float:
-    """Largest error of losses, of their gradient, and of both where they are computed together, relative to the largest value."""
+    """Largest error of losses and of their gradient, written in backward and in forward, relative to the largest value."""
     logits = seeded(shape, device, dtype, spread=3.0).requires_grad_()
     targets, grad = seeded_targets(*shape, device), seeded(shape[:1], device, seed=1)
     exact = exact_losses(logits, targets, **options)
     (exact_grad,) = torch.autograd.grad(exact, logits, grad.double(), retain_graph=True)
     errors = []
     if ranks == 1:
-        found = [cross_entropy.cross_entropy(logits * 1, targets, implementation=implementation, **options)]
-        together, settings = logits.detach().clone(), cross_entropy.Settings(**options)
-        loss = cross_entropy.losses_and_gradients(together, targets, 0.5, settings, implementation == "triton")
-        (half,) = torch.autograd.grad(exact, logits, torch.full_like(exact, 0.5), retain_graph=True)
-        errors += [relative_error(loss, exact), relative_error(together, half)]
+        call = partial(lambda **more: [cross_entropy.cross_entropy(logits * 1, targets, implementation=implementation, **options, **more)])
     else:
-        found = split(logits, targets, ranks, implementation=implementation, **options)
-    for loss in found:
+        call = partial(split, logits, targets, ranks, implementation=implementation, **options)
+    half = torch.tensor(0.5, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    known = call(gradient=half)
+    (written,) = torch.autograd.grad(known, logits, [half.expand_as(loss) for loss in known])
+    (exact_half,) = torch.autograd.grad(exact, logits, torch.full_like(exact, 0.5), retain_graph=True)
+    errors.append(relative_error(written, exact_half))
+    found = call()
+    for loss in known + found:
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
         errors.append(relative_error(loss, exact))
     (grad_logits,) = torch.autograd.grad(found, logits, [grad.to(loss.dtype) for loss in found])
@@ -122,10 +127,11 @@ def check_targets_outside(device: str) -> None:
 
 def check_in_place(device: str) -> None:
     """The gradient lies in the logits' memory, and a second backward, which would read it as logits, is refused."""
-    for implementation in ("triton", "eager"):
+    for implementation, known in product(("triton", "eager"), (None, torch.tensor(1.0, device=device))):
         x = seeded((3, 11), device).requires_grad_()
         logits = x * 1
-        loss = cross_entropy.cross_entropy(logits, torch.tensor([1, 2, 10], device=device), implementation=implementation)
+        targets = torch.tensor([1, 2, 10], device=device)
+        loss = cross_entropy.cross_entropy(logits, targets, gradient=known, implementation=implementation)
         gradients: list[Tensor] = []
         logits.register_hook(gradients.append)
         loss.sum().backward(retain_graph=True)
@@ -134,8 +140,18 @@ def check_in_place(device: str) -> None:
             loss.sum().backward()
     logits = seeded((3, 11), device)
     before = logits.clone()
-    cross_entropy.cross_entropy(logits, torch.tensor([1, 2, 10], device=device), implementation=implementation)
+    cross_entropy.cross_entropy(logits, targets, gradient=known, implementation=implementation)
     assert torch.equal(logits, before), "without a gradient to come, the logits are left alone"
+
+
+def check_scaled_before_rounding(device: str) -> None:
+    """In fp16, a probability that is no fp16 number times a loss scale that is large: forward must scale before it rounds."""
+    for implementation in ("triton", "eager"):
+        x = torch.tensor([[18.0, 0.0]], device=device, dtype=torch.float16, requires_grad=True)
+        scale = torch.tensor(2.0**16, device=device)
+        (loss,) = cross_entropy.cross_entropy(x * 1, torch.tensor([0], device=device), gradient=scale, implementation=implementation)
+        (grad,) = torch.autograd.grad(loss, x, scale)
+        assert math.isclose(float(grad[0, 1]), 2**16 * math.exp(-18), rel_tol=2**-10)
 
 
 def interpreted_check(check: Callable[..., Any], *args: Any) -> Any:
@@ -168,7 +184,7 @@ def test_triton_on_split_vocabulary(interpreted, options):
 
 
 @needs_triton
-@pytest.mark.parametrize("check", [check_extremes, check_targets_outside, check_in_place])
+@pytest.mark.parametrize("check", [check_extremes, check_targets_outside, check_in_place, check_scaled_before_rounding])
 def test_triton_corner_cases(interpreted, check):
     interpreted(interpreted_check, check, "cpu")
 
@@ -187,6 +203,15 @@ def test_eager_keeps_fp64():
     assert error_against_fp64("auto", "cpu", (4, 31), torch.float64, ALL, ranks=3) < 1e-14
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_backward_with_another_gradient_than_forward_was_told(ranks):
+    """What forward wrote would be returned, and nobody would see that it belongs to another loss."""
+    logits, told = seeded((3, 71), "cpu").requires_grad_(), torch.tensor(0.5)
+    losses = split(logits, seeded_targets(3, 71, "cpu"), ranks, gradient=told)
+    with pytest.raises(RuntimeError, match="is given 0.25, and forward was told 0.5"):
+        torch.autograd.grad(losses, logits, [torch.full_like(loss, 0.25) for loss in losses])
+
+
 def test_eager_takes_rows_of_minus_infinity():
     """A rank of which every row is masked: no NaN, and its share of the sum is nothing."""
     logits = torch.full((1, 4), float("-inf"))
@@ -201,7 +226,7 @@ FAULTS = {
     "a target one row off": ("x_target = _target_logit(row, target - first_row, rows)", "x_target = _target_logit(row, 0, rows)"),
     "smoothing's share of the loss": ("- share * plain", "- 1.01 * share * plain"),
     "z-loss of half the size": ("2.0 * z_loss * lse), grad", "z_loss * lse), grad"),
-    "the gradient of an ignored target": ("tl.where(target == ignored, 0.0, grad)", "grad"),
+    "the gradient of an ignored target": ("tl.where(target == ignored, 0.0, tl.load(gradient).to(tl.float32))", "tl.load(gradient)"),
     "the gradient at the target": ("dx - at_target, dx", "dx - 0.999 * at_target, dx"),
     "smoothing's share of the gradient": ("* scale - share", "* scale"),
 }
