@@ -32,6 +32,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 64 * 2**10}  # bytes that a program may have
+THREADS = 1024  # that a program may have
 WIDE = 128  # bits of the widest load that one thread can make everywhere
 META = torch.device("meta")
 
@@ -48,7 +49,9 @@ class Launch:
         """What Triton's runtime would compile for these arguments, and with which options."""
         backend = make_backend(target)
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
-        bound, specialization, options = bind(*self.args, **self.options)
+        most = THREADS // target.warp_size  # kernels ask which of the two the machine is; here it is neither
+        own = self.options | ({"num_warps": min(self.options["num_warps"], most)} if "num_warps" in self.options else {})
+        bound, specialization, options = bind(*self.args, **own)
         types = [kind for kind, _ in specialization]
         fixed = {path: get_iterable_path(list(bound.values()), path) for path in find_paths_if(types, lambda _, kind: kind == "constexpr")}
         hints = ["" if kind == "constexpr" else hint for kind, hint in specialization]

@@ -40,7 +40,7 @@ from benchmarks.kernel_inputs import (
 )
 from megacore.config import Config, load
 from megacore.kernels.adamw import AdamW
-from megacore.kernels.cross_entropy import cross_entropy
+from megacore.kernels.cross_entropy import Settings, cross_entropy, losses_and_gradients
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.grad_norm import SumOfSquares
@@ -99,6 +99,13 @@ def adamw(inputs: Inputs, how: Any) -> tuple[Tensor, ...]:
     settings = {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "copies": copies}
     built(inputs, how, lambda: AdamW(**state, **settings, implementation=how)).step(1e-3)
     return *state["masters"], *state["first_moments"], *state["second_moments"], *(copies or state["masters"])
+
+
+def cross_entropy_with_gradient(inputs: Inputs, how: Any) -> tuple[Tensor, Tensor]:
+    """Both in forward, as in training, where it is known what backward starts with."""
+    gradient = built(inputs, "gradient", lambda: torch.ones((), device=inputs["logits"].device))
+    loss = losses_and_gradients(inputs["logits"], inputs["targets"], gradient, Settings(), how == "triton")
+    return loss, inputs["logits"]
 
 
 def torch_adamw(inputs: Inputs) -> None:
@@ -196,6 +203,12 @@ OPERATIONS: dict[str, Operation] = {
         goals=(0.95, 0.95),
         plain=lambda i: F.cross_entropy(i["logits"].float(), i["targets"], reduction="none"),
         liger=lambda liger, i: liger.liger_cross_entropy(i["logits"], i["targets"], reduction="none"),
+    ),
+    "cross_entropy with gradient": Operation(
+        logits,
+        cross_entropy_with_gradient,
+        vocabulary,
+        moved=passes(2, 0),
     ),
     "linear_cross_entropy": Operation(
         hidden_and_vocabulary,

@@ -170,9 +170,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, gradient: Tensor | None, settings: Settings, fused: bool, keep: bool
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, gradient: Tensor | None, settings: Settings, fused: bool, keep: bool) -> Tensor:
         ctx.settings, ctx.fused, ctx.known = settings, fused, keep and gradient is not None
         if keep and gradient is not None:
             loss = losses_and_gradients(logits, targets, gradient, settings, fused)

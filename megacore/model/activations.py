@@ -89,7 +89,7 @@ def stage_kept(config: Config, stages: Sequence[range]) -> list[float]:
 
 
 def logits_kept(config: Config) -> int:
-    """Bytes that the last stage keeps of a microbatch's logits and loss; the logits' gradient is written over them.
+    """Bytes that the last stage keeps of a microbatch's logits, over which forward writes their gradient.
 
     With a chunked loss: the gradients of hidden states and head, which forward computes.
     """
@@ -97,7 +97,7 @@ def logits_kept(config: Config) -> int:
     rows, wide = vocabulary_rows(config), max(4, e)
     if model.chunked_loss:
         return e * tokens * model.hidden_size + wide * rows * model.hidden_size
-    return (e * rows + wide) * tokens
+    return e * rows * tokens
 
 
 def stage_sizes(config: Config, stages: Sequence[range]) -> list[float]:

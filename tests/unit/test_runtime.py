@@ -18,6 +18,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
+from megacore.kernels import cross_entropy
 from megacore.model.gpt import Stage, whole_model
 from megacore.pipeline import generators, schedule
 from megacore.pipeline.runtime import Microbatch, Runtime
@@ -73,6 +74,27 @@ def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure,
     for parameter, right in copy.named_parameters():
         assert right.grad is not None
         assert float((gradients[parameter][0] - right.grad).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_the_loss_writes_its_gradient_in_forward(configure: Configure, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Backward would read all logits once more to write it. Evaluation wants none, and pays for none."""
+    calls: list[str] = []
+    for function in (cross_entropy.losses, cross_entropy.write_gradients, cross_entropy.losses_and_gradients):
+
+        def called(*args: Any, function: Any = function, **options: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*args, **options)
+
+        monkeypatch.setattr(cross_entropy, function.__name__, called)
+    stages, engine = engine_of(config := configure(f"parallel.schedule={name}"))
+    Runtime(stages, engine, SOLO).run(generators.build(name, 1, 3), batch_of(config, 3), 0.125)
+    assert calls == ["losses_and_gradients"] * 3
+    calls.clear()
+    for stage in stages:
+        stage.eval()
+    Runtime(stages, None, SOLO).run(schedule.forward_only(schedule.looped(1), 3), batch_of(config, 3))
+    assert calls == ["losses"] * 3
 
 
 @contextmanager
