@@ -47,9 +47,9 @@ SLICES = {
         (
             Part("training", 260, f"{HERE}.right:tests", ("test_training.py",)),
             Part("environment", 40, f"{HERE}.right:environment_check"),
-            Part("communicator", 60, f"{HERE}.right:communicator"),
-            Part("synchronisation", 110, f"{HERE}.right:synchronisation"),
-            Part("streams", 60, f"{HERE}.right:streams"),
+            Part("communicator", 60, f"{HERE}.communicator:communicator"),
+            Part("synchronisation", 110, f"{HERE}.steps:synchronisation"),
+            Part("streams", 60, f"{HERE}.steps:streams"),
             Part("tests", 90, f"{HERE}.right:tests", ("test_staging.py", "test_main_gradient.py", "test_document_attention.py")),
         ),
     ),

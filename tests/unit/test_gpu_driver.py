@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import parts, running, wheels
+from benchmarks.gpu.communicator import timed
 from benchmarks.gpu.kernels import Calls, eager, said_by
 from benchmarks.gpu.parts import SLICES, Part, Slice
-from benchmarks.gpu.right import same, timed
 from benchmarks.gpu.running import run_slice
 from benchmarks.gpu.speed import class_of
+from benchmarks.gpu.steps import same
 from megacore.errors import ConfigError
 from megacore.kernels.gelu import bias_gelu
 from tests.pool import ROOT
