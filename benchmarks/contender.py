@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -38,20 +39,20 @@ STAGES = {"two-stages": 2, "four-stages": 4}
 KINDS = ("megacore", *STAGES, *PEERS)
 
 
-def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list[float]], Callable[[], float | None]]:
-    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage. And what the last step's loss
-    was, by this rank's microbatches, if it has any."""
+def build(kind: str, path: str, overrides: list[str]) -> tuple[Callable[[], list[float]], Callable[[], float | None], dict[str, Any]]:
+    """What a turn does: a step's seconds; for `STAGES` what `LoneStage.measure` gives, for each stage. What the last step's loss
+    was, by this rank's microbatches, if it has any. And what a run settled on by itself."""
     if kind in STAGES:
         stages = [LoneStage(path, overrides, index, STAGES[kind]) for index in range(STAGES[kind])]
-        return lambda: [seconds for stage in stages for seconds in stage.measure()], lambda: None
+        return lambda: [seconds for stage in stages for seconds in stage.measure()], lambda: None, {}
     place = place_from_environment()
     config = load(path, overrides, place.world_size).config
     if kind == "megacore":
         training = Training(config, join(config, place))
-        return lambda: [training.step()], training.loss
+        return lambda: [training.step()], training.loss, {"train.compile": training.config.train.compile}
     module, name = PEERS[kind]
     loop = getattr(import_module(module), name)(config)
-    return lambda: [loop.step()], loop.loss
+    return lambda: [loop.step()], loop.loss, {}
 
 
 def main(argv: list[str]) -> None:
@@ -69,8 +70,8 @@ def main(argv: list[str]) -> None:
     try:
         if args.settings == EQUAL:
             equalise(place_from_environment().local_world_size)
-        turn, loss = build(args.kind, args.config, args.overrides)
-        print(json.dumps({"ready": True, "process": observed()}), file=answers)
+        turn, loss, settled = build(args.kind, args.config, args.overrides)
+        print(json.dumps({"ready": True, "process": observed() | settled}), file=answers)
         for _ in sys.stdin:
             seconds = turn()
             print(json.dumps({"seconds": seconds, "memory_bytes": peak_memory(device), "loss": loss()}), file=answers)

@@ -21,6 +21,7 @@ from megacore.model.gpt import DTYPES, Stage
 from megacore.pipeline.partition import stage_layers
 from megacore.pipeline.runtime import Microbatch
 from megacore.tensor_parallel.gradient import WeightGradPart
+from megacore.train.compiling import settled
 from megacore.train.loader import Loader, SampleSource
 from megacore.train.step import StepResult, TrainStep
 
@@ -67,6 +68,7 @@ class Training:
     """
 
     def __init__(self, config: Config, mesh: Mesh, stream: SampleSource | None = None) -> None:
+        config, self.compile_choice = settled(config, mesh, None)  # as a run does: what `train.compile=auto` becomes, and why
         self.config, self.mesh = config, mesh
         self.train_step = TrainStep(config, mesh)
         self.engine = self.train_step.engine

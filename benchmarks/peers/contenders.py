@@ -77,13 +77,19 @@ GPT2 = {
     "qk_norm": False,
 }
 
+# The peers' loops have one learning rate, so megacore's has too, whatever the config's file says.
+ONE_RATE = {"schedule": "constant", "warmup_steps": 0}
+ALIKE = tuple(f"optim.{key}={value}" for key, value in ONE_RATE.items())
+
 
 def config_of(args: argparse.Namespace, overrides: tuple[str, ...], world: int) -> Config:
-    """What all are configured from. Raises `ConfigError` for another model than GPT-2's, which is the one that all have."""
-    config = load(args.config, list(overrides), world).config
-    for key, value in GPT2.items():
-        if getattr(config.model, key) != value:
-            raise ConfigError(f"model.{key}", f"{getattr(config.model, key)} is not what the peers' model has", str(value))
+    """What all are configured from. Raises `ConfigError` for another model than GPT-2's, or other rates, than those that all have."""
+    config = load(args.config, [*ALIKE, *overrides], world).config
+    for section, values in (("model", GPT2), ("optim", ONE_RATE)):
+        for key, value in values.items():
+            own = getattr(getattr(config, section), key)
+            if own != value:
+                raise ConfigError(f"{section}.{key}", f"{own} is not what the peers have", str(value))
     return config
 
 
@@ -102,7 +108,7 @@ def contenders(
     must then turn out to have set (`process.expected`); None where nothing is set, as on GPUs.
     """
     wanted = parse_layout(layout)
-    overrides = (*args.overrides, f"train.precision={precision}", *wanted.overrides())
+    overrides = (*ALIKE, *args.overrides, f"train.precision={precision}", *wanted.overrides())
     if torch.cuda.is_available():
         overrides = (*overrides, "train.device=auto")
     train = config_of(args, overrides, wanted.world).train

@@ -139,7 +139,10 @@ def _row(key: str, name: str, entries: dict[str, Any], before: str | None) -> st
     cells.append(" / ".join(f"{figures['memory_bytes'] / 1e6:,.0f}" for figures in found.values()))
     cells.append(" / ".join(f"{median(figures['cores_busy_with_others']):.1f}" for figures in found.values()))
     cells.append(" / ".join(f"{figures['losses'][-1]:.3f}" for figures in found.values() if figures["losses"]))
-    if found and name != OURS:
+    if name == OURS:
+        compiled = {figures.get("process", {}).get("train.compile") for figures in found.values()}
+        reasons += [f"its blocks are {'' if each else 'not '}compiled" for each in sorted(compiled - {None})]
+    elif found:
         reasons.append(f"the code of commit {before}, in this environment" if name == BEFORE else PEERS[name].differs)
     cells.append("; ".join(dict.fromkeys(reasons)).replace("|", "/"))
     return f"| {' | '.join(cells)} |"

@@ -38,6 +38,7 @@ def test_a_race_goes_on_without_those_who_fail(states: States) -> None:
     assert "model.nonsense" in result.failures["wrong"] and result.failures["no python"].startswith("ended with status 1")
     assert result.records.keys() == {"ours"}
     record = result.records["ours"]
+    assert record.summary()["process"] == states[EQUAL] | {"train.compile": False}, "nothing says what the run settled on"
     assert len(record.turns) == len(record.others) == len(result.loads) == 2
     assert record.losses == pytest.approx([math.log(64)] * 2, rel=0.05), "the model does not train on the batch it is said to"
 

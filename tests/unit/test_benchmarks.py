@@ -48,6 +48,7 @@ from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.plot import draw
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
+from megacore.train import compiling
 from megacore.train.meters import Utilisation
 from tests.training import write_config
 
@@ -348,6 +349,35 @@ def test_each_contender_gets_the_settings_of_its_race(monkeypatch: pytest.Monkey
         assert {peer.name for peer in peers} == {name for name, peer in PEERS.items() if "dp2" in peer.layouts}
         assert all((peer.settings, peer.process) == (settings, states[settings]) for peer in peers)
         assert len({(c.tokens, c.overrides, c.ranks, c.threads) for c in (ours, products, *peers)}) == 1
+
+
+def test_all_train_at_one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers' loops have no warm-up: a config with one would let megacore alone take smaller steps, and their losses part."""
+    monkeypatch.setattr("benchmarks.peers.contenders.python_of", lambda environment: environment)
+    warming = str(ROOT / "configs" / "gpt_124m.json")
+    assert load(warming, []).config.optim.warmup_steps
+    running, _ = contenders(parse(["--config", warming]), "one", "fp32", OWN, None)
+    assert len(running) > 3
+    for contender in running:
+        optim = load(warming, list(contender.overrides)).config.optim
+        assert (optim.schedule, optim.warmup_steps) == ("constant", 0)
+    with pytest.raises(ConfigError, match="optim.warmup_steps: 5 is not what the peers have"):
+        contenders(parse(["optim.warmup_steps=5"]), "one", "fp32", OWN, None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_training_is_compiled_as_its_run_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bool) -> None:
+    """`train.compile=auto` would be timed without compiled blocks where a run has them, and the table would not say so."""
+    monkeypatch.setattr(compiling, "measure", lambda config, mesh: (compiled, "measured"))
+    config = small_gpt("train.compile=auto", f"train.steps={compiling.LEAST_STEPS}")
+    training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
+    assert training.config.train.compile is compiled and training.compile_choice == "measured"
+    blocks = training.train_step.stages[0].blocks.values()
+    assert all((block._compiled_call_impl is not None) == compiled for block in blocks)
+    one = race(record(OURS, 2.0), record("deepspeed", 3.0))
+    one.records[OURS].process["train.compile"] = compiled
+    text = table(report_of(tmp_path / "peers.json") | {"results": {"one, fp32": {OWN: summary(one, {})}}})
+    assert f"| its blocks are {'compiled' if compiled else 'not compiled'} |" in text
 
 
 def small_gpt(*overrides: str) -> Config:
