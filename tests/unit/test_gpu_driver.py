@@ -1,6 +1,7 @@
 """`benchmarks.gpu`, without a GPU: everything that it runs at tiny sizes, and what it makes of parts that fail, hang or say nothing."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -189,6 +190,28 @@ def test_wrong_results_are_failures() -> None:
     assert "failed" in same([x, x + 1e-7], [x, x]) and "failed" not in same([x], [x.clone()])
 
 
-def test_the_process_that_parts_come_from_knows_no_device() -> None:
-    """A fork of one that has opened a GPU could not use it."""
+ASKS = """
+import sys, torch
+asked = []
+for name in ("is_available", "device_count", "_lazy_init"):
+    setattr(torch.cuda, name, lambda name=name: asked.append(name) or 0)
+for module in sys.argv[1].split():
+    __import__(module)
+print(asked)
+open("opens.py", "w").write("import torch; torch.cuda.device_count()")
+sys.path.append("")
+import opens
+print(asked)
+"""
+
+
+def test_the_process_that_parts_come_from_knows_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of one that has opened a GPU could not use it. What it imports must not ask for one; a module that does is noticed."""
     assert running.CONTEXT.get_start_method() == "forkserver"
+    imported: list[str] = []
+    monkeypatch.setattr(running.CONTEXT, "set_forkserver_preload", imported.extend)
+    running.prepare_processes(dry=False)
+    command, paths = [sys.executable, "-c", ASKS, " ".join(imported)], os.pathsep.join([str(ROOT), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert imported and done.stdout == "[]\n['device_count']\n"
