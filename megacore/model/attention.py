@@ -75,7 +75,8 @@ class Attention(nn.Module):
     def heads(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Splits the qkv layer's outputs into queries, keys and values, ``[batch, heads, seq, head]``; norms and rotates the first two.
 
-        A Triton kernel norms and rotates in one pass over memory.
+        A Triton kernel norms and rotates in one pass over memory. Without rotation they are views, but for queries that share a key:
+        their heads are not equally far apart, so they are copied.
         """
         if tables is not None and self.query_norm is None:
             return rope_qkv(qkv, *tables, implementation=self.kernels)

@@ -269,6 +269,15 @@ def test_grouped_queries_equal_repeated_key_heads(configure: Configure, attentio
     assert torch.allclose(grouped.logits(grouped(tokens)), full.logits(full(tokens)), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_heads_without_rotation_are_views(configure: Configure, kv_heads: int) -> None:
+    """A copy of keys and values would be a pass over memory in every block. Queries of groups need one: no one stride has their heads."""
+    attention = whole_model(configure(f"model.num_kv_heads={kv_heads}")).blocks["0"].attention
+    qkv = torch.randn(2, 5, kv_heads, 4 // kv_heads + 2, attention.head_size)
+    views = [x.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for x in attention.heads(qkv, None)]
+    assert views == [kv_heads == 4, True, True]
+
+
 @pytest.mark.parametrize("overrides", ["", LLAMA, "model.attention=eager model.num_kv_heads=2"])
 def test_recomputation_changes_memory_and_nothing_else(configure: Configure, overrides: str) -> None:
     """With dropout, so that a mask drawn anew in the recomputation would show; and each must keep less than the one before."""
