@@ -310,7 +310,7 @@ def test_activations_of_uneven_stages_are_of_their_own_layers() -> None:
     assert [peak.kept for peak in found[:2]] == [8 * layers[0] * block_activations(config, "none")] * 2
     ends = found[2].kept - 8 * layers[2] * block_activations(config, "none")
     assert ends == 8 * 64 * (4 * 2 * 64 + 8), "the inputs of final norm and head, and the norm's statistics"
-    assert found[2].logits == 8 * 64 * (4 * 2048 + 4), "the logits and their logarithm"
+    assert found[2].logits == 8 * 64 * 4 * 2048, "the logits, over which their gradient is written"
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 18), ("fp16", 18), ("fp32", 16), ("fp64", 32)])
