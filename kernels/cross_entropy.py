@@ -147,7 +147,7 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tensor, sett
     tokens, rows = logits.shape
     if settings.gather is not None:
         loss, saved = losses(logits, targets, settings, fused, keep=True)
-        write_gradients(logits, targets, gradient.expand(tokens), saved, settings, fused)
+        write_gradients(logits, targets, gradient.to(loss.dtype).expand(tokens), saved, settings, fused)
     elif fused:
         loss, options = torch.empty(tokens, dtype=torch.float32, device=logits.device), launch_options(rows, logits.element_size())
         if rows * logits.element_size() > LONG_ROW:
@@ -217,7 +217,7 @@ def _eager_losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tenso
     """See `losses_and_gradients`: rows of a whole vocabulary, as many at a time as stay in the cache."""
     confidence, share, z_loss = settings.factors(logits.shape[1])
     local, here, target_logits = _at_targets(logits, targets, settings)
-    grad = gradient.expand(len(logits), 1).masked_fill((targets == settings.ignored)[:, None], 0.0)
+    grad = gradient.to(target_logits.dtype).expand(len(logits), 1).masked_fill((targets == settings.ignored)[:, None], 0.0)
     at_target, lse, plain = -confidence * grad * here, torch.empty_like(target_logits), torch.zeros_like(target_logits)
     for block in _row_blocks(logits):
         part = logits[block]

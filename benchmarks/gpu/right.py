@@ -17,13 +17,14 @@ from megacore.distributed.gpu import environment
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 SMALL = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.seq_len=64", "model.vocab_size=515")
+DRY = ("train.global_batch_size=2", "train.seq_len=16", "model.num_layers=1", "model.hidden_size=32", "train.compile=false")
 PROCESSES = 6  # of tests: they compile more than they compute
 QUEUES, MILLISECOND = 24, 2_000_000  # streams that are to run side by side; about so many cycles of a GPU's clock
 
 
 def config_of(rows: Rows, *overrides: str) -> Config:
     """configs/gpt_tiny.json with little data on the device."""
-    own = ("train.device=cpu", "model.num_layers=2") if rows.dry else ("train.device=cuda", "train.precision=bf16")
+    own = (*DRY, "train.device=cpu") if rows.dry else ("train.device=cuda", "train.precision=bf16")
     return load(TINY, [*SMALL, *own, *overrides], 1).config
 
 
