@@ -6,6 +6,7 @@ from typing import Any
 
 from megacore.checkpoint.read import Reader
 from megacore.config import Config
+from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.shard import materialise, shard_of
 from megacore.errors import CheckpointError
 from megacore.model.gpt import Stage, whole_model
@@ -55,11 +56,13 @@ def check_weights(reader: Reader, config: Config) -> None:
     if config.model.num_layers > len(reader.names):  # before so many layers are built
         wrong = f"has {len(reader.names)} tensors, too few for model.num_layers={config.model.num_layers}"
         raise CheckpointError(str(reader.path), wrong, "use an earlier checkpoint")
-    expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in whole_model(config, "meta").named_parameters()}
+    model = whole_model(config, "meta")
+    expected = {f"{WEIGHTS}{name}": shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
+    expected |= {f"{BUFFERS}{name}": buffer.shard.global_shape for name, buffer in buffers_of([model]).items()}
     for name, shape in expected.items():
         reader.check(name, shape)
     for name in reader.names:
-        if name.startswith(WEIGHTS) and name not in expected:
+        if name.startswith((WEIGHTS, BUFFERS)) and name not in expected:
             right = "set the model section of the config to that of the checkpoint"
             raise CheckpointError(str(reader.path), f"holds the tensor {name}, which the model of this config does not have", right)
 
@@ -76,3 +79,5 @@ def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
         materialise(stage.parameters(), stage.device)
         for name, parameter in stage.named_parameters():
             reader.read_into(f"{WEIGHTS}{name}", shard_of(parameter), parameter.data)
+        for name, buffer in buffers_of([stage]).items():
+            reader.read_into(f"{BUFFERS}{name}", buffer.shard, buffer.value)

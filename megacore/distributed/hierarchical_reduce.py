@@ -8,7 +8,10 @@ from megacore.distributed.communicator import Group
 
 @dataclass(frozen=True)
 class Levels:
-    """The ranks that sum gradients, as the product of two groups. In one level `within` is this rank alone."""
+    """The ranks that sum gradients, as the product of two groups. In one level `within` is this rank alone.
+
+    Under the fsdp engine they are the ranks that hold the shards of one copy, and those that hold copies of one shard.
+    """
 
     within: Group  # on this host
     between: Group  # on each host the rank with this one's place there

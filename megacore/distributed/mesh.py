@@ -95,7 +95,7 @@ class Mesh(Topology):
             )
         self.communicators: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.silent: dict[tuple[str, ...], Group] = {}  # groups that are only asked for their ranks
-        self.used = used
+        self.used, self.divides = used, config.engine.kind == "fsdp"
         self.levels_of: dict[tuple[int, ...], Levels] = {}  # by the ranks that they divide
         super().__init__(config, place.rank, axes, sizes, views)
         if config.engine.reduce_levels == 2:
@@ -167,7 +167,11 @@ class Mesh(Topology):
         return self.levels_along(*self.token_axes)
 
     def levels_along(self, *axes: str) -> Levels:
-        """See `Topology`. There are two levels if `engine.reduce_levels` asks for them and hosts allow them."""
+        """See `Topology`. There are two levels if `engine.reduce_levels` asks for them and hosts allow them, and under the
+        fsdp engine: the ranks that hold the shards of one copy, and those that hold copies of one shard."""
+        if axes and self.divides:
+            shard, replicate = fsdp_products(axes, self.token_axes)
+            return Levels(self.group(*shard), self.group(*replicate))
         one = super().levels_along(*axes)
         return self.levels_of.get(one.between.ranks, one)
 
@@ -254,8 +258,8 @@ class Mesh(Topology):
         """One line: the axes and their sizes, what ranks communicate by, and on a CPU how many threads each has."""
         memory = " and shared memory" if self.tp.communicator is not None and self.tp.communicator.shared else ""
         ranks = f"{self.place.world_size} ranks, {self.backend}{memory}" if self.place.world_size > 1 else "1 rank"
-        if self.levels.within.size > 1:
-            ranks += f", gradients summed within hosts ({self.levels.within.size} ranks) and between them ({self.levels.between.size})"
+        if (levels := self.levels_of.get(self.gradient_group.ranks)) is not None:
+            ranks += f", gradients summed within hosts ({levels.within.size} ranks) and between them ({levels.between.size})"
         threads = f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
         return f"{describe(self.axes, self.sizes)} = {ranks}{threads}"
 

@@ -107,11 +107,6 @@ class Topology:
         first = tuple(self.group(axis.name) for axis in view if axis.name in shard.partial_over and not axis.tokens)
         return GradientSum(tokens, self.levels_along(*tokens), first, self.tied if "tied" in shard.partial_over else None)
 
-    def fsdp_groups(self, over: GradientSum) -> tuple[Group, Group]:
-        """The ranks of a sum that hold the shards of one copy, and those that hold copies of one shard, under the fsdp engine."""
-        shard, replicate = fsdp_products(over.tokens, self.token_axes)
-        return self.group(*shard), self.group(*replicate)
-
     def levels_along(self, *axes: str) -> Levels:
         """The ranks along a product of axes, as they sum gradients."""
         return Levels(SOLO, self.group(*axes) if axes else SOLO)

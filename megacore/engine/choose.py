@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megacore.config import Config
+from megacore.distributed.buffers import buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
 from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
@@ -21,6 +22,8 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     first, last = stages[0], stages[-1]
     if config.model.tie_embeddings and first is not last and first.first and last.last:
         last.embedding = first.embedding  # one rank, one copy
+    for buffer in buffers_of(stages).values():
+        buffer.shard = mesh.placed(buffer.shard)
     for stage in stages:
         stage.compute_on(mesh.device)
         for parameter in stage.parameters():

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
+from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
@@ -49,6 +50,8 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
         (stage,) = stages  # the config was refused otherwise
+        if buffers := buffers_of(stages):
+            raise ConfigError("engine.kind", f"DeepSpeed updates no buffers, and the model has {next(iter(buffers))}", "native or fsdp")
         self.mesh, self.scales_loss = mesh, config.train.precision == "fp16"
         settings = ds_settings(config)
         self.zero_stage: int = settings["zero_optimization"]["stage"]

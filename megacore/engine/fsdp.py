@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megacore.config import Config
 from megacore.config.resolve_auto import reshards
+from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.hierarchical_reduce import GradientSum
@@ -114,10 +115,12 @@ class FSDPEngine(OptimizerStep):
                 unit.set_modules_to_backward_prefetch([unit])
             self.units.append(unit)
         stage.to_empty(device=torch.device("cpu") if offload else self.mesh.device)
+        for buffer in buffers_of([stage]).values():
+            buffer.fill(self.mesh.device)
         for name, parameter in stage.named_parameters():
             assert isinstance(parameter, DTensor)
             parameter.shard = shards[name]  # type: ignore[attr-defined]
-            held, replicate = self.mesh.fsdp_groups(sums[name])
+            held, replicate = sums[name].levels.within, sums[name].levels.between
             each = -(-parameter.shape[0] // held.size)
             first = min(each * held.rank, parameter.shape[0])
             gradient = torch.zeros_like(parameter.zero_())
@@ -148,7 +151,7 @@ class FSDPEngine(OptimizerStep):
 
     def _device_mesh(self, over: GradientSum) -> DeviceMesh:
         """The ranks of a sum as PyTorch's mesh: shards of one copy, and copies."""
-        (shard, replicate), kind = self.mesh.fsdp_groups(over), self.mesh.device.type
+        shard, replicate, kind = over.levels.within, over.levels.between, self.mesh.device.type
         assert shard.process_group is not None
         if replicate.process_group is None:
             return DeviceMesh.from_group(shard.process_group, kind)

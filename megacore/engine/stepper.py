@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.config import Config
+from megacore.distributed.buffers import BUFFERS, buffers_of, update_buffers
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice
 from megacore.engine.flat_buffer import LossScale
 from megacore.engine.optimizer_states import STATES
@@ -25,6 +27,8 @@ class OptimizerStep(Engine, ABC):
 
     An engine adds how parameters and gradients get there, and what happens after a step and after loading.
     """
+
+    mesh: Mesh
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class OptimizerStep(Engine, ABC):
         `row_weights`: see `SumOfSquares`; its result is summed `over` all ranks, so that they decide alike. `copies`: see
         `rules.ParameterShards`."""
         optim, train = config.optim, config.train
+        self.module_buffers = buffers_of(self.modules)
         self.device, self.over, self.clip = device, over, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
         self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
@@ -81,6 +86,7 @@ class OptimizerStep(Engine, ABC):
         rest = self.optimizer.updates.device
         self.optimizer.step(lr, (self.loss_scale.value / coefficient).to(rest), skip.to(rest))
         self.skipped += skip
+        update_buffers(self.module_buffers, self.mesh, skip)
         self.loss_scale.update(overflow.float())
         self.behind_step()
         return StepStatistics(norm, self.skipped.clone())
@@ -113,9 +119,10 @@ class OptimizerStep(Engine, ABC):
         self.behind_loading()
 
     def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
-        """See `Engine`: every parameter's master and optimizer state."""
+        """See `Engine`: every parameter's master and optimizer state, and every buffer."""
         self.settle()  # a gather that ends later would put back the values that it began with
-        return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()}
+        buffers = {f"{BUFFERS}{name}": buffer.piece for name, buffer in self.module_buffers.items()}
+        return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()} | buffers
 
     @abstractmethod
     def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:

@@ -15,6 +15,7 @@ from megacore.config.resolve_auto import compiles, context_method_of
 from megacore.config.source import source_of
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
+from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import own_part
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of
@@ -92,6 +93,8 @@ class Stage(nn.Module):
             initialise(held, {name: shard for name, (_, shard) in held.items()}, train.seed, dtype)
         if compiles(config):
             keep_inductor_private()
+            for buffer in buffers_of([self]).values():  # a graph would be compiled for every microbatch's key
+                buffer.note = torch.compiler.disable(buffer.note)  # type: ignore[method-assign]
             for block in self.blocks.values():
                 block.compile(options=inductor_options(group))
 
@@ -99,6 +102,8 @@ class Stage(nn.Module):
         """Makes all but the parameters on the device. The engine brings these when they are used."""
         model, train = self.config.model, self.config.train
         self.device = device
+        for buffer in buffers_of([self]).values():
+            buffer.fill(device)
         self.sequences, self.positions = None, None
         own = np.arange(train.seq_len)
         if self.cp.size > 1:

@@ -1,9 +1,12 @@
 """What follows from a placement alone, proved by layers that are no feature: weights split over ranks with other tokens, further views."""
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,15 +14,18 @@ from torch import Tensor, nn
 
 from megacore.config import Config, load
 from megacore.distributed.axes import AXES, Axis
+from megacore.distributed.buffers import ShardedBuffer, new_buffer, update_buffers
 from megacore.distributed.collectives import all_gather, enter_tensor_parallel, leave_tensor_parallel, own_part
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
-from megacore.distributed.shard import Shard, new_parameter, split
-from megacore.distributed.topology import Topology
+from megacore.distributed.shard import Shard, new_parameter, replicated, split
+from megacore.distributed.topology import Topology, alone
 from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.gpt import BLOCKS
+from megacore.train.inputs import Inputs
+from megacore.train.trainer import Trainer
 from tests import training
 from tests.steps import Found, apart, train
 
@@ -33,6 +39,11 @@ OWN = (AXES[0], replace(AXES[1]), replace(EP, samples=True), *AXES[2:])
 VIEW = (AXES[0], Axis("edp", "expert_data", tokens=True), EP, Axis("etp", "expert_tensor"))
 
 
+def moved(value: Tensor, counts: Tensor) -> Tensor:
+    """The next value of a buffer."""
+    return 0.9 * value + 0.001 * counts
+
+
 class Experts(nn.Module):
     """Each token is multiplied by the weights of one expert, which its position chooses. Tokens go to the ranks with their experts."""
 
@@ -41,15 +52,23 @@ class Experts(nn.Module):
         self.group, self.tp, self.sequence = mesh.group("ep"), mesh.tp, config.parallel.sequence and mesh.tp.size > 1
         shard = Shard((EXPERTS, config.model.hidden_size), (split(self.group, 0),), decay=True, init_std=0.1)
         self.first, self.weight = shard.offset[0], new_parameter(shard, dtype, device)
+        # Of each expert: how many tokens each rank has sent there, on which all agree; and what it has seen itself.
+        self.sent = new_buffer(Shard((EXPERTS,), (replicated(self.group, partial=True),), fill=1.0), moved, torch.float64, device)
+        self.seen = new_buffer(Shard((EXPERTS,), (split(self.group, 0),)), moved, torch.float64, device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """``[tokens, hidden]`` → the same."""
         positions = context.positions
         here = torch.arange(context.seq_len).repeat(context.batch_size) if positions is None else positions.flatten()
-        chosen = all_gather((own_part(here, self.tp) if self.sequence else here) % EXPERTS, self.group)
+        own = (own_part(here, self.tp) if self.sequence else here) % EXPERTS
+        chosen, mean = all_gather(own, self.group), x.detach().mean(1)
+        self.sent.note(context.key, mean.new_zeros(EXPERTS).index_add(0, own, mean))
         x, out = enter_tensor_parallel(x, self.group, True), 0
+        bias = self.sent.value / self.sent.value.sum()
         for number, weight in enumerate(self.weight, self.first):
-            out = out + x * weight * (chosen == number)[:, None]
+            out = out + x * weight * bias[number] * (chosen == number)[:, None]
+        counts = mean.new_zeros(EXPERTS).index_add(0, chosen, x.detach().mean(1))
+        self.seen.note(context.key, counts[self.first : self.first + len(self.weight)])
         return leave_tensor_parallel(out, self.group, True)
 
 
@@ -88,13 +107,16 @@ def config_of(path: str, overrides: Sequence[str], world: int) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"block": "experts"})})
 
 
-def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) -> Found:
-    """Training with experts: over an axis of the one view if `sizes` has no `edp`, else over one of a second view."""
-    place = place_from_environment()
-    config = config_of(path, overrides, place.world_size)
+def joined(config: Config, sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) -> Mesh:
+    """A mesh with experts over an axis of the one view if `sizes` has no `edp`, else over one of a second view."""
     if "edp" in sizes:
-        return train(config, mesh(config, place, CPU, sizes=sizes, views=[VIEW]))
-    return train(config, mesh(config, place, CPU, OWN, sizes))
+        return mesh(config, place_from_environment(), CPU, sizes=sizes, views=[VIEW])
+    return mesh(config, place_from_environment(), CPU, OWN, sizes)
+
+
+def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) -> Found:
+    config = config_of(path, overrides, place_from_environment().world_size)
+    return train(config, joined(config, sizes, mesh))
 
 
 @pytest.fixture
@@ -134,3 +156,49 @@ def test_a_sum_over_other_ranks_is_noticed(pool: Any, config_path: str, fault: t
     (one,) = pool.run(1, with_experts, config_path, [], ONE)
     found = pool.run(4, with_experts, config_path, overrides, {"dp": 2, "ep": 2}, fault)
     assert training.difference(found[0].figures, one.figures) > 1e-6
+
+
+def run_with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], forgets: bool = False) -> None:
+    """A run with a trainer, which goes on from its last checkpoint; `forgets`: buffers are read into copies of them."""
+    place = place_from_environment()
+    config = config_of(path, overrides, place.world_size)
+    mesh, piece = joined(config, sizes), ShardedBuffer.piece.fget  # type: ignore[attr-defined]
+    copied = mock.patch.object(ShardedBuffer, "piece", property(lambda self: (self.value.clone(), piece(self)[1])))
+    with copied if forgets else contextlib.nullcontext():
+        Trainer(config, mesh, Inputs(config, place.rank)).run()
+    mesh.close()
+
+
+def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
+    """A buffer that is not saved whole, or comes back as another rank's or not at all, would change every loss from there on. A
+    recomputed pass, or one in validation, must not count."""
+    prefix = training.write_corpus(tmp_path)
+    path = training.write_config(tmp_path, prefix, model={"num_layers": 2}, train={"precision": "fp64", "steps": 6})
+    common = ["optim.decay_steps=6", "train.eval_every=2", f"data.valid={json.dumps(prefix)}", "checkpoint.every=100"]
+    pool.run(1, run_with_experts, path, [*common, f"log.dir={tmp_path}/whole"], ONE)
+    moves: list[tuple[int, int, list[str], dict[str, int]]] = [
+        (2, 4, ["parallel.data=2", "parallel.context=2", "engine.shard_optimizer=true"], {"edp": 2, "ep": 2, "etp": 1}),
+        (4, 2, ["parallel.data=2", "engine.kind=fsdp", "train.recompute=full"], {"dp": 1, "ep": 2}),
+        (6, 1, [], ONE),
+    ]
+    for name in ("moved", "forgotten"):
+        for steps, ranks, overrides, sizes in moves:
+            given = [*common, *overrides, f"train.steps={steps}", f"log.dir={tmp_path}/{name}"]
+            pool.run(ranks, run_with_experts, path, given, sizes, name == "forgotten" and steps == 6)
+    whole, moved, forgotten = (training.figures(tmp_path / name) for name in ("whole", "moved", "forgotten"))
+    assert training.difference(moved, whole) < 1e-10
+    assert training.difference(forgotten, whole) > 1e-6
+
+
+def test_a_skipped_step_leaves_buffers(tmp_path: Path) -> None:
+    """Counts of a step whose gradients are not finite are of no step."""
+    buffer = new_buffer(Shard((2,)), moved, torch.float64, CPU)
+    path = training.write_config(tmp_path, "unused")
+    topology = alone(load(path, [], 1).config)
+    for skip, right in ((torch.ones(()), 0.0), (torch.zeros(()), 0.003)):
+        for key in (0, 0, 1):  # the second is a recomputed pass
+            buffer.note(key, torch.full((2,), 1.0 + key, dtype=torch.float64))
+        update_buffers({"own": buffer}, topology, skip)
+        assert torch.allclose(buffer.value, torch.full((2,), right, dtype=torch.float64))
+    buffer.eval().note(0, torch.ones(2))
+    assert not buffer.noted

@@ -26,6 +26,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.config.schema import MASK, OptimConfig
 from megacore.data.shuffle import derive_key, permute
+from megacore.distributed.buffers import buffers_of
 from megacore.distributed.shard import Shard, shard_of
 from megacore.model.gpt import DTYPES, Stage, whole_model
 from megacore.rng import key_of
@@ -58,7 +59,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         if shard_of(parameter).init_std is None:
             parameter.data.add_(noise(name, tuple(parameter.shape), DTYPES[rounding]))
     record = ProofRecord(out)
-    parameters = dict(model.named_parameters())
+    parameters, buffers = dict(model.named_parameters()), buffers_of([model])
     record.tensors("parameter 0", whole(parameters))
     kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
     state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
@@ -94,7 +95,10 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
                 p.mul_(1 - lr * optim.weight_decay * decays(name, p.dim()))
                 p.sub_(lr * direction(optim, step, gradients[name] * clip, state[name]))
                 p.grad = None
+            for buffer in buffers.values():
+                buffer.value.copy_(buffer.rule(buffer.value, buffer.take()))
         record.tensors(f"parameter {step}", whole(parameters))
+        record.tensors(f"buffer {step}", whole({name: buffer.value for name, buffer in buffers.items()}))
         for kind in kinds:
             record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))

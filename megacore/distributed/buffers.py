@@ -1,0 +1,82 @@
+"""Buffers: state of a model that no gradient updates, such as the biases of a router. They are placed, saved and restored as
+parameters are.
+
+A layer makes one with `new_buffer`, reads its `value`, and notes what it counts in each microbatch. Once behind every step the counts
+are summed over microbatches, and over the ranks over which the gradient of a parameter with this placement would be; from the sums
+every rank computes the same next value. A step that is skipped leaves it as it is.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megacore.distributed.collectives import all_reduce
+from megacore.distributed.hierarchical_reduce import GradientSum
+from megacore.distributed.shard import Shard, TensorSlice
+from megacore.distributed.topology import Topology
+
+BUFFERS = "buffer/"  # the prefix of their names in a checkpoint
+
+Rule = Callable[[Tensor, Tensor], Tensor]  # the value and the counts of a step, of one shape → the next value
+
+
+class ShardedBuffer(nn.Module):
+    """This rank's piece of a buffer, in `value`. It is a module so that whatever moves tensors or makes them anew keeps its record."""
+
+    value: Tensor
+
+    def __init__(self, shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.shard, self.rule = shard, rule
+        self.noted: dict[int, Tensor] = {}
+        self.register_buffer("value", torch.empty(shard.local_shape, dtype=dtype))
+        self.fill(torch.device(device))
+
+    def fill(self, device: torch.device) -> None:
+        """Gives it memory on a device, with the value that it starts with."""
+        self.value = torch.full(self.shard.local_shape, self.shard.fill, dtype=self.value.dtype, device=device)
+
+    def note(self, key: int, counts: Tensor) -> None:
+        """Notes what this rank counted in the microbatch `key` (`Context.key`), in the shape of the value. It is not noted in validation,
+        and what a recomputed pass counts again counts once."""
+        if self.training:
+            self.noted[key] = counts.detach()
+
+    def take(self) -> Tensor:
+        """The sum of what was noted since the last time."""
+        noted, self.noted = self.noted, {}
+        return torch.stack(list(noted.values())).sum(0) if noted else torch.zeros_like(self.value)
+
+    @property
+    def piece(self) -> tuple[Tensor, TensorSlice]:
+        """The value and its position, as an engine gives those of parameters."""
+        shard = self.shard
+        return self.value, TensorSlice(shard.global_shape, shard.offset, shard.local_shape, shard.copied)
+
+
+def new_buffer(shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str) -> ShardedBuffer:
+    """A buffer that is `shard.fill` at first, and is updated by `rule`; for a layer's constructor."""
+    return ShardedBuffer(shard, rule, dtype, device)
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> dict[str, ShardedBuffer]:
+    """The buffers of a rank's stages, by name."""
+    return {name: own for module in modules for name, own in module.named_modules() if isinstance(own, ShardedBuffer)}
+
+
+@torch.no_grad()
+def update_buffers(buffers: Mapping[str, ShardedBuffer], mesh: Topology, skip: Tensor | float = 0.0) -> None:
+    """Sums what this step counted, and updates the buffers unless `skip`, a scalar on the device, is not 0; collective."""
+    alike: dict[tuple[GradientSum, torch.dtype], list[tuple[ShardedBuffer, Tensor]]] = defaultdict(list)
+    for buffer in buffers.values():
+        counts = buffer.take()
+        alike[mesh.gradient_sum(buffer.shard), counts.dtype].append((buffer, counts))
+    for (over, _), pairs in alike.items():
+        total = torch.cat([counts.flatten() for _, counts in pairs])
+        for group in (*over.first, over.levels.within, over.levels.between):
+            all_reduce(total, group)
+        for (buffer, _), part in zip(pairs, total.split([counts.numel() for _, counts in pairs]), strict=True):
+            after = buffer.rule(buffer.value, part.view_as(buffer.value))
+            buffer.value.copy_(torch.where(torch.as_tensor(skip, device=after.device) == 0, after, buffer.value))
