@@ -46,6 +46,27 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
+class LogicalMatrix:
+    """A linear map within a weight, or several of one kind: the queries' in a weight that makes queries, keys and values.
+
+    Dims are those of the weight; each is in one of `batch`, `rows` and `columns`.
+    """
+
+    name: str
+    index: tuple[slice, ...] = ()  # where it is: a slice of each of the weight's first dims
+    batch: tuple[int, ...] = ()  # along them there are maps of their own, such as heads
+    rows: tuple[int, ...] = (0,)  # of a map's outputs
+    columns: tuple[int, ...] = (1,)  # of its inputs
+
+    def view(self, weight: Tensor) -> Tensor:
+        """The maps ``[batch, rows, columns]`` within the whole weight, or within a piece that is not split along an indexed dim. It is
+        a copy where the dims of a weight are not as they are in memory."""
+        part = weight[self.index].permute(*self.batch, *self.rows, *self.columns)
+        sizes = [prod(weight[self.index].shape[dim] for dim in dims) for dims in (self.batch, self.rows, self.columns)]
+        return part.reshape(sizes)
+
+
+@dataclass(frozen=True)
 class Shard:
     """The position of a local parameter in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
 
@@ -59,6 +80,13 @@ class Shard:
     decay: bool = False  # weight decay applies (matrices, not biases and norms)
     init_std: float | None = None  # drawn from a normal distribution with this deviation; None: filled with `fill`
     fill: float = 0.0
+    matrices: tuple[LogicalMatrix, ...] = ()  # which logical matrices it has, if it is not one itself
+
+    @property
+    def logical_matrices(self) -> tuple[LogicalMatrix, ...]:
+        """The linear maps within it: those that the layer states, or else a weight of two dims itself (not a bias, to which no decay
+        applies)."""
+        return self.matrices or ((LogicalMatrix(""),) if self.decay and len(self.global_shape) == 2 else ())
 
     def interval(self, dim: int) -> tuple[int, int]:
         """The first index along `dim` that this rank holds, and the one after its last."""

@@ -14,6 +14,7 @@ from megacore.context_parallel.attention import Sequences, attend_divided
 from megacore.context_parallel.attention import attend as attend_parts
 from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
+from megacore.distributed.shard import LogicalMatrix
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
@@ -40,7 +41,11 @@ class Attention(nn.Module):
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         heads = (config.kv_heads, self.queries + 2, config.head_size)
-        self.qkv = ColumnLinear(model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, **where)
+        named = (("q", 0, self.queries), ("k", self.queries, self.queries + 1), ("v", self.queries + 1, self.queries + 2))
+        matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), batch=(0, 1), rows=(2,), columns=(3,)) for n, *at in named)
+        self.qkv = ColumnLinear(
+            model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
+        )
         width = model.num_heads * config.head_size
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None

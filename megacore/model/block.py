@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.communicator import Group
+from megacore.distributed.shard import LogicalMatrix
 from megacore.distributed.topology import Topology
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.gelu import bias_gelu
@@ -45,7 +46,9 @@ class FeedForward(nn.Module):
         up, dim = ((2, ffn_size), 1) if model.activation == "swiglu" else ((ffn_size,), 0)
         # ZeRO-3 frees a bias outside of its layer, and swiglu takes none.
         self.kernels, self.folds = model.kernels, model.bias and model.activation != "swiglu" and config.engine.kind != "deepspeed"
-        self.up = ColumnLinear(model.hidden_size, up, dim=dim, bias=model.bias, init_std=model.init_std, **where)
+        gated = (LogicalMatrix(n, (slice(at, at + 1),), (0,), (1,), (2,)) for at, n in enumerate(("gate", "up")))
+        matrices = tuple(gated) if model.activation == "swiglu" else ()
+        self.up = ColumnLinear(model.hidden_size, up, dim=dim, bias=model.bias, init_std=model.init_std, matrices=matrices, **where)
         activation, again = partial(ACTIVATIONS[model.activation], implementation=model.kernels), config.train.recompute == "selective"
         self.down = RowLinear(
             ffn_size, model.hidden_size, bias=model.bias, init_std=output_std, activation=activation, recompute=again, **where

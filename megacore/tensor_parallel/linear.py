@@ -25,7 +25,7 @@ from megacore.distributed.collectives import (
 )
 from megacore.distributed.communicator import SOLO, Group, group_called
 from megacore.distributed.cpu import is_widened
-from megacore.distributed.shard import Shard, new_parameter, replicated, split
+from megacore.distributed.shard import LogicalMatrix, Shard, new_parameter, replicated, split
 from megacore.kernels.linear_cross_entropy import ALIGNMENT
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
@@ -180,10 +180,11 @@ class ColumnLinear(nn.Module):
         sequence: bool,
         dtype: torch.dtype,
         device: torch.device,
+        matrices: tuple[LogicalMatrix, ...] = (),
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        weight = Shard((*out_shape, in_size), (split(group, dim),), decay=True, init_std=init_std)
+        weight = Shard((*out_shape, in_size), (split(group, dim),), decay=True, init_std=init_std, matrices=matrices)
         self.weight = new_parameter(weight, dtype, device)
         self.bias = new_parameter(Shard(out_shape, (split(group, dim),)), dtype, device) if bias else None
 

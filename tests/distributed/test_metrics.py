@@ -28,6 +28,7 @@ def clocked_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     """A run in which a step takes as long as `STEP` says, and nothing else any time; rank r's memory peaks at r + 1 KiB."""
     rank, now = place_from_environment().rank, [0.0]
     run, start = Runtime.run, Saver.start
+
     def running(self: Runtime, *args: Any) -> Any:
         training_now = self.stages[0].training
         now[0] += STEP if training_now else ASIDE
