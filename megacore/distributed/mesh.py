@@ -135,7 +135,7 @@ class Mesh(Topology):
             for product in sums_of(view):
                 yield from fsdp_products(product, self.token_axes) if config.engine.kind == "fsdp" else (product,)
         if config.engine.kind == "deepspeed":
-            yield ("pp", "tp")
+            yield tuple(axis.name for axis in self.axes if not axis.tokens)
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Makes a group. It makes a communicator only if none has the same ranks: each costs memory and start-up time."""

@@ -75,6 +75,11 @@ class Topology:
         return self.group(*self.token_axes)
 
     @property
+    def model_group(self) -> Group:
+        """The ranks that together hold one copy of the model, and compute on the same tokens."""
+        return self.group(*(axis.name for axis in self.axes if not axis.tokens))
+
+    @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes along which tokens are divided."""
         return tuple(axis.name for axis in self.axes if axis.tokens)

@@ -76,7 +76,7 @@ class DeepSpeedEngine(Engine):
                 self.last.setdefault(over.last, []).append(parameter)
         deepspeed = prepare(settings, mesh)
         self.access, self.comm = deepspeed.utils, deepspeed.comm
-        mark_parameters(stage)
+        mark_parameters(stage, mesh)
         optim = config.optim
         groups = group_parameters(stage, optim.weight_decay, mesh)
         options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
@@ -189,7 +189,7 @@ class DeepSpeedEngine(Engine):
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 squares += parameter.grad.double().square().sum() / shard_of(parameter).copies(but=self.mesh.token_axes)
-        norm = all_reduce(squares, self.mesh.group("pp", "tp")).sqrt()
+        norm = all_reduce(squares, self.mesh.model_group).sqrt()
         skip = ~norm.isfinite()
         self.skipped += skip
         # AdamW's kernel reads these two.

@@ -25,7 +25,7 @@ class MeshUnit:
         self.mesh = mesh
         self.alone: dist.ProcessGroup | None = None
         self.data = self._process_group(mesh.gradient_group)
-        groups = {"data_parallel": mesh.gradient_group, "model_parallel": mesh.group("pp", "tp"), "tensor_model_parallel": mesh.tp}
+        groups = {"data_parallel": mesh.gradient_group, "model_parallel": mesh.model_group, "tensor_model_parallel": mesh.tp}
         for name, group in groups.items():
             answers = {"group": self._process_group(group), "world_size": group.size, "rank": group.rank, "group_ranks": list(group.ranks)}
             for what, answer in answers.items():  # it calls get_data_parallel_world_size() and the like
@@ -105,18 +105,19 @@ class OneByOne(nn.Module):
             yield parameter
 
 
-def mark_parameters(module: nn.Module) -> None:
+def mark_parameters(module: nn.Module, mesh: Mesh) -> None:
     """Marks what counts in DeepSpeed's global norm: split parameters on every tensor rank, others on the first, second copies nowhere."""
     for parameter in module.parameters():
         shard = shard_of(parameter)
-        parameter.model_parallel = parameter.tensor_model_parallel = "tp" in shard.split_over  # type: ignore[attr-defined]
-        parameter.ds_pipe_replicated = any(along.axis == "tied" and along.index for along in shard.along)  # type: ignore[attr-defined]
+        last = mesh.gradient_sum(shard).last
+        parameter.model_parallel = parameter.tensor_model_parallel = bool(shard.split_over)  # type: ignore[attr-defined]
+        parameter.ds_pipe_replicated = last is not None and last.rank > 0  # type: ignore[attr-defined]
 
 
 def group_parameters(module: nn.Module, weight_decay: float, mesh: Mesh) -> list[dict[str, Any]]:
     """Groups parameters that are treated alike, for an optimizer; collective. DeepSpeed makes one flat tensor of each group.
 
-    Those that are summed over tp, or between the end stages, have their own groups, so that the ranks that sum divide them alike.
+    Those that are summed over tensor ranks, or between stages, have their own groups, so that the ranks that sum divide them alike.
     """
     alike: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
     for parameter in module.parameters():
@@ -124,7 +125,7 @@ def group_parameters(module: nn.Module, weight_decay: float, mesh: Mesh) -> list
         alike[shard.decay, shard.partial_over].append(parameter)
     groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay if decay else 0.0} for (decay, *_), own in alike.items()]
     # DeepSpeed's norm is one collective a group, over the model's ranks. All ranks need equally many groups, or they hang.
-    count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.group("pp", "tp"), dist.ReduceOp.MAX)
+    count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.model_group, dist.ReduceOp.MAX)
     for _ in range(int(count) - len(groups)):
         largest = max(groups, key=lambda group: len(group["params"]))
         groups.append(largest | {"params": [largest["params"].pop()]})

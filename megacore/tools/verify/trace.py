@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from megacore.distributed.axes import AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
@@ -146,7 +147,7 @@ class Trace(Observer):
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
         """Records a parameter's gradient, unless it is a part of a microbatch's gradient, which has no equal elsewhere."""
         users = sum(parameter is own for stage in self.stages for own in stage.parameters())
-        if {"tp", "cp", "tied"} & set(shard_of(parameter).partial_over) or users > 1:
+        if set(shard_of(parameter).partial_over) - {axis.name for axis in AXES if axis.samples} or users > 1:
             return
         module, _, what = name.rpartition(".")
 

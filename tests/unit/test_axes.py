@@ -1,0 +1,72 @@
+"""The axes are data: what is made of them follows, and their names stand in few rooms."""
+
+import ast
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megacore.config import load
+from megacore.distributed.axes import AXES, sums_of
+from megacore.distributed.shard import AxisPlacement, Shard
+from megacore.distributed.topology import Topology, alone
+from tests import training
+
+ROOT = Path(__file__).resolve().parents[2]
+# Rooms that own an axis, and labels for people. A layer of an axis names it; whoever sums, saves or counts goes by the record.
+ROOMS = {
+    "megacore/distributed/": "the mesh",
+    "megacore/tensor_parallel/": "its own axis",
+    "megacore/context_parallel/": "its own axis",
+    "megacore/train/meters.py": "labels of waits in metrics.jsonl",
+    "megacore/tools/planner/": "labels of predicted traffic",
+    "megacore/tools/dry_run/": "labels of predicted traffic",
+    "launch/plan.py": "labels of predicted traffic",
+    "launch/samples.py": "layouts as its users write them",
+}
+
+
+def named_in(path: Path) -> list[int]:
+    """The lines of a module where the name of an axis is a string."""
+    names = {axis.name for axis in AXES}
+    return [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant) and node.value in names]
+
+
+def test_axes_are_named_in_their_rooms_alone() -> None:
+    """Whoever asks for an axis by its name would leave out the next one."""
+    files = {str(path.relative_to(ROOT)): path for room in ("megacore", "launch") for path in sorted((ROOT / room).rglob("*.py"))}
+    found = {name: lines for name, path in files.items() if (lines := named_in(path)) and not name.startswith(tuple(ROOMS))}
+    assert not found
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Topology:
+    overrides = ["parallel.data=2", "parallel.context=2", "parallel.tensor=2"]
+    return Topology(load(training.write_config(tmp_path, "unused"), overrides, 8).config, 5)
+
+
+def test_what_a_gradient_is_summed_over(topology: Topology) -> None:
+    """By the placement alone: token axes unless it is split over them, and others where it is partial."""
+    tp = topology.tp
+    split, copied, partial = (replace(AxisPlacement("tp", tp.rank, tp.size), **how) for how in ({"dim": 0}, {}, {"partial": True}))
+    for along, first in ((split, ()), (copied, ()), (partial, (tp,))):
+        found = topology.gradient_sum(topology.placed(Shard((8, 8), (along,))))
+        assert (found.tokens, found.first, found.last) == (("dp", "cp"), first, None)
+        assert found.levels.between == topology.gradient_group
+    over_cp = topology.gradient_sum(topology.placed(Shard((8, 8), (AxisPlacement("cp", 0, 2, dim=0), split))))
+    assert over_cp.tokens == ("dp",) and over_cp.levels.between.ranks == topology.group("dp").ranks
+
+
+def test_products_of_axes_are_known_from_the_axes() -> None:
+    """A communicator that only some ranks make, or that is made when the first parameter asks for it, would hang a cluster."""
+    assert sums_of(AXES) == [("dp", "cp")]
+    assert sums_of([replace(axis, splits=axis.tokens) for axis in AXES]) == [("dp", "cp"), ("cp",), ("dp",), ()]
+
+
+def test_sizes_and_their_product(tmp_path: Path) -> None:
+    overrides = ["parallel.data=3", "parallel.context=2", "parallel.tensor=2", "train.global_batch_size=24"]
+    config = load(training.write_config(tmp_path, "unused"), overrides, 12).config
+    assert config.sizes == {"pp": 1, "dp": 3, "cp": 2, "tp": 2} and list(config.sizes) == [axis.name for axis in AXES]
+    assert (config.world_size, config.token_ranks, config.parallel.ranks_of_a_copy) == (12, 6, 4)
+    assert prod(alone(config).sizes.values()) == 1
