@@ -44,7 +44,7 @@ def batch_of(config: Config, step: int, group: Group, cp: Group = SOLO) -> list[
     own = torch.from_numpy(positions_of(runs_of(train.seq_len, cp.size, cp.rank))) if cp.size > 1 else slice(None)
     tokens = tokens[..., own]
     pairs = list(zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True))[group.rank :: group.size]
-    return [Microbatch(inputs, targets) for inputs, targets in pairs]
+    return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(pairs)]
 
 
 def train(config: Config, mesh: Mesh) -> Found:
