@@ -208,4 +208,4 @@ def prepare_processes(dry: bool) -> None:
     os.environ.update(DRY if dry else {})
     sys.path[:] = [path or os.getcwd() for path in sys.path]
     preload = ["torch", "benchmarks.training"]
-    CONTEXT.set_forkserver_preload([*preload, "benchmarks.kernel_operations", "pytest"] if dry else preload)
+    CONTEXT.set_forkserver_preload([*preload, "benchmarks.kernel_operations", "pytest", "torch._dynamo"] if dry else preload)
