@@ -110,7 +110,7 @@ def begin(config: Config, world: int, folder: Path) -> dict[str, Any]:
             started = perf_counter()
             with fake_rank(config, rank, world) as mesh:
                 meshed = perf_counter()
-                named = [mesh.world, *mesh.groups.values(), *([mesh.tied] if mesh.tied else [])]
+                named = [mesh.world, *mesh.groups.values(), *mesh.shared.values()]
                 for group in reversed(named):  # by the name that asked first
                     if group.size > 1:
                         groups[group.ranks] = group.name

@@ -51,8 +51,8 @@ class Wire(AbstractContextManager["Wire"]):
 
     def __init__(self, mesh: Mesh, part: Part) -> None:
         self.part: Part = lambda name: part(name.split()[0])  # both levels of dp are one part of a step
-        groups = (*mesh.groups.values(), mesh.tied, mesh.world)
-        self.groups = [group for group in groups if group is not None and group.size > 1]
+        groups = (*mesh.groups.values(), *mesh.shared.values(), mesh.world)
+        self.groups = [group for group in groups if group.size > 1]
         self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
         self.sums = ""  # what is summed now, if not what the group is named after
         self.elements: Counter[tuple[str, str, int, int]] = Counter()  # by group, operation, size and bytes an element

@@ -123,8 +123,9 @@ class Mesh(Topology):
         for product in map(self._several, (*self._used(config), *self.used)):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
         super()._create_groups(config)
-        if (ends := self._ends(config)) and self.rank not in ends:
-            self._communicator("not tied", (self.rank,))  # unused: it keeps the number of groups equal
+        for ranks in {*self._holders(config).values()}:
+            if self.rank not in ranks:
+                self._communicator("not tied", (self.rank,))  # unused: it keeps the number of groups equal
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
         """The products of axes along which a config has collectives. The pipeline's ranks only send messages, see `_connect_stages`."""

@@ -9,7 +9,7 @@ from megacore.distributed.axes import AXES, Axis, coordinates, place_text, ranks
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum, Levels
 from megacore.distributed.shard import AxisPlacement, Shard
-from megacore.pipeline.partition import placement_of
+from megacore.pipeline.partition import placement_of, shared_parameters
 
 
 def sizes_of(config: Config, axes: Sequence[Axis] = AXES, others: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -94,9 +94,12 @@ class Topology:
         """This rank's coordinates as text, such as `pp 0, dp 1, tp 0`."""
         return place_text(self.rank, self.sizes, self.axes)
 
-    def placed(self, shard: Shard) -> Shard:
+    def placed(self, shard: Shard, name: str | None = None) -> Shard:
         """Completes a layer's record: along all other axes the parameter is a copy, and along those that divide tokens its gradient is
-        a part of a sum."""
+        a part of a sum. So it is along the ranks whose stages share the parameter of this `name`: its name stands for an axis."""
+        if name in self.shared and name not in {along.axis for along in shard.along}:
+            holders = self.shared[name]
+            shard = replace(shard, along=(*shard.along, AxisPlacement(name, holders.rank, holders.size, partial=True)))
         stated = {along.axis for along in shard.along}
         view = self._view(stated)
         sizes = self.sizes_of_views[view]
@@ -110,7 +113,8 @@ class Topology:
         whole = {along.axis for along in shard.along if not along.partial}  # each rank has the gradient of what it holds
         tokens = tuple(axis.name for axis in view if axis.tokens and axis.name not in whole)
         first = tuple(self.group(axis.name) for axis in view if axis.name in shard.partial_over and not axis.tokens)
-        return GradientSum(tokens, self.levels_along(*tokens), first, self.tied if "tied" in shard.partial_over else None)
+        last = next((self.shared[name] for name in shard.partial_over if name in self.shared), None)
+        return GradientSum(tokens, self.levels_along(*tokens), first, last)
 
     def levels_along(self, *axes: str) -> Levels:
         """The ranks along a product of axes, as they sum gradients."""
@@ -143,20 +147,19 @@ class Topology:
         """Makes a group of these ranks."""
         return Group(name, ranks, ranks.index(self.rank))
 
-    def _ends(self, config: Config) -> tuple[int, ...]:
-        """The ranks of this pipeline with the first and the last stage, if they share embeddings and are two."""
+    def _holders(self, config: Config) -> dict[str, tuple[int, ...]]:
+        """The ranks of this pipeline that hold a parameter which stages share, by its name, where they are several."""
         pipeline = self._ranks_along(("pp",))
-        if not config.model.tie_embeddings or len(pipeline) == 1:
-            return ()
-        placement = placement_of(config)
-        last = max(stage for stages in placement for stage in stages)
-        ends = tuple(pipeline[rank] for rank, stages in enumerate(placement) if {0, last} & set(stages))
-        return ends if len(ends) == 2 else ()
+        if len(pipeline) == 1:
+            return {}
+        where = {stage: pipeline[rank] for rank, stages in enumerate(placement_of(config)) for stage in stages}
+        found = {name: tuple(sorted({where[stage] for stage in stages})) for name, stages in shared_parameters(config).items()}
+        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
     def _create_groups(self, config: Config) -> None:
         """Makes the groups that do not wait until somebody asks for them."""
-        ends = self._ends(config)
-        self.tied = self._create("tied", ends) if self.rank in ends else None
+        holders = self._holders(config)
+        self.shared = {name: self._create("tied", ranks) for name, ranks in holders.items() if self.rank in ranks}
 
 
 def fsdp_products(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

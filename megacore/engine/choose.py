@@ -26,8 +26,8 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
         buffer.shard = mesh.placed(buffer.shard)
     for stage in stages:
         stage.compute_on(mesh.device)
-        for parameter in stage.parameters():
-            parameter.shard = mesh.placed(shard_of(parameter))  # type: ignore[attr-defined]
+        for name, parameter in stage.named_parameters():
+            parameter.shard = mesh.placed(shard_of(parameter), name)  # type: ignore[attr-defined]
     return stages
 
 

@@ -77,7 +77,7 @@ class Stage(nn.Module):
         self.first, self.last = layers.start == 0, layers.stop == model.num_layers
         self.sequence = config.parallel.sequence and group.size > 1
         if self.first or (self.last and model.tie_embeddings):
-            self.embedding = self._vocabulary(dtype, device, mesh.tied)
+            self.embedding = self._vocabulary(dtype, device)
         if self.first and model.position == "learned":
             shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=self.sequence),)
             table = Shard(shape, along, decay=True, init_std=model.init_std)
@@ -131,7 +131,7 @@ class Stage(nn.Module):
         """The offload of activations to host memory, made when `train.offload_activations` first needs it."""
         return ActivationOffload(self.device)
 
-    def _vocabulary(self, dtype: torch.dtype, device: torch.device, tied: Group | None = None) -> VocabParallelEmbedding:
+    def _vocabulary(self, dtype: torch.dtype, device: torch.device) -> VocabParallelEmbedding:
         model = self.config.model
         return VocabParallelEmbedding(
             model.vocab_size,
@@ -141,7 +141,6 @@ class Stage(nn.Module):
             sequence=self.sequence,
             dtype=dtype,
             device=device,
-            tied=tied,
         )
 
     def forward(

@@ -126,7 +126,15 @@ def _search(placements: tuple[Placement, ...], microbatches: int, costs: Costs, 
 
 
 def _options(config: Config) -> dict[str, bool]:
-    return {"tied": config.model.tie_embeddings, "split": splits_backward(config)}
+    return {"tied": bool(shared_parameters(config)), "split": splits_backward(config)}
+
+
+def shared_parameters(config: Config) -> dict[str, tuple[int, ...]]:
+    """Which stages use a parameter together, by its name. The ranks that hold it, and their sum, follow (`Topology.shared`).
+
+    A plan sums what the first and the last stage share; a parameter of other stages would need its place in `schedule.lower`.
+    """
+    return {"embedding.weight": (0, len(stage_layers(config)) - 1)} if config.model.tie_embeddings else {}
 
 
 @lru_cache(maxsize=16)

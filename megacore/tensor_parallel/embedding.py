@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.communicator import Group
-from megacore.distributed.shard import Shard, new_parameter, replicated, split
+from megacore.distributed.shard import Shard, new_parameter, split
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
 
 
@@ -45,7 +45,7 @@ class VocabParallelEmbedding(nn.Module):
     """Token vectors ``[vocab, hidden]``, split along the vocabulary into pieces of ``ceil(vocab / ranks)``.
 
     The last rank's piece may be shorter. Nothing is padded, because no collective moves vocabulary rows.
-    If embeddings are tied, the weight is also the LM head; `tied` are the two ranks that hold a copy each, if they are two.
+    If embeddings are tied, the weight is also the LM head.
     """
 
     def __init__(
@@ -58,12 +58,10 @@ class VocabParallelEmbedding(nn.Module):
         sequence: bool,
         dtype: torch.dtype,
         device: torch.device,
-        tied: Group | None = None,
     ) -> None:
         super().__init__()
         self.group, self.sequence = group, sequence
-        along = (split(group, 0), *((replicated(tied, partial=True),) if tied else ()))
-        shard = Shard((vocab_size, hidden_size), along, decay=True, init_std=init_std)
+        shard = Shard((vocab_size, hidden_size), (split(group, 0),), decay=True, init_std=init_std)
         self.first_row = shard.offset[0]
         self.weight = new_parameter(shard, dtype, device)
 

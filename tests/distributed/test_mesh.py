@@ -79,9 +79,7 @@ def groups_of_rank(config_path: str, overrides: list[str]) -> dict[str, Any]:
     """By group: the ranks it claims, the ranks that its sums come from, this rank's place in it, its timeout; and more."""
     mesh = join(config_path, overrides, [("pp", "tp")])
     found: dict[str, Any] = {}
-    for group in (mesh.world, mesh.tp, mesh.group("dp"), mesh.pp, mesh.group("pp", "tp"), mesh.tied):
-        if group is None:
-            continue
+    for group in (mesh.world, mesh.tp, mesh.group("dp"), mesh.pp, mesh.group("pp", "tp"), *mesh.shared.values()):
         assert group.process_group is not None and group.size == group.process_group.size()
         one_hot = torch.nn.functional.one_hot(torch.tensor(mesh.place.rank), mesh.place.world_size)
         reached = tuple(all_reduce(one_hot, group).nonzero().flatten().tolist())
@@ -119,7 +117,7 @@ def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_pat
 
 def tied_group_of_rank(config_path: str) -> tuple[int, ...] | None:
     mesh = join(config_path, ["parallel.pipeline=3"])
-    return None if mesh.tied is None else mesh.tied.ranks
+    return mesh.shared["embedding.weight"].ranks if mesh.shared else None
 
 
 def test_only_the_end_stages_share_embeddings(run_ranks: Callable[..., Any], tmp_path: Any) -> None:
@@ -129,7 +127,7 @@ def test_only_the_end_stages_share_embeddings(run_ranks: Callable[..., Any], tmp
 
 def mesh_of_one(config_path: str) -> list[tuple[int, bool]]:
     mesh = join(config_path, [])
-    assert mesh.tied is None and not torch.distributed.is_initialized()
+    assert not mesh.shared and not torch.distributed.is_initialized()
     mesh.barrier()
     mesh.close()
     return [(group.size, group.process_group is None) for group in (mesh.world, mesh.tp, mesh.sample_group, mesh.pp, mesh.gradient_group)]

@@ -58,6 +58,32 @@ def test_what_a_gradient_is_summed_over(topology: Topology) -> None:
     assert over_cp.tokens == ("dp",) and over_cp.levels.between.ranks == topology.group("dp").ranks
 
 
+def test_what_shares_a_parameter_follows_from_its_name(tmp_path: Path) -> None:
+    """The ranks of the first and the last stage hold the embedding: it counts once, and its gradient is summed between them last."""
+    config = load(training.write_config(tmp_path, "unused"), ["parallel.pipeline=3", "parallel.tensor=2"], 6).config
+    for rank in range(6):
+        topology = Topology(config, rank)
+        placed = topology.placed(topology.placed(Shard((8, 8)), "embedding.weight"), "embedding.weight")
+        other = topology.placed(Shard((8, 8)), "norm.weight")
+        last, holds = topology.gradient_sum(placed).last, rank // 2 != 1
+        assert topology.gradient_sum(other).last is None and other.copies() == 2
+        assert last == (topology.shared["embedding.weight"] if holds else None)
+        assert placed.counted == (rank == 0 if holds else rank == 2) and placed.copies() == (4 if holds else 2)
+        assert last is None or last.ranks == (rank % 2, 4 + rank % 2)
+
+
+def named_tied(path: Path) -> bool:
+    return any(isinstance(n, ast.Constant) and n.value == "tied" for n in ast.walk(ast.parse(path.read_text())))
+
+
+def test_only_the_mechanism_knows_what_is_tied() -> None:
+    """An engine that asks for the embedding's group would leave out what another model shares."""
+    core = [path for path in sorted((ROOT / "megacore").rglob("*.py")) if "tools" not in path.parts]
+    found = {str(path.relative_to(ROOT)) for path in core if named_tied(path)}
+    labels = {"megacore/train/meters.py"}  # of waits in metrics.jsonl
+    assert found == {"megacore/distributed/topology.py", "megacore/pipeline/partition.py"} | labels
+
+
 def test_products_of_axes_are_known_from_the_axes() -> None:
     """A communicator that only some ranks make, or that is made when the first parameter asks for it, would hang a cluster."""
     assert sums_of(AXES) == [("dp", "cp")]

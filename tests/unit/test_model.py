@@ -185,8 +185,10 @@ def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: 
     counted = 0
     for stage in range(pp):
         layers = range(5 * stage // pp, 5 * (stage + 1) // pp)
-        ranks = [Stage(config, layers, Topology(config, stage * tp + rank), CPU) for rank in range(tp)]
-        counted += sum(p.numel() for rank in ranks for p in rank.parameters() if shard_of(p).counted)
+        topologies = [Topology(config, stage * tp + rank) for rank in range(tp)]
+        ranks = [Stage(config, layers, topology, CPU) for topology in topologies]
+        held_by = [(topology, *named) for topology, rank in zip(topologies, ranks, strict=True) for named in rank.named_parameters()]
+        counted += sum(p.numel() for topology, name, p in held_by if topology.placed(shard_of(p), name).counted)
         for pieces in zip(*(rank.named_parameters() for rank in ranks), strict=True):
             name, dim = pieces[0][0], dim_of(shard_of(pieces[0][1]))
             held = [piece.detach() for _, piece in pieces]

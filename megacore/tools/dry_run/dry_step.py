@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.distributed.communicator import Group
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
 from megacore.pipeline.runtime import Microbatch, Runtime
@@ -69,7 +68,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
         with watch.during("update"):
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()
-        names: dict[str, Group | None] = {"tied": mesh.tied, "world": mesh.world}
+        names = {group.name: group for group in (mesh.world, *mesh.shared.values())}
         names |= {"dp" if axes == ("dp", "cp") else "×".join(axes): group for axes, group in mesh.groups.items()}
         found = DryRank(
             rank,
@@ -79,7 +78,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
             mesh.group("shard").rank if divides_parameters(config) else 0,
             sum(parameter.numel() for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()),
             held,
-            {name: group.ranks for name, group in names.items() if group is not None and group.size > 1},
+            {name: group.ranks for name, group in names.items() if group.size > 1},
             watch.calls[built:],
             watch.journal.waiting(),
             watch.peak,
