@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import INTERRUPTED, Parser, StdoutLost, exit_rank_with
+from megacore.cli import INTERRUPTED, Parser, StdoutLost, count, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
@@ -32,7 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="\n", help="the text to go on from (default: a newline)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text; - is standard input")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to write (default: %(default)s)")
+    parser.add_argument("--tokens", type=count, default=200, help="how many tokens to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
     parser.add_argument(
@@ -45,7 +45,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
     for name, bad, right in (
-        ("--tokens", args.tokens < 1, "at least 1"),
         ("--temperature", args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3, "0, or from 0.001 to 1000"),
         ("--top-k", args.top_k < 1, "at least 1"),
         ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
@@ -110,6 +109,17 @@ def text_config(sections: dict[str, Any], overrides: list[str], device: str, wor
     return config
 
 
+def for_length(config: Config, length: int) -> Config:
+    """The config with no more positions than a text of this length needs: tables and caches are made for each."""
+    even = 2 * config.parallel.context  # pieces of one length
+    positions = -(-length // even) * even
+    if config.model.position != "rope" or positions >= config.max_positions:
+        return config
+    model, train = config.model, config.train
+    sizes = {"model": model.model_copy(update={"max_positions": positions}), "train": train.model_copy(update={"seq_len": positions})}
+    return config.model_copy(update=sizes)
+
+
 def run(argv: list[str], place: RankInfo) -> int:
     """Generates, as one of the ranks; rank 0 prints the text. Returns the exit status, or raises `UserError`."""
     args = parse(argv)
@@ -151,11 +161,11 @@ def run(argv: list[str], place: RankInfo) -> int:
         print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
     status = 0
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
-        stages = [stage.eval() for stage in build_stages(config, mesh)]
+        tokens = share_tokens(tokens, mesh)
+        stages = [stage.eval() for stage in build_stages(for_length(config, len(tokens) + args.tokens), mesh)]
         load_weights(reader, stages)
         sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, tokenizer.vocab_size)
         text = TextStream(tokenizer)
-        tokens = share_tokens(tokens, mesh)
         say(prompt)
         try:
             for token in Decoder(stages, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):

@@ -1,6 +1,7 @@
 """Trains a GPT: the script that a launcher starts once for every rank."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
+from megacore.config.load import Resolved
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
+from megacore.errors import ConfigError
 from megacore.pipeline.partition import plan_of
 from megacore.train.stopping import StopRequest
 
@@ -35,6 +38,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     loaded = load(args.config, args.overrides, place.world_size)
     if loaded.config.parallel.schedule.startswith("file:"):
         plan_of(loaded.config)
+    refuse_overwriting(args.config, loaded)
     if args.print_config:
         if place.rank == 0:
             print(loaded.table())
@@ -42,6 +46,13 @@ def run(argv: list[str], place: RankInfo) -> int:
     folder = Path(resolved(loaded.config.log.dir))
     with StopRequest(folder if place.rank == 0 else None) as stop:
         return train(loaded.config, place, stop)
+
+
+def refuse_overwriting(path: str, loaded: Resolved) -> None:
+    """Raises `ConfigError` if the run would write its record, `config.json`, over the user's file. A record holds every value."""
+    record = f"{resolved(loaded.config.log.dir)}/config.json"
+    if "default" in loaded.origins.values() and os.path.exists(record) and os.path.samefile(record, path):
+        raise ConfigError("log.dir", f"the run would write its record over {path}", "another folder, or another name for the file")
 
 
 def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:

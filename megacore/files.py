@@ -113,6 +113,20 @@ def replaced(path: str) -> Iterator[str]:
         Path(aside).unlink(missing_ok=True)
 
 
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """A context in which the folder is there. After an exception, those that were made for it are removed if they are empty."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in new:
+            with suppress(OSError):
+                each.rmdir()
+        raise
+
+
 def check_folder(key: str, folder: str | Path) -> None:
     """Raises `ConfigError`, naming the key, unless the folder can be made and written in, and its disk has room."""
     try:

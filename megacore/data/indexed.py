@@ -80,22 +80,22 @@ class IndexedTokens:
         self.dtype = np.dtype(DTYPES[code])
         self.num_tokens = bin_size // self.dtype.itemsize
         self.num_documents = boundaries - 1
-        self._pointers = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 4 * sequences, shape=(sequences,))
-        self._boundaries = np.memmap(idx_path, dtype="<i8", mode="r", offset=HEADER.size + 12 * sequences, shape=(boundaries,))
+        self._pointers = _mapped(idx_path, "<i8", HEADER.size + 4 * sequences, sequences)
+        self._boundaries = _mapped(idx_path, "<i8", HEADER.size + 12 * sequences, boundaries)
         if not 0 <= self._boundaries[0] <= self._boundaries[-1] <= sequences:  # the others in `check_index`, and when they are read
             raise self._disorder()
-        self._sizes = np.memmap(idx_path, dtype="<i4", mode="r", offset=HEADER.size, shape=(sequences,))
+        self._sizes = _mapped(idx_path, "<i4", HEADER.size, sequences)
         # Only the end of the last sequence is checked: checking each would read an index of many GB.
         end = int(self._pointers[-1]) + int(self._sizes[-1]) * self.dtype.itemsize
         if end != bin_size:
             raise DataError(bin_path, f"has {bin_size} bytes, but its .idx ends at byte {end}", f"{end} bytes; {PREPARE_AGAIN}")
-        self._tokens = np.memmap(bin_path, dtype=self.dtype.newbyteorder("<"), mode="r")
+        self._tokens = _mapped(bin_path, self.dtype.newbyteorder("<"))
         self.masked = os.path.lexists(prefix + MASK)
         if self.masked:
             if (size := _size_of(prefix + MASK)) != self.num_tokens:
                 wrong = f"has {size} bytes, and the corpus {self.num_tokens} tokens"
                 raise DataError(prefix + MASK, wrong, f"a byte a token; {PREPARE_AGAIN}")
-            self._mask = np.memmap(prefix + MASK, dtype=np.uint8, mode="r")
+            self._mask = _mapped(prefix + MASK, np.uint8)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens `start` to `start + length` of the stream, read-only and not copied: [length], of `dtype`."""
@@ -346,6 +346,14 @@ def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
     if largest >= vocab_size:
         right = f"model.vocab_size at least {largest + 1}, or the corpus prepared with a smaller vocabulary"
         raise DataError(f"{tokens.prefix}.bin", f"holds token id {largest}, beyond a vocabulary of {vocab_size}", right)
+
+
+def _mapped(path: str, dtype: npt.DTypeLike, offset: int = 0, count: int | None = None) -> np.ndarray:
+    """A file's numbers, read-only and read when they are looked at. Raises `DataError` if the process has no room for them."""
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=None if count is None else (count,))
+    except OSError as error:
+        raise DataError(path, f"cannot be mapped into memory: {error.strerror}", "room for its size in addresses: ulimit -v") from None
 
 
 def _size_of(path: str) -> int:

@@ -18,6 +18,7 @@ from megacore.errors import UserError
 
 GRACE_SECONDS = 5.0  # for a launcher to end the other ranks of a job in which one has ended
 MEETING_SECONDS = 60.0  # for rank 0 of another machine to listen where the ranks meet
+START_SECONDS = 5.0  # within which a launcher starts the ranks of a machine
 SAID_SECONDS = 60.0  # within which the ranks of one job find the same mistake
 LEFT_OVER_SECONDS = 86400.0
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -59,8 +60,10 @@ def first_of_job(speak: Callable[[], None]) -> bool:
     with open(file, "r+", encoding="utf-8") as said:
         fcntl.flock(said, fcntl.LOCK_EX)  # the system unlocks it when the process ends, in whatever way
         ranks = said.read().splitlines()
-        # A rank ends once in a job: if this one is listed already, the list is of an earlier start.
-        fresh = not ranks or me in ranks or time.time() - os.fstat(file).st_mtime > SAID_SECONDS
+        # A rank ends once in a job, and begins with the others: else the list is of an earlier start.
+        written = os.fstat(file).st_mtime
+        another = me in ranks or own_start() - written > START_SECONDS or time.time() - written > SAID_SECONDS
+        fresh = not ranks or another
         if fresh:
             speak()
         with suppress(OSError):  # a full disk
@@ -69,6 +72,13 @@ def first_of_job(speak: Callable[[], None]) -> bool:
             said.write("".join(f"{rank}\n" for rank in ([me] if fresh else [*ranks, me])))
             said.flush()
     return fresh
+
+
+def own_start() -> float:
+    """When this process began, in seconds since the epoch; 0 where the system does not say."""
+    with suppress(OSError, AttributeError):  # not Linux
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(stat_fields(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def private_folder() -> Path:

@@ -1,6 +1,7 @@
 """Paths that a clumsy or hostile user may give a script: see test_bad_inputs.py."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -14,11 +15,13 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from launch import checkpoint, plan
+from launch import checkpoint, generate, plan, prepare, pretrain
 from megacore.checkpoint.manifest import MANIFEST
 from megacore.cli import guarded
 from megacore.config import load
-from megacore.data.indexed import IndexedWriter
+from megacore.config.load import resolve
+from megacore.data.indexed import IndexedTokens, IndexedWriter
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.train.logs import Logs
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
@@ -58,6 +61,8 @@ PATHS: list[Row] = [
     ("samples", config("--step", "1", "--json", "@folder.png"), "config error: --json: cannot write @folder.png: Not a plain file"),
     ("samples", config("--step", "1", "--json", "@" + "x" * 300), "File name too long"),
     ("evaluate", ("--checkpoint", "@run", "--json", "@loop"), "Too many levels of symbolic links"),
+    ("generate", ("--checkpoint", "@run", "--tokens", f"1{'0' * 30}"), "is no whole number from 1 to 999999999"),
+    ("generate", ("--checkpoint", "@run", "--tokens", "0"), "config error: --tokens: '0' is no whole number"),
     ("generate", ("--checkpoint", "@run", "--prompt-file", "@zero"), "data error: @zero: cannot be read: Not a plain file"),
     ("generate", ("--checkpoint", "@run", "--prompt-file", "@pipe"), "data error: @pipe: cannot be read: Not a plain file"),
     ("generate", ("--checkpoint", "@run", "--tokenizer", ""), "cannot be read: No such file"),
@@ -210,3 +215,61 @@ def test_a_signal_during_imports_ends_what_has_begun_nothing(module: str, number
     words = [sys.executable, "-c", HOOK, module, number, f"log.dir={tmp_path / 'run'}"]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
     assert done.returncode == -getattr(signal, number) and not done.stdout + done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a user's file", "a record"])
+def test_a_run_does_not_write_over_the_config_that_it_was_given(whole: bool, tree: Path, tmp_path: Path) -> None:
+    """What the user had written was gone, and in its place stood every default. A run's own record may start it again."""
+    config, place = tmp_path / "config.json", RankInfo()
+    settings = json.loads((tree / "config.json").read_text()) | {"log": {"dir": str(tmp_path)}}
+    config.write_text(json.dumps(settings))
+    loaded = load(str(config))
+    if whole:
+        config.write_text(loaded.config.model_dump_json(by_alias=True))
+        assert pretrain.run(["--config", str(config), "--print-config"], place) == 0
+        return
+    with pytest.raises(UserError, match=r"^config error: log\.dir: the run would write its record over \S+/config\.json \([^\n]*\)$"):
+        pretrain.run(["--config", str(config), "--print-config"], place)
+    elsewhere = f"log.dir={tmp_path / 'run'}"
+    assert pretrain.run(["--config", str(config), "--print-config", elsewhere], place) == 0
+
+
+def test_a_corpus_without_room_in_memory_is_one_line(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `ulimit -v` the system refuses to map a large file: a traceback of every rank."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(UserError, match=r"^data error: \S+/data\.idx: cannot be mapped into memory: Cannot allocate memory \([^\n]*\)$"):
+        IndexedTokens(str(tree / "data"))
+
+
+@pytest.mark.parametrize("before", [(), ("a",)], ids=["all new", "one there"])
+def test_a_refused_preparation_leaves_no_folder(before: tuple[str, ...], tmp_path: Path) -> None:
+    """An empty folder stayed where nothing had been written. One that was there before is the user's."""
+    (tmp_path / "text").write_text("x")
+    for name in before:
+        (tmp_path / name).mkdir()
+    arguments = [
+        "--input",
+        str(tmp_path / "text"),
+        "--output",
+        str(tmp_path / "a/b/c"),
+        "--tokenizer",
+        "sentencepiece:4000",
+        "--workers",
+        "1",
+    ]
+    with pytest.raises(UserError):
+        prepare.run(arguments)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([*before, "text"])
+
+
+def test_a_model_that_lies_about_its_positions_makes_tables_for_the_text_alone() -> None:
+    """A forged checkpoint of a small model made rotary tables of gigabytes, and a cache of as many tokens in every layer."""
+    model = {"num_layers": 1, "hidden_size": 24, "num_heads": 4, "vocab_size": 256, "max_positions": 2**24}
+    for position, wanted in (("rope", 14), ("learned", 2**24)):
+        config = resolve({"model": model | {"position": position}, "train": {"seq_len": 16}}, [], "x", 1).config
+        assert generate.for_length(config, 13).max_positions == wanted
+        assert generate.for_length(config, 2**24 + 1) == config

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_whichever_rank_is_first_says_it_for_all(environment: dict[str, str]) ->
     assert said([start(SAY, 2, environment)]) == line, "rank 0 may never come that far"
     assert said([start(SAY, rank, environment) for rank in (0, 1, 3)]) == []
     assert said([start(SAY, rank, environment) for rank in range(4)]) == line, "a second start is another job"
+
+
+def test_a_start_by_hand_with_another_rank_is_not_silent(environment: dict[str, str], tmp_path: Path) -> None:
+    """Who sets RANK in a shell, and tries the next one half a minute later, would get status 2 without a word."""
+    assert len(said([start(SAY, 0, environment)])) == 1
+    (list_of_ranks,) = (tmp_path / f"megacore-{os.getuid()}").iterdir()
+    earlier = time.time() - 30.0
+    os.utime(list_of_ranks, (earlier, earlier))
+    assert len(said([start(SAY, 1, environment)])) == 1
 
 
 def test_a_rank_that_is_ended_while_it_speaks_is_replaced(environment: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from launch.ray_train import figures
 from megacore.distributed.processes import descendants, stat_fields
+from megacore.errors import ConfigError
 from megacore.records import LINE_BYTES, recorded
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
@@ -158,3 +159,21 @@ def test_the_doctor_goes_on_though_nobody_reads_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", Lost())
     ours._watch()
     assert len(looks) == 5
+
+
+def test_a_supervisor_passes_a_mistake_on_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`supervise: config error: …` is not the line that scripts look for."""
+    supervising = Supervisor(["nothing"], tmp_path)
+
+    def attempt() -> int:
+        supervising.attempts += 1
+        if supervising.attempts == 1:
+            supervising.attempts += 1
+            raise ConfigError("--hostfile", "nobody answers", "machines that do")
+        return 0
+
+    monkeypatch.setattr(supervising, "_attempt", attempt)
+    supervising.run()
+    assert "config error: --hostfile: nobody answers (machines that do)" in capsys.readouterr().err.splitlines()

@@ -23,6 +23,7 @@ import numpy as np
 from megacore.data.indexed import MASK, IndexedWriter, Sidecar
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
+from megacore.files import made_folder
 from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.tools.prepare.chat import encode as encode_chat
 from megacore.tools.prepare.input_files import LeftOut
@@ -117,8 +118,8 @@ def prepare(
     texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None, chat=form)
     try:
         texts.divide(None if chat else text_key)
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            stack.enter_context(made_folder(Path(prefix).parent))
             name = tokenizer
             if vocab_to_train is not None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(prefix).parent))

@@ -29,6 +29,7 @@ from megacore.tools.relaunch.hosts import Fleet
 from megacore.train.stopping import STOP, requests
 
 STOPPED = 75
+PREFIX = "supervise: "
 LOOK_SECONDS = 0.2
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
@@ -105,7 +106,7 @@ class Supervisor:
                 except (ConfigError, OSError) as error:
                     if not self.attempts:
                         raise
-                    say(str(error))  # nobody answers now: perhaps later
+                    say(str(error), "" if isinstance(error, ConfigError) else PREFIX)  # nobody answers now: perhaps later
                     status = 2
                 now = self.progress()
                 if status == 0 and max(now) >= self.steps:
@@ -288,8 +289,8 @@ def send(pids: list[int], number: signal.Signals) -> None:
             continue
 
 
-def say(line: str) -> None:
+def say(line: str, prefix: str = PREFIX) -> None:
     """Writes a line to stderr in one write. A closed terminal is no error."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"supervise: {line}\n")
+        sys.stderr.write(f"{prefix}{line}\n")
         sys.stderr.flush()
