@@ -68,8 +68,10 @@ class FSDPEngine(OptimizerStep):
         self.offloads = config.engine.cpu_offload
         self.units: list[FSDPModule] = []  # modules that are gathered as a whole: each block, and a stage with its other parameters
         self.rows: list[ShardRows] = []
+        mesh.observers.phase("dividing parameters")
         for stage in stages:
             self._divide(stage, config)
+        mesh.observers.phase("making the optimizer's state")
         super().__init__(
             config,
             mesh.device,

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
-from megacore.pipeline.runtime import Microbatch, Runtime
-from megacore.pipeline.validate import describe
+from megacore.pipeline.runtime import Microbatch
 from megacore.tools.dry_run.fake import META, as_on_its_device, playing
 from megacore.tools.dry_run.meta_watch import Call, Journal, MetaWatch, alive
 from megacore.tools.planner.fsdp_units import divides_parameters
@@ -62,7 +60,6 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
         step = TrainStep(config, mesh, draw=False)
         held = held_by(step, watch)
         built = len(watch.calls)
-        label(step.runtime, watch)
         tokens = torch.zeros(train.micro_batch_size, train.seq_len // config.parallel.context, dtype=torch.int64, device=META)
         batch = [Microbatch(tokens, tokens, key) for key in range(config.num_microbatches)]
         with watch.during("update"):
@@ -113,22 +110,11 @@ def held_by(step: TrainStep, watch: MetaWatch) -> dict[str, int]:
         parameters = numbers(parameter for stage in step.stages for parameter in stage.parameters())
         gradients = numbers(buffer.gradients for buffer in engine.buffers) - parameters
     else:
+        for tensor in (*engine.held["model"], *(gradient for gradient, _ in engine.gradients().values())):
+            watch.note(tensor)  # made while FSDP2 divided, which was not seen
         parameters = numbers(engine.held["model"])
         gradients = numbers(gradient for gradient, _ in engine.gradients().values()) - parameters
     optimizer = numbers(tensor for tensors in engine.held.values() for tensor in tensors) - parameters - gradients
     others = set(watch.numbers.values()) - parameters - gradients - optimizer
     sizes = [block.size for block in watch.journal.blocks]
     return {name: sum(sizes[i] for i in part) for name, part in zip(PARTS, (parameters, gradients, optimizer, others), strict=True)}
-
-
-def label(runtime: Runtime, watch: MetaWatch) -> None:
-    """Lets every action of the plan be the moment of what it makes and sends."""
-
-    def labelled(method: Any) -> Any:
-        def run(action: Any) -> Any:
-            with watch.during(describe(action)):
-                return method(action)
-
-        return run
-
-    runtime.methods.update({op: labelled(method) for op, method in runtime.methods.items()})

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from megacore.distributed.observer import Observer, Operation
+from megacore.pipeline.schedule import Action
+from megacore.pipeline.validate import describe
+
 # What PyTorch calls an operation of a communicator, and what we do.
 OPERATIONS = {
     "allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "send": "send",
     "recv_": "recv", "broadcast_": "broadcast", "barrier": "barrier",
-    "alltoall_base_": "reduce_scatter",  # as `Wire.start_reduce_scatter` does it for parts in fewer bits
+    "alltoall_base_": "reduce_scatter",  # as `Communicator.start_reduce_scatter` does it for parts in fewer bits
 }  # fmt: skip
+DIVIDING = "dividing parameters"  # the phase, as `FSDPEngine` names it
 BUILDING = "building"  # the moment before the first step
 WITHOUT_RESULT = ("send", "recv_", "barrier", "alltoall_base_")  # which return a handle alone
 
@@ -82,35 +87,43 @@ _KINDS: dict[Any, str] = {}  # of operations
 _RESULTS: dict[Any, Any] = {}  # of operations on arguments of some shapes: the same for every rank
 
 
-class MetaWatch(TorchDispatchMode):
+class MetaWatch(TorchDispatchMode, Observer):
     """While entered, keeps a journal of the storages that are made, by the moment that makes them, and notes what is sent.
 
     An operation on equal shapes is computed once; then its results are made as they were, without PyTorch's computing their shapes.
     """
 
+    vital = True
+
     def __init__(self) -> None:
         super().__init__()
         self.journal = Journal()
         self.live = self.peak = self.peak_at = 0  # bytes, bytes, and the journal's events until then
-        self.moment = self.peak_moment = BUILDING
+        self.moment = self.peak_moment = self.around = BUILDING
         self.calls: list[Call] = []
         self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
-        self.sleeps = False
+        self.sleeps = False  # then nothing is seen
         self.numbers: dict[int, int] = {}  # in the journal, by the storage's address
         self._works: dict[str, Any] = {}
         self._ranks: dict[int, tuple[int, ...]] = {}
 
-    def exchanging(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`Wire.start_all_to_all`, whose operation also sums parts in fewer bits, such that it is noted as what it is."""
+    def phase_begins(self, phase: str) -> None:
+        """While FSDP2 divides, it asks for shapes of whole tensors, which never exist: only what is held in the end counts."""
+        self.sleeps = phase == DIVIDING
 
-        def exchanged(*args: Any) -> Any:
-            self.exchanges = True
-            try:
-                return method(*args)
-            finally:
-                self.exchanges = False
+    def action_begins(self, action: Action) -> None:
+        """Every action of the plan is the moment of what it makes and sends."""
+        self.around, self.moment = self.moment, describe(action)
 
-        return exchanged
+    def action_ends(self, action: Action) -> None:
+        self.moment = self.around
+
+    def collective_begins(self, operation: Operation) -> None:
+        """An exchange also sums parts in fewer bits, and is noted as what it is."""
+        self.exchanges = operation.name == "all_to_all"
+
+    def collective_begun(self, token: None) -> None:
+        self.exchanges = False
 
     @contextmanager
     def during(self, moment: str) -> Iterator[None]:
@@ -118,13 +131,6 @@ class MetaWatch(TorchDispatchMode):
         before, self.moment = self.moment, moment
         yield
         self.moment = before
-
-    @contextmanager
-    def sleeping(self) -> Iterator[None]:
-        """What is made and sent within is not seen."""
-        self.sleeps = True
-        yield
-        self.sleeps = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

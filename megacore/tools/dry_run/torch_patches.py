@@ -1,0 +1,105 @@
+"""All that this project replaces in PyTorch, and in Triton: functions that refuse tensors on `meta`, or do there what no GPU does.
+
+Only dry runs do so, each within a context. Everything else that watches a run is an observer (`distributed/observer.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.errors import ConfigError
+from megacore.kernels import dispatch
+
+FLASH = (torch.bfloat16, torch.float16)  # which PyTorch's flash attention takes
+WIDEST_HEAD = 256  # that it takes
+
+
+class DeviceOnMeta:
+    """Stands for `torch.cuda`, and for a stream and an event: nothing runs beside anything."""
+
+    @staticmethod
+    def current_device() -> int:
+        """Of as many as there are."""
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: nullcontext() if name == "stream" else self
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within, a model's step runs on `meta` as on a GPU."""
+    with ExitStack() as stack:
+        # It chooses its kernel by the device, and would take the formula, which keeps all scores.
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        # It asks whether the backend of the tensors' device has batches: `meta` has no backend.
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
+        # PyTorch looks a device's streams and events up in the module of its name, which `meta` has not.
+        stack.enter_context(mock.patch.object(torch, "meta", DeviceOnMeta(), create=True))
+        if dispatch.triton is not None:
+            from triton.runtime.jit import JITFunction
+
+            # A launched kernel would read memory, and there is none.
+            stack.enter_context(mock.patch.object(JITFunction, "run", lambda *args, **options: None))
+        yield
+
+
+@contextmanager
+def fsdp_on_meta(freed: Callable[[Tensor], None], made: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within, PyTorch's FSDP2 divides and gathers tensors on `meta`, which it refuses before it begins: they are on no device that runs.
+    `freed` and `made` are told of tensors whose memory it gives back while they live, before, and gets again, behind that.
+
+    Raises `ConfigError` if this PyTorch has not what is replaced.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group  # DTensor: seconds that no other run should wait
+
+    names = ((_fsdp_param, "free_storage"), (_fsdp_param, "alloc_storage"), (_fsdp_param_group, "alloc_storage"),
+             (_fsdp_param_group, "FSDPParamGroup"))  # fmt: skip
+    if not all(hasattr(module, name) for module, name in names):
+        raise ConfigError("engine.kind", f"a dry run does not know the FSDP2 of PyTorch {torch.__version__}", "native, or PyTorch 2.13")
+    free, make = _fsdp_param.free_storage, _fsdp_param.alloc_storage  # FSDP2 empties a gathered tensor's storage, and fills it again
+
+    def freeing(tensor: Tensor) -> None:
+        freed(tensor)
+        free(tensor)
+
+    def making(tensor: Tensor) -> None:
+        make(tensor)
+        made(tensor)
+
+    with (
+        mock.patch.object(_fsdp_param, "free_storage", freeing),
+        mock.patch.object(_fsdp_param, "alloc_storage", making),
+        mock.patch.object(_fsdp_param_group, "alloc_storage", making),
+        mock.patch.object(torch.accelerator, "current_stream", DeviceOnMeta),  # there is no accelerator
+        mock.patch.object(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),  # the refusal itself
+    ):
+        yield
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, **_: Any
+) -> Tensor:
+    """The kernel that `scaled_dot_product_attention` takes on a GPU, which keeps no scores; on `meta` it would take the formula."""
+    if q.dtype == torch.float64:
+        return plain_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    if q.dtype in FLASH and q.shape[-1] <= WIDEST_HEAD:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    kept = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
+    return kept[0]  # type: ignore[no-any-return]
+
+
+plain_attention = F.scaled_dot_product_attention
+
+
+def one_by_one(batch: list[dist.P2POp]) -> list[dist.Work]:
+    """Stands for `dist.batch_isend_irecv`, which asks whether the backend of the tensors' device has batches: `meta` has no backend."""
+    return [operation.op(operation.tensor, operation.peer, group=operation.group) for operation in batch]
