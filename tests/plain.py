@@ -68,16 +68,15 @@ def run_leg(config_path: str, overrides: list[str], log_dir: str) -> int:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """While entered, the last rank's gradient of step `SKIPPED` is not a number."""
-    forward_backward = TrainStep.forward_backward
+    sum_over_ranks = TrainStep.sum_over_ranks
 
-    def poison(self: TrainStep, batch: Any) -> Tensor:
-        share = forward_backward(self, batch)
-        if self.number == SKIPPED and self.mesh.place.rank == self.mesh.place.world_size - 1:
+    def poison(self: TrainStep, number: int, *share_and_votes: Any) -> Any:
+        if number == SKIPPED and self.mesh.place.rank == self.mesh.place.world_size - 1:
             for piece, _ in self.engine.gradients().values():
                 piece.mul_(torch.nan)
-        return share
+        return sum_over_ranks(self, number, *share_and_votes)
 
-    with mock.patch.object(TrainStep, "forward_backward", poison):
+    with mock.patch.object(TrainStep, "sum_over_ranks", poison):
         yield
 
 

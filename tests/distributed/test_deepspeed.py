@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,11 +126,11 @@ def test_gradients_can_be_sent_in_bf16(pool: Any, corpus: Path, native: Any, tmp
 
 def overflowing_rank(config: str, overrides: list[str], log_dir: str) -> int:
     """A run whose third step has gradients that are not finite."""
-    whole = TrainStep.forward_backward
+    whole, steps = TrainStep.forward_backward, count(1)
 
     def forward_backward(self: TrainStep, batch: list[Microbatch]) -> torch.Tensor:
-        scale = type(self.engine).loss_gradient
-        self.engine.loss_gradient = lambda given: scale(self.engine, given) * (math.inf if self.number == 3 else 1.0)  # type: ignore[method-assign]
+        scale, factor = type(self.engine).loss_gradient, math.inf if next(steps) == 3 else 1.0
+        self.engine.loss_gradient = lambda given: scale(self.engine, given) * factor  # type: ignore[method-assign]
         return whole(self, batch)
 
     with mock.patch.object(TrainStep, "forward_backward", forward_backward):

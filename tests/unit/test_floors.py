@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rooms from the ground up. A room imports those before it and itself; rooms of one line do not import each other.
 ROOMS = [
     ["megacore.errors"],
-    ["megacore.files", "megacore.records", "megacore.caches", "megacore.rng"],
+    ["megacore.files", "megacore.records", "megacore.caches", "megacore.rng", "megacore.distributed.axes"],
     ["megacore.config.", "megacore.kernels."],
     ["megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations"],
     ["megacore.pipeline."],

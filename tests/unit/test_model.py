@@ -14,7 +14,7 @@ from torch import Tensor
 from megacore.config import Config, load
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import shard_of
-from megacore.distributed.topology import Topology
+from megacore.distributed.topology import Topology, alone
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.rope import rope
 from megacore.model import context, gpt
@@ -358,13 +358,13 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: C
     monkeypatch.setattr(context, "bias_dropout_residual", noted)
     config = configure("model.dropout=0.2")
     whole_model(config)(tokens_of(config), 1)
-    alone = keys.copy()
-    assert len(alone) == len(set(alone)) == 1 + 2 * config.model.num_layers, "the embedding, and two in every block"
+    whole = keys.copy()
+    assert len(whole) == len(set(whole)) == 1 + 2 * config.model.num_layers, "the embedding, and two in every block"
     keys.clear()
     x = tokens_of(config)
     for layers in (range(3), range(3, 5)):
         x = Stage(config, layers, alone(config), CPU)(x, 1)
-    assert keys == alone
+    assert keys == whole
 
 
 def test_another_seed_draws_other_weights(configure: Configure) -> None:
