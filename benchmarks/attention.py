@@ -19,7 +19,8 @@ from megacore.config.load import resolve
 from megacore.config.resolve_auto import attention_of
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.attention import Attention
-from megacore.model.gpt import DTYPES, whole_model
+from megacore.model.layers import DTYPES
+from megacore.model.stage import whole_model
 
 EXAMPLE = "OMP_NUM_THREADS=2 python -m benchmarks.attention --lengths 256,1024"
 HEADS, TOKENS = 4, 2048
@@ -36,7 +37,7 @@ def config_of(kind: str, precision: str, seq_len: int, head_size: int) -> Config
 def calls(config: Config, device: torch.device) -> Iterator[float]:
     """Seconds of forward and backward of one call after the other, of ``[batch, heads, seq, head]`` as the qkv layer leaves it."""
     model = whole_model(config, device)
-    attention = model.blocks["0"].attention
+    attention = model.inner[0].attention
     assert isinstance(attention, Attention)
     shape = (config.train.micro_batch_size, config.train.seq_len, HEADS, 3, config.head_size)
     qkv = torch.randn(shape, dtype=DTYPES[config.train.precision], device=device, requires_grad=True)

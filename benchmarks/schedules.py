@@ -13,7 +13,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -32,9 +32,10 @@ from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
+from megacore.model.batch import Microbatch
+from megacore.model.flow import HIDDEN, Flow
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import COMPUTE, Action, Plan
@@ -65,14 +66,19 @@ class SleepingStage(nn.Module):
     def __init__(self, config: Config, first: bool, last: bool, seconds: float) -> None:
         super().__init__()
         self.config, self.first, self.last, self.seconds = config, first, last, seconds
-        self.group, self.sequence, self.device = SOLO, False, torch.device("cpu")
+        self.device, self.losses = torch.device("cpu"), ("cross_entropy",) if last else ()
+        self.takes, self.gives = ({} if end else {"hidden": HIDDEN} for end in (first, last))
         self.weight = nn.Parameter(torch.ones(config.model.hidden_size))
 
-    def forward(self, x: Tensor, key: int = 0, targets: Tensor | None = None, loss_gradient: Tensor | None = None) -> Tensor:
-        """Tokens ``[batch, seq]`` or hidden states ``[tokens, hidden]`` → hidden states, or with `targets` a scalar."""
+    def empty(self, flows: Mapping[str, Flow]) -> dict[str, Tensor]:
+        """See `Stage`."""
+        return {name: torch.empty(flow.shape(self.config)) for name, flow in flows.items()}
+
+    def forward(self, flow: dict[str, Tensor], batch: Microbatch, **_: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """See `Stage`."""
         with lasting(self.seconds):
-            y = self.weight.expand(x.numel(), -1) if self.first else x * self.weight
-            return y if targets is None else y.sum()
+            y = flow["hidden"] * self.weight if flow else self.weight.expand(batch.tokens.numel(), -1)
+            return ({}, {"cross_entropy": y.sum()}) if self.last else ({"hidden": y}, {})
 
 
 class SleepingEngine:
@@ -84,16 +90,16 @@ class SleepingEngine:
     def loss_gradient(self, scale: float) -> Tensor:
         return torch.tensor(scale)
 
-    def root(self, output: Tensor) -> GradientEdge:
-        return get_gradient_edge(output)
+    def root(self, outputs: Sequence[Tensor]) -> list[GradientEdge]:
+        return [get_gradient_edge(output) for output in outputs]
 
-    def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
+    def backward(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         with lasting(self.inputs[chunk] + self.weights[chunk]):
-            torch.autograd.backward([root], [gradient])
+            torch.autograd.backward(root, gradients)
 
-    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[WeightGradPart]:
+    def backward_input(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor]) -> list[WeightGradPart]:
         with lasting(self.inputs[chunk]):
-            torch.autograd.backward([root], [gradient])
+            torch.autograd.backward(root, gradients)
         return []
 
     def backward_weight(self, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:
@@ -144,7 +150,7 @@ def measured(plan: Plan, config: Config, mesh: Mesh, seconds: Sequence[Sequence[
     runtime.methods.update({op: timed(method) for op, method in runtime.methods.items() if op in COMPUTE})
     batch = random_batch(config, mesh.device)
     mesh.barrier()
-    runtime.run(plan, batch, 1.0)
+    runtime.run(plan, batch, {"cross_entropy": 1.0})
     return all_reduce(torch.tensor(moments[-1] - moments[0], dtype=torch.float64), mesh.world, dist.ReduceOp.MAX).item()
 
 

@@ -31,7 +31,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_output
 from megacore.model.flops import flops_per_token, recomputed_flops
-from megacore.model.gpt import DTYPES
+from megacore.model.layers import DTYPES
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.planner.plot import check_plot, draw
 from megacore.tools.planner.traffic import sent_by_group

@@ -17,9 +17,10 @@ from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh, pick_device, set_up_device
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_engine
-from megacore.model.gpt import DTYPES, Stage
-from megacore.pipeline.partition import stage_layers
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
+from megacore.model.layers import DTYPES
+from megacore.model.stage import Stage
+from megacore.pipeline.partition import layer_ranges
 from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.train.compiling import settled
 from megacore.train.loader import Loader, SampleSource
@@ -118,7 +119,7 @@ class LoneStage:
         pipeline = load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config
         config = load(path, overrides).config
         self.mesh = join(config, RankInfo())
-        self.stage = Stage(config, stage_layers(pipeline)[index], self.mesh, self.mesh.device)
+        self.stage = Stage(config, layer_ranges(pipeline)[index], self.mesh, self.mesh.device)
         self.engine = build_engine(config, [self.stage], self.mesh)
         self.batch = random_batch(config, self.mesh.device)
         tokens = config.train.micro_batch_size * config.train.seq_len
@@ -136,20 +137,20 @@ class LoneStage:
             return result
 
         for split, microbatch in [(split, microbatch) for microbatch in self.batch for split in (False, True)]:
-            root, gradient = timed(0, partial(self.forward, microbatch))
+            root, gradients = timed(0, partial(self.forward, microbatch))
             if split:
-                parts = timed(2, partial(self.engine.backward_input, 0, root, gradient))
+                parts = timed(2, partial(self.engine.backward_input, 0, root, gradients))
                 timed(3, partial(self.engine.backward_weight, 0, parts, last=False))
             else:
-                timed(1, partial(self.engine.backward, 0, root, gradient, last=False))
+                timed(1, partial(self.engine.backward, 0, root, gradients, last=False))
         self.engine.step(0.0)
         return [median(seconds) for seconds in taken]
 
-    def forward(self, microbatch: Microbatch) -> tuple[Any, Tensor]:
-        """Where backward starts, and with which gradient."""
-        x = microbatch.inputs if self.stage.first else self.hidden.clone().requires_grad_()
-        output = self.stage(x, microbatch.key)
-        if not self.stage.last:
-            return self.engine.root(output), torch.full_like(output, 1e-6)
-        gradient = torch.full((), 1e-6, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
-        return self.engine.root(self.stage.loss(output, microbatch.targets, gradient)), gradient
+    def forward(self, microbatch: Microbatch) -> tuple[Any, list[Tensor]]:
+        """Where backward starts, and with which gradients."""
+        dtype = torch.float64 if self.stage.config.train.precision == "fp64" else torch.float32
+        gradients = {name: torch.full((), 1e-6, dtype=dtype, device=self.stage.device) for name in self.stage.losses}
+        taken = {name: self.hidden.clone().requires_grad_() for name in self.stage.takes}
+        flow, losses = self.stage(taken, microbatch, gradients=gradients)
+        given = [*(torch.full_like(x, 1e-6) for x in flow.values()), *(gradients[name] for name in losses)]
+        return self.engine.root([*flow.values(), *losses.values()]), given

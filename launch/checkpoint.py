@@ -14,7 +14,7 @@ from megacore.checkpoint.disk import size_text
 from megacore.cli import Parser, exit_with
 from megacore.config.load import flatten
 from megacore.errors import CheckpointError, ConfigError, shown
-from megacore.model.gpt import DTYPES
+from megacore.model.layers import DTYPES
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.verify.checkpoint_diff import compare

@@ -317,7 +317,7 @@ def run(argv: list[str]) -> int:
 
 def check_source(config: Config) -> None:
     """Raises `ConfigError`: the planner counts what megacore's own blocks do."""
-    from megacore.model.gpt import whole_model  # imports torch
+    from megacore.model.stage import whole_model  # imports torch
 
     whole_model(config, "meta")  # what is wrong with the file comes first
     raise ConfigError("model.source", "the planner knows megacore's own blocks alone", "null; or train some steps and measure")

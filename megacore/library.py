@@ -7,7 +7,7 @@ from megacore.config import Config, load
 
 if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
     from megacore.distributed.mesh import Mesh
-    from megacore.pipeline.runtime import Microbatch
+    from megacore.model.batch import Microbatch
     from megacore.tools.planner.memory import RankMemory
     from megacore.tools.planner.step_time import Prediction
     from megacore.tools.verify.run import Proof

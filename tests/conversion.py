@@ -11,7 +11,7 @@ from launch.checkpoint import run
 from megacore.checkpoint import Reader, locate
 from megacore.checkpoint.weights import load_weights
 from megacore.config.load import load, resolve
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.stage import Stage, whole_model
 from tests.checkpoints import save
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads
@@ -49,7 +49,7 @@ def model_of(run_folder: Path) -> Stage:
 @torch.no_grad()
 def logits(model: Stage, rows: Tensor) -> Tensor:
     """``[batch, seq, vocab]`` of tokens ``[batch, seq]``."""
-    return model.logits(model(rows)).view(*rows.shape, -1)
+    return model.logits(model.hidden(rows)).view(*rows.shape, -1)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

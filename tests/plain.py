@@ -24,7 +24,7 @@ from megacore.config import Config, load
 from megacore.data.samples import SampleStream
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from megacore.train.step import TrainStep
 from tests import training
 
@@ -90,7 +90,7 @@ def expected(config_path: str) -> Run:
     updates = 0
     for step in range(1, train.steps + 1):
         tokens = batch(config, step)
-        loss = F.cross_entropy(model.logits(model(tokens[:, :-1])), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(model.logits(model.hidden(tokens[:, :-1])), tokens[:, 1:].flatten())
         gradients = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         lr = rate(config, step)
@@ -149,7 +149,7 @@ def validated(config: Config, model: Any) -> float:
     for number in range(count):
         start = math.floor(number * windows / count) * train.seq_len
         window = corpus[start : start + train.seq_len + 1]
-        losses.append(F.cross_entropy(model.logits(model(window[None, :-1])), window[1:], reduction="none"))
+        losses.append(F.cross_entropy(model.logits(model.hidden(window[None, :-1])), window[1:], reduction="none"))
     return float(torch.cat(losses).mean())
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from megacore.checkpoint import Reader
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.tools.verify.worker import planted
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, load
-from megacore.context_parallel.sharding import positions_of, runs_of
-from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
+from megacore.model.layers import Layers, fields_of
+from megacore.train.loader import microbatch_on
 from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, difference
 
@@ -36,22 +37,23 @@ class Found:
     pieces: dict[str, Piece]
 
 
-def batch_of(config: Config, step: int, group: Group, cp: Group = SOLO) -> list[Microbatch]:
+def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
     """A rank's microbatches of a global batch that is the same however many ranks share it."""
     train = config.train
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB_SIZE, (2, train.global_batch_size, train.seq_len), generator=generator)
-    own = torch.from_numpy(positions_of(runs_of(train.seq_len, cp.size, cp.rank))) if cp.size > 1 else slice(None)
-    tokens = tokens[..., own]
     pairs = list(zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True))[group.rank :: group.size]
     return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(pairs)]
 
 
-def train(config: Config, mesh: Mesh) -> Found:
-    """Some steps, without a trainer around them."""
-    step, figures = TrainStep(config, mesh), []
+def train(config: Config, mesh: Mesh, layers: Layers | None = None) -> Found:
+    """Some steps, without a trainer around them. `layers`: of another model than the config's."""
+    step, figures = TrainStep(config, mesh, layers=layers), []
+    sources = fields_of(layers or ())
     for number in range(1, STEPS + 1):
-        done = step(number, batch_of(config, number, mesh.sample_group, mesh.cp))
+        whole = batch_of(config, number, mesh.sample_group)
+        batch = [microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, sources=sources) for m in whole]
+        done = step(number, batch)
         figures.append((done.loss.item(), done.grad_norm.item()))
     step.engine.settle()
     pieces = {

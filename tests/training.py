@@ -11,7 +11,7 @@ from megacore.data.indexed import IndexedWriter
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import shard_of
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.train.inputs import Inputs

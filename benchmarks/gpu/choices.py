@@ -26,7 +26,9 @@ from megacore.config import Config, load
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology
-from megacore.model.gpt import DTYPES, Stage
+from megacore.model.batch import Microbatch
+from megacore.model.layers import DTYPES
+from megacore.model.stage import Stage
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tools.planner.devices import read_device
 from megacore.tools.planner.profile import profile as constants
@@ -176,16 +178,17 @@ def block_of(config: Config, ranks: int, rows: Rows) -> Callable[[], None]:
     """Forward and backward of a block in the middle of the model, of one of so many tensor ranks; nothing is exchanged."""
     device = device_of(rows)
     own = load_like(config, ranks)
-    stage = Stage(own, range(1, 2), Topology(own, sizes={"tp": ranks}), "meta")
+    stage = Stage(own, range(2, 3), Topology(own, sizes={"tp": ranks}), "meta")
     stage.to_empty(device=device)
     stage.compute_on(device)
     for parameter in stage.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(own.rank_tokens, own.model.hidden_size, device=device, dtype=DTYPES[own.train.precision], requires_grad=True)
     grad = torch.randn_like(x)
+    batch = Microbatch(torch.zeros(own.train.micro_batch_size, own.train.seq_len, dtype=torch.int64, device=device))
 
     def work() -> None:
-        stage(x, 0).backward(grad)
+        stage({"hidden": x}, batch)[0]["hidden"].backward(grad)
         x.grad = None
         for parameter in stage.parameters():
             parameter.grad = None

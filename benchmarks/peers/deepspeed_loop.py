@@ -55,11 +55,11 @@ class DeepSpeedLoop:
     def work(self) -> None:
         """One step."""
         if self.pipelined:
-            self.mean = self.engine.train_batch((microbatch.inputs, microbatch.targets) for microbatch in self.batch)
+            self.mean = self.engine.train_batch((microbatch.tokens, microbatch.targets) for microbatch in self.batch)
             return
         self.mean = torch.zeros((), device=self.ranks.device)
         for microbatch in self.batch:
-            loss = cross_entropy(self.engine(microbatch.inputs).logits, microbatch.targets)
+            loss = cross_entropy(self.engine(microbatch.tokens).logits, microbatch["targets"])
             self.mean += loss.detach() / len(self.batch)
             self.engine.backward(loss)
             self.engine.step()  # which steps behind the last microbatch alone

@@ -10,7 +10,7 @@ import torch
 from benchmarks.peers.gpu_names import let_cpu_stand_in
 from benchmarks.peers.place import Ranks
 from megacore.config import Config
-from megacore.model.gpt import DTYPES
+from megacore.model.layers import DTYPES
 
 
 class MegatronLoop:
@@ -92,7 +92,7 @@ class MegatronLoop:
     def forward(self, microbatches: Any, model: Any) -> tuple[torch.Tensor, Any]:
         """A microbatch through a stage, and what its losses are made one with."""
         microbatch = next(microbatches)
-        output = model(microbatch.inputs, self.positions, self.mask, labels=microbatch.targets)
+        output = model(microbatch.tokens, self.positions, self.mask, labels=microbatch.targets)
 
         def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mean = (losses * self.weights).mean()

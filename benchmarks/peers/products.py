@@ -10,14 +10,16 @@ from megacore.config import Config
 from megacore.distributed.cpu import WIDENED
 from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.choose import build_stages
-from megacore.model.gpt import DTYPES, Stage
+from megacore.model.head import Head
+from megacore.model.layers import DTYPES
+from megacore.model.stage import Stage
 
 
 def weight_shapes(stages: list[Stage]) -> list[tuple[int, int]]:
     """``(out, in)`` of this rank's matrices that multiply a microbatch's tokens: the blocks' and the LM head's."""
-    named = [one for stage in stages for block in stage.blocks.values() for one in block.named_parameters()]
+    named = [one for stage in stages for block in stage.inner for one in block.named_parameters()]
     weights = [p for name, p in named if name.endswith("weight") and p.ndim > 1]
-    weights += [(stage.embedding if stage.config.model.tie_embeddings else stage.head).weight for stage in stages if stage.last]
+    weights += [head.vocabulary.weight for stage in stages for head in stage.behind if isinstance(head, Head)]
     return [(weight.numel() // weight.shape[-1], weight.shape[-1]) for weight in weights]
 
 

@@ -65,7 +65,7 @@ class TorchtitanLoop:
     def inputs(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """A step's microbatches as torchtitan's loader gives them."""
         for microbatch in self.batch:
-            yield {"input": microbatch.inputs}, microbatch.targets
+            yield {"input": microbatch.tokens}, microbatch["targets"]
 
     def step(self) -> float:
         """Seconds of one step."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.peers.place import Ranks, decay_groups, set_weights
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
-from megacore.model.gpt import DTYPES
+from megacore.model.layers import DTYPES
 from megacore.tools.interchange.mapped import gpt2_tensors
 
 
@@ -94,7 +94,7 @@ class PlainLoop:
         for i, microbatch in enumerate(self.batch):
             if isinstance(self.reduced, nn.parallel.DistributedDataParallel):
                 self.reduced.require_backward_grad_sync = i == len(self.batch) - 1
-            loss = self.forward(microbatch.inputs, microbatch.targets) / len(self.batch)
+            loss = self.forward(microbatch.tokens, microbatch["targets"]) / len(self.batch)
             loss.backward()
             self.sum += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)

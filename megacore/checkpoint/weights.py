@@ -9,7 +9,7 @@ from megacore.config import Config
 from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.shard import materialise, shard_of
 from megacore.errors import CheckpointError
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.stage import Stage, whole_model
 
 WEIGHTS = "model/"  # the prefix of weights' names in a checkpoint; optimizer moments have others
 

@@ -21,7 +21,7 @@ from megacore.errors import ConfigError
 from megacore.files import read_text
 
 KEY, DIGEST = "model.source", "model.source_digest"
-SETTINGS, BLOCK = "Settings", "Block"  # what a file holds
+SETTINGS, BLOCK, LAYERS = "Settings", "Block", "layers"  # what a file holds
 RIGHT = f"a Python file with a class {BLOCK}, and a class {SETTINGS} if it has settings: docs/blocks.md"
 MOST_BYTES = 1 << 20
 COPY = "source.py"  # in a run's folder
@@ -42,6 +42,11 @@ class Source:
         """The class of its blocks."""
         block: Callable[..., Any] = getattr(self.module, BLOCK)
         return block
+
+    @property
+    def layers(self) -> Callable[[Config], Any] | None:
+        """The function that gives all its layers, if it has one."""
+        return getattr(self.module, LAYERS, None)
 
     @contextmanager
     def blamed(self, doing: str = "") -> Iterator[None]:
@@ -136,6 +141,8 @@ def checked_settings(source: Source) -> type[ModelConfig]:
 def check_block(source: Source) -> None:
     """Raises `ConfigError` unless the file's blocks can be called as the model calls them."""
     block = getattr(source.module, BLOCK, None)
+    if source.layers is not None:
+        return
     if block is None:
         raise ConfigError(KEY, f"{source.path} has no {BLOCK}", RIGHT)
     for what, call, arguments in (

@@ -87,7 +87,13 @@ class Topology:
     @property
     def is_loss_rank(self) -> bool:
         """Whether this rank's losses count. Of the ranks that compute on the same tokens, only one does."""
-        return not any(self.coordinates[axis.name] for axis in self.axes if not (axis.tokens or axis.layers))
+        return self.counts()
+
+    def counts(self, *divided: str) -> bool:
+        """Whether this rank's part of a sum over all ranks counts: of those that compute the same, only one does. `divided`: the axes
+        along which they compute parts, besides those of tokens and layers."""
+        alike = (axis.name for axis in self.axes if not (axis.tokens or axis.layers or axis.name in divided))
+        return not any(self.coordinates[name] for name in alike)
 
     @property
     def coordinates_text(self) -> str:

@@ -11,17 +11,17 @@ from megacore.distributed.shard import shard_of
 from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
 from megacore.engine.native import NativeEngine
 from megacore.engine.protocol import Engine
-from megacore.model.gpt import Stage
-from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.model.layers import Layers
+from megacore.model.stage import Stage, share_by_name
+from megacore.pipeline.partition import layer_ranges, placement_of
 
 
-def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
-    """Builds this rank's stages with parameters on `meta`: the engine, or whoever loads weights, makes what the rank keeps of them."""
-    layers = stage_layers(config)
-    stages = [Stage(config, layers[stage], mesh, "meta") for stage in placement_of(config)[mesh.pp.rank]]
-    first, last = stages[0], stages[-1]
-    if config.model.tie_embeddings and first is not last and first.first and last.last:
-        last.embedding = first.embedding  # one rank, one copy
+def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> list[Stage]:
+    """Builds this rank's stages of a model, by default the config's, with parameters on `meta`: the engine, or whoever loads weights,
+    makes what the rank keeps of them."""
+    ranges = layer_ranges(config)
+    stages = [Stage(config, ranges[stage], mesh, "meta", layers) for stage in placement_of(config)[mesh.pp.rank]]
+    share_by_name(stages)
     for buffer in buffers_of(stages).values():
         buffer.shard = mesh.placed(buffer.shard)
     for stage in stages:

@@ -42,7 +42,7 @@ from megacore.engine.zero import (
 from megacore.engine.zero_state import ZeroState
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import clip_coefficient
-from megacore.model.gpt import Stage
+from megacore.model.stage import Stage
 
 
 class DeepSpeedEngine(Engine):
@@ -108,14 +108,14 @@ class DeepSpeedEngine(Engine):
     def _loss_scale(self) -> float:
         return float(self.zero.loss_scale) if self.scales_loss else 1.0
 
-    def root(self, output: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def root(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         handed: list[Tensor] = []
-        return StartBackward.apply(output, handed), handed
+        return StartBackward.apply(handed, *outputs), handed
 
-    def backward(self, chunk: int, root: tuple[Tensor, list[Tensor]], gradient: Tensor, *, last: bool) -> None:
+    def backward(self, chunk: int, root: tuple[Tensor, list[Tensor]], gradients: Sequence[Tensor], *, last: bool) -> None:
         """See `Engine`. DeepSpeed reduces complete gradients."""
         start, handed = root
-        handed.append(gradient)
+        handed.extend(gradients)
         self.ds.backward(start, scale_wrt_gas=False)
         if not last:
             self.ds.step()  # it counts microbatches, and updates only after the last

@@ -14,7 +14,7 @@ from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
 from megacore.distributed.topology import Topology
 from megacore.engine.optimizer_states import ALIGNMENT
-from megacore.model.gpt import Stage
+from megacore.model.stage import Stage
 
 
 @dataclass

@@ -29,7 +29,8 @@ from megacore.engine.flat_buffer import accumulation_dtype
 from megacore.engine.stepper import OptimizerStep
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import ROW
-from megacore.model.gpt import DTYPES, Stage
+from megacore.model.layers import DTYPES
+from megacore.model.stage import Stage
 from megacore.tensor_parallel.linear import ColumnLinear
 
 
@@ -141,7 +142,7 @@ class FSDPEngine(OptimizerStep):
         units: dict[nn.Module, GradientSum] = {}
         usual = self.mesh.token_axes
         for name, module in reversed(list(stage.named_modules())):
-            own = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
+            own = [stage.logical_name(f"{name}.{p}") for p, _ in module.named_parameters(recurse=False)] if module is not stage else []
             over = {sums[parameter].tokens: sums[parameter] for parameter in own}
             if len(over) > 1:
                 right = "a module of its own for what is summed over other ranks, or engine.kind=native"
@@ -149,7 +150,7 @@ class FSDPEngine(OptimizerStep):
             if over and usual not in over:
                 units |= {module: next(iter(over.values()))}
         first = next(over for over in sums.values() if over.tokens == usual)
-        return units | dict.fromkeys((*stage.blocks.values(), stage), first)
+        return units | dict.fromkeys((*stage.inner, stage), first)
 
     def _device_mesh(self, over: GradientSum) -> DeviceMesh:
         """The ranks of a sum as PyTorch's mesh: shards of one copy, and copies."""
@@ -161,13 +162,13 @@ class FSDPEngine(OptimizerStep):
         groups = [replicate.process_group, shard.process_group]
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
-    def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
+    def backward(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         stage: Any = self.stages[chunk]  # its methods reach every unit in it
         stage.set_is_last_backward(last)
         stage.set_requires_gradient_sync(last or self.reshard)
         stage.set_requires_all_reduce(last)  # copies are summed once
         stage.set_reshard_after_backward(last, recurse=not self.reshard)
-        torch.autograd.backward([root], [gradient])
+        torch.autograd.backward(root, gradients)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:

@@ -22,7 +22,7 @@ from megacore.engine.optimizer_states import ALIGNMENT
 from megacore.engine.param_all_gather import ParameterGatherer
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import OptimizerStep
-from megacore.model.gpt import Stage
+from megacore.model.stage import Stage
 from megacore.tensor_parallel.gradient import WeightGradPart, finish_in_turn
 
 
@@ -53,13 +53,13 @@ class NativeEngine(OptimizerStep):
         rows = buffer.row_weights(lambda shard: 1.0 / shard.copies(but=buffer.divided))
         return [rows[own.start // ALIGNMENT : own.stop // ALIGNMENT] for own in buffer.ranges]
 
-    def backward(self, chunk: int, root: GradientEdge, gradient: Tensor, *, last: bool) -> None:
+    def backward(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor], *, last: bool) -> None:
         with self.reducer.completing(last):
-            torch.autograd.backward([root], [gradient])
+            torch.autograd.backward(root, gradients)
 
-    def backward_input(self, chunk: int, root: GradientEdge, gradient: Tensor) -> list[WeightGradPart]:
+    def backward_input(self, chunk: int, root: list[GradientEdge], gradients: Sequence[Tensor]) -> list[WeightGradPart]:
         with self.reducer.deferral.collect() as parts:
-            torch.autograd.backward([root], [gradient])
+            torch.autograd.backward(root, gradients)
         return parts
 
     def backward_weight(self, chunk: int, parts: list[WeightGradPart], *, last: bool) -> None:

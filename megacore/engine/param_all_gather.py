@@ -10,13 +10,13 @@ from megacore.distributed.collectives import all_gather_inside, own_part
 from megacore.distributed.communicator import Staged, Work, side_stream
 from megacore.distributed.hierarchical_reduce import Levels
 from megacore.engine.flat_buffer import FlatBuffer
-from megacore.model.gpt import Stage
+from megacore.model.stage import Stage
 
 
 class ParameterGatherer:
     """Gathers every divided bucket after a step, in the order in which forward needs them. A module waits for its buckets before it runs.
 
-    Modules that wait: each block, the final norm (for the head too), and the stage for all else (embeddings, positions).
+    Every layer waits for its own parameters; where layers are compiled, the stage does.
     """
 
     def __init__(self, stages: Sequence[Stage], buffers: list[FlatBuffer]) -> None:
@@ -27,21 +27,14 @@ class ParameterGatherer:
         needs: dict[nn.Module, list[int]] = {}
         users: dict[nn.Parameter, set[nn.Module]] = {}
         for stage in stages:
-            for name, parameter in stage.named_parameters():
-                users.setdefault(parameter, set()).add(self._user(stage, name))
+            for layer in stage.layers:
+                for parameter in layer.parameters():  # a hook would break a compiled layer's graph
+                    users.setdefault(parameter, set()).add(stage if compiles(stage.config) else layer)
         for i, (_, bucket) in enumerate(self.buckets):
             for module in {user for slot in bucket.slots for user in users[slot.parameter]}:
                 needs.setdefault(module, []).append(i)
         for module, wanted in needs.items():
             module.register_forward_pre_hook(lambda module, args, wanted=wanted: self._wait(wanted))
-
-    def _user(self, stage: Stage, name: str) -> nn.Module:
-        room, _, rest = name.partition(".")
-        if compiles(stage.config):  # a hook would break the compiled block's graph
-            return stage
-        if room == "blocks":
-            return stage.blocks[rest.partition(".")[0]]
-        return stage.norm if room in ("norm", "head") else stage
 
     def start(self) -> None:
         """Begins to gather every bucket."""

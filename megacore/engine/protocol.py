@@ -26,13 +26,13 @@ class Engine(Protocol):
     def loss_gradient(self, scale: float | Tensor) -> Tensor:
         """The gradient with which the loss's backward starts: `scale`, times the loss scale under fp16."""
 
-    def root(self, output: Tensor) -> Any:
-        """The point where `backward` starts. It does not keep the output itself in memory."""
+    def root(self, outputs: Sequence[Tensor]) -> Any:
+        """The point where `backward` starts: a chunk's outputs and losses, which it does not keep in memory."""
 
-    def backward(self, chunk: int, root: Any, gradient: Tensor, *, last: bool) -> None:
-        """Runs backward from a chunk's output, given its gradient. After the `last`, the chunk's gradients are complete."""
+    def backward(self, chunk: int, root: Any, gradients: Sequence[Tensor], *, last: bool) -> None:
+        """Runs backward from a chunk's outputs and losses, given their gradients. After the `last`, the chunk's gradients are complete."""
 
-    def backward_input(self, chunk: int, root: Any, gradient: Tensor) -> list[WeightGradPart]:
+    def backward_input(self, chunk: int, root: Any, gradients: Sequence[Tensor]) -> list[WeightGradPart]:
         """The first half of `backward`: the gradients of a chunk's input and small parameters. Returns what `backward_weight` needs."""
         raise AssertionError(f"{type(self).__name__} runs backward whole")
 

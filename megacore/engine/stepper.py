@@ -62,8 +62,8 @@ class OptimizerStep(Engine, ABC):
     def loss_gradient(self, scale: float | Tensor) -> Tensor:
         return self.loss_scale.value * scale
 
-    def root(self, output: Tensor) -> GradientEdge:
-        return get_gradient_edge(output)
+    def root(self, outputs: Sequence[Tensor]) -> list[GradientEdge]:
+        return [get_gradient_edge(output) for output in outputs]
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:

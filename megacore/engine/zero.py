@@ -44,20 +44,22 @@ class MeshUnit:
 class StartBackward(torch.autograd.Function):
     """A scalar from which backward starts with a gradient that is known only then.
 
-    DeepSpeed's `backward` takes only scalars. The usual scalar, ``(output · gradient).sum()``, would keep the output in memory.
+    DeepSpeed's `backward` takes only scalars. The usual scalar, ``(output · gradient).sum()``, would keep the outputs in memory.
 
     forward      0
     backward     the content of `handed`; it contains the scalar's own gradient, DeepSpeed's loss scale, already
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, handed: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, handed: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.handed = handed
-        return output.new_zeros(())
+        return outputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.handed.pop(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = tuple(ctx.handed)
+        ctx.handed.clear()
+        return None, *gradients
 
 
 class ReleaseViews(nn.Module):

@@ -22,6 +22,7 @@ from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
 from megacore.model.attention import Attention
 from megacore.model.context import Context
+from megacore.model.layers import Layer
 from megacore.model.norm import Norm
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
 
@@ -65,7 +66,7 @@ class FeedForward(nn.Module):
         return self.down(self.up(x))
 
 
-class Block(nn.Module):
+class Block(Layer):
     """``x + scale · attention(norm(x))``, then ``x + scale · feed_forward(norm(x))``; `model.residual_scale` is 1 if not set."""
 
     def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The context of a forward pass: shapes, positions, and the key of its random numbers."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from megacore.context_parallel.sharding import Run
 from megacore.distributed.communicator import Group
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.dropout import bias_dropout_residual
+from megacore.model.batch import Microbatch
 from megacore.model.cache import KeyValueCache
 from megacore.rng import key_of
 
@@ -31,6 +32,8 @@ class Context:
     kernels: Implementation = "auto"
     sequences: Sequences | None = None  # if they are divided among context ranks, or into documents
     positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on
+    batch: Microbatch = field(kw_only=True)  # all fields of the microbatch, on every stage
+    gradients: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)  # by loss: what backward will start with, if it is known
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
         """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in every layout and recomputation."""

@@ -10,9 +10,10 @@ from megacore.config.resolve_auto import context_method_of
 from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
+from megacore.model.batch import Microbatch
 from megacore.model.cache import DividedCache, KeyValueCache
-from megacore.model.gpt import DTYPES, Stage
 from megacore.model.sampling import Sampler
+from megacore.model.stage import Stage
 from megacore.pipeline.partition import placement_of
 from megacore.pipeline.schedule import Plan
 
@@ -57,25 +58,28 @@ class Decoder:
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> Tensor | None:
         """Runs the model on the next tokens of the text. Returns the logits ``[vocab]`` of the last; None before the last stage."""
-        pp, model = self.mesh.pp, self.config.model
-        x, logits = torch.tensor([tokens], device=self.mesh.device), None
+        pp, logits = self.mesh.pp, None
+        text = torch.tensor([tokens], device=self.mesh.device)
+        flow: dict[str, Tensor] = {}
         for cache in self.caches:
-            own = cache.begin(x)
-        x, count = own, own.shape[1]
+            own = cache.begin(text)
+        batch = Microbatch(own)  # every stage has the tokens
         for chunk in sorted(range(len(self.held)), key=self.held.__getitem__):  # in the model's order
             number, stage = self.held[chunk], self.stages[chunk]
             before, after = (self.where.get(other, (pp.rank, 0))[0] for other in (number - 1, number + 1))
             if before != pp.rank:
-                x = torch.empty(count, model.hidden_size, dtype=DTYPES[self.config.train.precision], device=self.mesh.device)
+                flow = stage.empty(stage.takes, 1, own.shape[1])
                 assert pp.communicator is not None
-                pp.communicator.receive(x, pp.ranks[before]).wait()
-            x = stage(x, cache=self.caches[chunk])
+                for x in flow.values():
+                    pp.communicator.receive(x, pp.ranks[before]).wait()
+            flow, _ = stage(flow, batch, self.caches[chunk])
             if after != pp.rank:
                 assert pp.communicator is not None
-                pp.communicator.send(x, pp.ranks[after]).wait()
+                for x in flow.values():
+                    pp.communicator.send(x.contiguous(), pp.ranks[after]).wait()
             if stage.last:
-                latest = self.caches[chunk].latest(x)
-                logits = gather_vocabulary(stage.logits(latest)[0], self.mesh.tp, model.vocab_size)
+                latest = self.caches[chunk].latest(flow["hidden"])
+                logits = gather_vocabulary(stage.logits(latest)[0], self.mesh.tp, self.config.model.vocab_size)
         return logits
 
     def _agree(self, logits: Tensor | None, sampler: Sampler) -> int:

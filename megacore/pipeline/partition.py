@@ -183,6 +183,12 @@ def stage_layers(config: Config) -> list[range]:
     return list(_split(config.model.num_layers, stages, layer, first, last))
 
 
+def layer_ranges(config: Config) -> list[range]:
+    """The numbers of every stage's layers in the model's list (`model.gpt.layers_of`), whose first and last go with their neighbours."""
+    split = stage_layers(config)
+    return [range(own.start + (i > 0), own.stop + 1 + (i == len(split) - 1)) for i, own in enumerate(split)]
+
+
 @lru_cache(maxsize=256)
 def _split(num_layers: int, stages: int, layer: float, first: float, last: float) -> list[range]:
     return split_layers(num_layers, stages, layer, first, last)

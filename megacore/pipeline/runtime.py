@@ -4,58 +4,40 @@ There is one runtime for every schedule and layout: gradient accumulation on one
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megacore.context_parallel.sharding import Documents
 from megacore.distributed.communicator import Group, Work
 from megacore.distributed.observer import Observer, Observers
 from megacore.engine.protocol import Engine
-from megacore.model.gpt import DTYPES, Stage
+from megacore.model.batch import Microbatch
+from megacore.model.stage import Stage
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan
 from megacore.tensor_parallel.gradient import WeightGradPart
 
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Inputs and targets ``[batch, tokens of this rank]``, on the device, and the key of its random numbers."""
-
-    inputs: Tensor
-    targets: Tensor
-    key: int = 0
-    documents: Documents | None = None  # if attention stays within them: where they begin in each sequence
-    positions: Tensor | None = None  # of its tokens, each in its document, like the inputs; None: those in the sequence
-
-    @property
-    def apart(self) -> dict[str, Any]:
-        """What a stage is told if attention stays within documents."""
-        return {} if self.documents is None else {"documents": self.documents, "positions": self.positions}
-
-
 Key = tuple[int, int]  # microbatch, chunk
+Flows = dict[str, Tensor]  # what crosses a cut, by name (`model.layers.crossing`), or its gradients
 TAKES = {Op.FORWARD: Op.RECV_ACTIVATION, Op.BACKWARD: Op.RECV_GRADIENT, Op.BACKWARD_INPUT: Op.RECV_GRADIENT}  # messages by who takes them
 
 
 class Runtime:
     """Runs plans on this rank's stages.
 
-    Between a microbatch's forward and its backward the autograd graph stays in memory. The input (for its gradient) and the output's
-    *edge* (to start backward from) hold it; the output itself is freed once it is sent. If backward is split, its first half frees all
-    but the two tensors of each weight's product, and the second half frees each pair when it is multiplied.
+    Between a microbatch's forward and its backward the autograd graph stays in memory. The inputs (for their gradients) and the *edges*
+    of outputs and losses (to start backward from) hold it; an output itself is freed once it is sent. If backward is split, its first
+    half frees all but the tensors of each weight's part, and the second half frees these when they are added up.
+
+    An input that later stages read too is an output as well: its gradient is what this stage's layers and the later ones give.
     """
 
     def __init__(self, stages: Sequence[Stage], engine: Engine | None, pp: Group, observers: Observers | None = None) -> None:
         self.stages, self.engine, self.pp, self.observers = stages, engine, pp, observers
         self.modules: Sequence[nn.Module] = stages if engine is None else engine.modules
-        train, first = stages[0].config.train, stages[0]
-        tokens = first.config.rank_tokens // (first.group.size if first.sequence else 1)
-        self.hidden_shape = (tokens, first.config.model.hidden_size)
-        self.dtype = DTYPES[train.precision]
-        self.device = first.device
+        self.device = stages[0].device
+        self.loss_dtype = torch.float64 if stages[0].config.train.precision == "fp64" else torch.float32
         self.after_backward: Callable[[], None] | None = None  # called behind each that was launched
         self.peak_live = 0  # the most forwards whose activations, or a part of them, were held at once
         self.methods: dict[Op, Callable[[Action], None]] = {
@@ -76,24 +58,27 @@ class Runtime:
         assert self.engine is not None, "a plan with backward needs an engine"
         return self.engine
 
-    def run(self, plan: Plan, batch: Sequence[Microbatch], target_weight: float | Tensor = 0.0) -> Tensor:
+    def run(self, plan: Plan, batch: Sequence[Microbatch], weights: Mapping[str, float | Tensor] | None = None) -> dict[str, Tensor]:
         """Executes this rank's part of `plan` over `batch`; collective over the pipeline.
 
-        `target_weight` is the weight of a target's loss in what backward differentiates: 1 / targets of the global batch.
-        Returns the sum of this rank's losses, a scalar on the device, zero on ranks without the last stage.
+        `weights`: of each loss's sum in what backward differentiates, such as 1 / targets of the global batch.
+        Returns the sum of each loss over this rank's layers and microbatches, a scalar on the device; zero where it has none.
         """
-        self.batch = batch
-        self.loss = torch.zeros((), device=self.device, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
-        starts = any(stage.last and stage.training for stage in self.stages)  # what backward starts with is known before the first forward
-        self.loss_gradient = self._engine.loss_gradient(target_weight).to(self.loss.dtype) if starts else None
-        self.inputs: dict[Key, Tensor] = {}  # activations received or taken over, leaves of their microbatch's graph
-        self.outputs: dict[Key, Tensor] = {}  # to be sent
+        self.batch, weights = batch, weights or {}
+        own = dict.fromkeys(name for stage in self.stages for name in stage.losses)
+        self.losses = {name: torch.zeros((), device=self.device, dtype=self.loss_dtype) for name in dict.fromkeys([*weights, *own])}
+        # What backward starts with is known before the first forward.
+        starts = own if any(stage.training for stage in self.stages) else ()
+        self.loss_gradients = {name: self._engine.loss_gradient(weights[name]).to(self.loss_dtype) for name in starts}
+        self.inputs: dict[Key, Flows] = {}  # received or taken over, leaves of their microbatch's graph
+        self.outputs: dict[Key, Flows] = {}  # to be sent
         self.roots: dict[Key, Any] = {}  # where the engine starts backward
+        self.starts: dict[Key, tuple[list[str], list[str]]] = {}  # of which outputs and losses these are
         self.parts: dict[Key, list[WeightGradPart]] = {}  # of weights' gradients, which wait for their action
-        self.output_gradients: dict[Key, Tensor] = {}  # received or taken over
-        self.input_gradients: dict[Key, Tensor] = {}  # to be sent
-        self.arriving: dict[tuple[Op, Key], Work] = {}  # messages
-        self.sending: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)  # by the rank that receives
+        self.output_gradients: dict[Key, Flows] = {}  # received or taken over
+        self.input_gradients: dict[Key, Flows] = {}  # to be sent
+        self.arriving: dict[tuple[Op, Key], list[Work]] = {}  # messages
+        self.sending: dict[int, deque[list[tuple[Work, Tensor]]]] = defaultdict(deque)  # by the rank that receives
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(plan.placement[self.pp.rank])}
         self.stage_of = plan.placement[self.pp.rank]
         for action in plan.actions[self.pp.rank]:
@@ -106,57 +91,57 @@ class Runtime:
                 self.observers.tell(Observer.action_ends, action)
         for under_way in self.sending.values():
             while under_way:
-                under_way.popleft()[0].wait()
-        return self.loss
+                wait_all(under_way.popleft())
+        return self.losses
 
     def _forward(self, action: Action) -> None:
         key, chunk = (action.microbatch, action.chunk), action.chunk
-        stage, microbatch = self.stages[chunk], self.batch[action.microbatch]
-        x = microbatch.inputs if stage.first else self.inputs[key].requires_grad_(stage.training)
+        stage, flow = self.stages[chunk], self.inputs.get((action.microbatch, action.chunk), {})
+        for name, x in flow.items():
+            x.requires_grad_(stage.training and stage.takes[name].gradient)
         with torch.set_grad_enabled(stage.training):
-            ends = {"targets": microbatch.targets, "loss_gradient": self.loss_gradient} if stage.last else {}
-            output = self.modules[chunk](x, microbatch.key, **ends, **microbatch.apart)
-        if stage.last:
-            self.loss += output.detach()
-        else:
-            self._hand_over(self.inputs, self.outputs, key, 1, output.detach())
+            outputs, losses = self.modules[chunk](dict(flow), self.batch[action.microbatch], gradients=self.loss_gradients)
+        for name, loss in losses.items():
+            self.losses[name] += loss.detach()
+        if not stage.last:
+            self._hand_over(self.inputs, self.outputs, key, 1, {name: x.detach() for name, x in outputs.items()})
         if stage.training:
-            self.roots[key] = self._engine.root(output)
+            starts = {name: x for name, x in outputs.items() if x.requires_grad and stage.gives[name].gradient}
+            self.starts[key] = list(starts), list(losses)
+            self.roots[key] = self._engine.root([*starts.values(), *losses.values()])
             self.peak_live = max(self.peak_live, len(self.roots) + len(self.parts))
-        elif not stage.first:
-            del self.inputs[key]
+        else:
+            self.inputs.pop(key, None)
 
     def _backward(self, action: Action) -> None:
         key = action.microbatch, action.chunk
-        self._engine.backward(action.chunk, self.roots.pop(key), self._output_gradient(key), last=action.last)
+        self._engine.backward(action.chunk, self.roots.pop(key), self._start_gradients(key), last=action.last)
         self._pass_back(key)
 
     def _backward_input(self, action: Action) -> None:
         key = action.microbatch, action.chunk
-        self.parts[key] = self._engine.backward_input(action.chunk, self.roots.pop(key), self._output_gradient(key))
+        self.parts[key] = self._engine.backward_input(action.chunk, self.roots.pop(key), self._start_gradients(key))
         self._pass_back(key)
 
     def _backward_weight(self, action: Action) -> None:
         self._engine.backward_weight(action.chunk, self.parts.pop((action.microbatch, action.chunk)), last=action.last)
 
-    def _output_gradient(self, key: Key) -> Tensor:
-        """What backward starts with."""
-        if self.stages[key[1]].last:
-            assert self.loss_gradient is not None
-            return self.loss_gradient
-        return self.output_gradients.pop(key)
+    def _start_gradients(self, key: Key) -> list[Tensor]:
+        """What backward starts with: the gradients of outputs, from the stage behind, and of the stage's own losses."""
+        (outputs, losses), given = self.starts.pop(key), self.output_gradients.pop(key, {})
+        return [*(given[name] for name in outputs), *(self.loss_gradients[name] for name in losses)]
 
     def _pass_back(self, key: Key) -> None:
-        """Hands the gradient of a chunk's input to the stage before."""
+        """Hands the gradients of a chunk's inputs to the stage before. One that nothing was computed from is zero."""
         if self.after_backward is not None:
             self.after_backward()
         if not self.stages[key[1]].first:
-            grad = self.inputs.pop(key).grad
-            assert grad is not None
-            self._hand_over(self.output_gradients, self.input_gradients, key, -1, grad)
+            flow = {name: x for name, x in self.inputs.pop(key).items() if x.requires_grad}
+            grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in flow.items()}
+            self._hand_over(self.output_gradients, self.input_gradients, key, -1, grads)
 
-    def _hand_over(self, here: dict[Key, Tensor], away: dict[Key, Tensor], key: Key, step: int, x: Tensor) -> None:
-        """Gives a chunk's result to the next stage (`step` 1) or the one before (-1): directly if this rank holds it, else to be sent."""
+    def _hand_over(self, here: dict[Key, Flows], away: dict[Key, Flows], key: Key, step: int, x: Flows) -> None:
+        """Gives a chunk's results to the next stage (`step` 1) or the one before (-1): directly if this rank holds it, else to be sent."""
         m, chunk = key
         neighbour = self.chunk_of.get(self.stage_of[chunk] + step)
         if neighbour is None:
@@ -164,28 +149,34 @@ class Runtime:
         else:
             here[m, neighbour] = x
 
-    def _receive(self, action: Action, held: dict[Key, Tensor]) -> None:
-        """Posts a receive. The action that takes the message waits for it."""
+    def _receive(self, action: Action, held: dict[Key, Flows]) -> None:
+        """Posts the receives of a message's tensors. The action that takes the message waits for them."""
         assert self.pp.communicator is not None
-        key = action.microbatch, action.chunk
-        held[key] = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
-        self.arriving[action.op, key] = self.pp.communicator.receive(held[key], self.pp.ranks[action.peer])
+        key, stage, source = (action.microbatch, action.chunk), self.stages[action.chunk], self.pp.ranks[action.peer]
+        differentiated = {name: flow for name, flow in stage.gives.items() if flow.gradient}
+        held[key] = stage.empty(stage.takes if action.op is Op.RECV_ACTIVATION else differentiated)
+        self.arriving[action.op, key] = [self.pp.communicator.receive(x, source) for x in held[key].values()]
 
     def _wait_for_message(self, action: Action) -> None:
         """Waits for what an action takes from another rank."""
         if action.op in TAKES:
-            work = self.arriving.pop((TAKES[action.op], (action.microbatch, action.chunk)), None)
-            if work is not None:
+            for work in self.arriving.pop((TAKES[action.op], (action.microbatch, action.chunk)), ()):
                 work.wait()
 
-    def _send(self, action: Action, held: dict[Key, Tensor]) -> None:
-        """Posts a send, whose buffer stays until the send is complete: see `schedule.IN_FLIGHT`.
+    def _send(self, action: Action, held: dict[Key, Flows]) -> None:
+        """Posts the sends of a message's tensors, whose buffers stay until they are complete: see `schedule.IN_FLIGHT`.
 
         (Asking `is_completed` would not tell: gloo completes a send only when it is waited for.)
         """
-        assert self.pp.communicator is not None
-        under_way = self.sending[action.peer]
+        communicator, under_way = self.pp.communicator, self.sending[action.peer]
+        assert communicator is not None
         while len(under_way) >= IN_FLIGHT:
-            under_way.popleft()[0].wait()
-        x = held.pop((action.microbatch, action.chunk)).contiguous()
-        under_way.append((self.pp.communicator.send(x, self.pp.ranks[action.peer]), x))
+            wait_all(under_way.popleft())
+        tensors = [x.contiguous() for x in held.pop((action.microbatch, action.chunk)).values()]
+        under_way.append([(communicator.send(x, self.pp.ranks[action.peer]), x) for x in tensors])
+
+
+def wait_all(sent: list[tuple[Work, Tensor]]) -> None:
+    """Waits for the sends of a message's tensors."""
+    for work, _ in sent:
+        work.wait()

@@ -1,7 +1,8 @@
 """Brings a step's figures from the device to the host, without a step that waits for them."""
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class StepMetrics:
     grad_norm: float
     skipped: float  # steps skipped so far
     drifted: float  # tensor ranks on which parameters differ that all hold alike
+    losses: dict[str, float] = field(default_factory=dict)  # by name, if there are several
 
 
 class AsyncMetrics:
@@ -30,14 +32,15 @@ class AsyncMetrics:
     On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never further ahead.
     """
 
-    def __init__(self, device: torch.device, observers: Observers | None = None) -> None:
-        self.observers = Observers() if observers is None else observers
+    def __init__(self, device: torch.device, observers: Observers | None = None, losses: Sequence[str] = ()) -> None:
+        """`losses`: the names of those that each step's figures bring one by one."""
+        self.observers, self.losses = Observers() if observers is None else observers, losses
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self.pinned = [torch.empty(6, dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
+        self.pinned = [torch.empty(6 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
 
     def post(self, step: int, figures: Tensor) -> None:
-        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, drifted]`, fp64 on the device, to the host."""
+        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, drifted, *losses]`, fp64 on the device, to the host."""
         if not self.lag:
             self.waiting.append((step, figures, None))
             return
@@ -53,7 +56,9 @@ class AsyncMetrics:
             step, figures, arrived = self.waiting.popleft()
             if arrived is not None:
                 self.wait(arrived)
-            due.append(StepMetrics(step, *figures.tolist()))
+            numbers = figures.tolist()
+            losses = dict(zip(self.losses, numbers[6:], strict=True))
+            due.append(replace(StepMetrics(step, *numbers[:6]), losses=losses))
         return due
 
     def wait(self, arrived: torch.cuda.Event) -> None:

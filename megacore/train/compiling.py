@@ -21,7 +21,7 @@ from megacore.config.resolve_auto import splits_backward
 from megacore.distributed.collectives import broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.train.step import TrainStep
 
 LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed

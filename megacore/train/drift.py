@@ -13,7 +13,7 @@ from megacore.checkpoint import Ranks
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
-from megacore.model.gpt import Stage
+from megacore.model.stage import Stage
 
 # Steps from one comparison to the next. What has drifted stays apart, so nothing is missed in between; and a comparison is some hundred
 # small kernels in a deep model, which every step should not pay.

@@ -11,6 +11,7 @@ from megacore.config import Config
 from megacore.data.samples import EvalSamples
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
+from megacore.model.flow import CROSS_ENTROPY
 from megacore.pipeline.partition import placement_of
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import forward_only
@@ -61,12 +62,12 @@ def evaluate(
     for stage in runtime.stages:
         stage.eval()
     for batch in validation_batches(config, mesh, samples):
-        sums[0] += runtime.run(plan, batch)
+        sums[0] += runtime.run(plan, batch).get(CROSS_ENTROPY.name, 0.0)
         for microbatch in batch:
-            counted = microbatch.targets != IGNORED
+            counted = microbatch["targets"] != IGNORED
             sums[1] += counted.sum()
             if token_bytes is not None:
-                sums[2] += (token_bytes[microbatch.targets.masked_fill(~counted, 0)] * counted).sum()
+                sums[2] += (token_bytes[microbatch["targets"].masked_fill(~counted, 0)] * counted).sum()
         between()
     for stage in runtime.stages:
         stage.train()

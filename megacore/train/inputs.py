@@ -15,7 +15,7 @@ from megacore.data.samples import EvalSamples, training_stream
 from megacore.engine.optimizer_states import STATES
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from megacore.records import complaint
 
 

@@ -1,7 +1,7 @@
 """Reads the samples of each rank's microbatches, one step ahead."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -17,7 +17,9 @@ from megacore.data.samples import EvalSamples
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.distributed.rendezvous import use_device
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import FieldSource, Microbatch, Samples
+from megacore.model.choose import layers_of
+from megacore.model.layers import fields_of
 from megacore.rng import key_of
 
 
@@ -43,6 +45,7 @@ class Loader:
 
     def __init__(self, config: Config, mesh: Mesh, stream: SampleSource) -> None:
         self.config, self.mesh, self.stream = config, mesh, stream
+        self.sources = fields_of(layers_of(config))
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="loader", initializer=use_device, initargs=(mesh.device,))
         self.ahead: tuple[int, Future[list[Microbatch]]] | None = None
         self.thread: int | None = None  # the one that reads ahead
@@ -81,28 +84,41 @@ class Loader:
             bounds = self.stream.documents(indices) if self.config.data.document_mask else None
             position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
             key = key_of(train.seed, step, position)  # by its position in the global batch, which is the same in every layout
-            microbatches.append(microbatch_on(tokens[:, :-1], targets, self.mesh, key, bounds))
+            microbatches.append(microbatch_on(tokens[:, :-1], targets, self.mesh, key, bounds, self.sources))
         return microbatches
 
 
-def microbatch_on(inputs: np.ndarray, targets: np.ndarray, mesh: Mesh, key: int = 0, bounds: Sequence[Bounds] | None = None) -> Microbatch:
-    """Copies this context rank's tokens of arrays ``[batch, seq]`` to the device, without waiting for it.
+def microbatch_on(
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    mesh: Mesh,
+    key: int = 0,
+    bounds: Sequence[Bounds] | None = None,
+    sources: Mapping[str, FieldSource] | None = None,
+) -> Microbatch:
+    """Makes the batch's fields from whole samples ``[batch, seq]``, and copies this context rank's tokens of each to the device, without
+    waiting for it.
 
-    With `bounds` of the documents, attention stays within them, and no target is in another document than its input.
+    With `bounds` of the documents, attention stays within them, and no target is in another document than its input. `sources`: of the
+    fields that the model's layers declare.
     """
-    arrays, documents, cp = [inputs, targets], None, mesh.cp
+    documents, cp = None, mesh.cp
     if bounds is not None:
-        documents = tuple(map(of_inputs, bounds))
-        arrays = [inputs, targets.copy(), np.stack([document_positions(own) for own in documents])]
-        for row, sample in zip(arrays[1], bounds, strict=True):
+        documents, targets = tuple(map(of_inputs, bounds)), targets.copy()
+        for row, sample in zip(targets, bounds, strict=True):
             ignore_across(row, sample)
+    samples = Samples(tokens, targets, documents)
+    arrays = {"tokens": tokens, "targets": targets} | {name: source(samples) for name, source in (sources or {}).items()}
+    if documents is not None:
+        arrays["positions"] = np.stack([document_positions(own) for own in documents])
     if cp.size > 1:
-        own = positions_of(runs_of(inputs.shape[1], cp.size, cp.rank, documents))
-        arrays = [array[:, own] for array in arrays]
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        own = positions_of(runs_of(tokens.shape[1], cp.size, cp.rank, documents))
+        arrays = {name: array[:, own] for name, array in arrays.items()}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     if mesh.device.type == "cuda":
-        tensors = [t.pin_memory().to(mesh.device, non_blocking=True) for t in tensors]
-    return Microbatch(tensors[0], tensors[1], key, documents, *tensors[2:])
+        tensors = {name: t.pin_memory().to(mesh.device, non_blocking=True) for name, t in tensors.items()}
+    usual = (tensors.pop("tokens"), tensors.pop("targets"), key, documents, tensors.pop("positions", None))
+    return Microbatch(*usual, tensors)
 
 
 def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iterator[list[Microbatch]]:
@@ -111,7 +127,7 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
     They hold all samples in order, or `eval_batches` batches spread evenly, because the beginning of a corpus may be unlike the
     rest. The last batch is padded, so that all ranks run equally many microbatches.
     """
-    train = config.train
+    train, sources = config.train, fields_of(layers_of(config))
     batches = -(-len(samples) // train.global_batch_size)
     count = len(samples)
     if train.eval_batches and train.eval_batches < batches:
@@ -122,5 +138,5 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
         for positions in dealt(range(batch + 1, batch + 2), mesh.sample_group.size, train)[0, mesh.sample_group.rank]:
             indices = positions * len(samples) // count  # a position past the end stays past the end
             bounds = samples.documents(indices) if config.data.document_mask else None
-            microbatches.append(microbatch_on(*samples.samples(indices), mesh, bounds=bounds))
+            microbatches.append(microbatch_on(*samples.samples(indices), mesh, bounds=bounds, sources=sources))
         yield microbatches

@@ -12,9 +12,9 @@ import torch
 from megacore.config import Config
 from megacore.config.devices import peak_flops
 from megacore.distributed.mesh import Mesh
+from megacore.model.batch import Microbatch
 from megacore.model.flops import flops_per_token
 from megacore.pipeline.partition import step_times
-from megacore.pipeline.runtime import Microbatch
 
 
 class StepTimer:

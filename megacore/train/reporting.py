@@ -12,9 +12,9 @@ from megacore.config.resolve_auto import why_whole
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
+from megacore.model.batch import Microbatch
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
-from megacore.pipeline.runtime import Microbatch
 from megacore.train.async_metrics import StepMetrics
 from megacore.train.checkpointing import Saving
 from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory, reserved_memory
@@ -58,6 +58,7 @@ class Reporter:
         figures: dict[str, Any] = {
             "step": step,
             "loss": metrics.loss,
+            **metrics.losses,
             "grad_norm": metrics.grad_norm,
             "lr": lr,
             "tokens": step * tokens_a_step,

@@ -16,10 +16,13 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, shard_of
 from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.flat_buffer import learning_rate
-from megacore.model.gpt import DTYPES
+from megacore.model.batch import Microbatch
+from megacore.model.choose import layers_of
+from megacore.model.flow import Loss
 from megacore.model.initial import initialise
+from megacore.model.layers import DTYPES, Layers, check, losses_of
 from megacore.pipeline.partition import plan_of
-from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.runtime import Runtime
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.drift import Drift
 
@@ -28,21 +31,26 @@ from megacore.train.drift import Drift
 class StepResult:
     """The results of a step, on the device, the same on every rank. Reading one is the caller's choice and waits for the device."""
 
-    loss: Tensor  # the global batch's mean, before the update; fp64
+    loss: Tensor  # the global batch's mean, before the update; fp64. Of several losses the sum
     votes: list[Tensor]  # for each of the votes, how many ranks said yes
     grad_norm: Tensor  # global, before clipping
     skipped: Tensor  # steps skipped so far: their loss or gradient was not finite, or a spike
     lr: float  # the rate of this step's update
     drifted: Tensor  # tensor ranks on which parameters differ that all hold alike, see `drift`
+    losses: dict[str, Tensor]  # by name, each with its coefficient, if there are several
 
 
 class TrainStep:
     """This rank's stages, engine and plan, and a step through them. Construction and every method are collective over all ranks."""
 
-    def __init__(self, config: Config, mesh: Mesh, *, draw: bool = True) -> None:
-        """Without `draw` somebody reads the weights, or calls `draw` later."""
+    def __init__(self, config: Config, mesh: Mesh, *, draw: bool = True, layers: Layers | None = None) -> None:
+        """Without `draw` somebody reads the weights, or calls `draw` later. `layers`: of another model than the config's."""
         self.config, self.mesh = config, mesh
-        self.stages = build_stages(config, mesh)
+        layers = layers_of(config) if layers is None else layers
+        check(layers)
+        self.losses = losses_of(layers)
+        self.named_losses = tuple(self.losses) if len(self.losses) > 1 else ()  # a loss alone is `loss`
+        self.stages = build_stages(config, mesh, layers)
         self.engine = build_engine(config, self.stages, mesh)
         self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.observers)
         self.plan = plan_of(config)
@@ -82,42 +90,66 @@ class TrainStep:
         before_update()
         return self.update(number, *sums)
 
-    def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
+    def forward_backward(self, batch: Sequence[Microbatch]) -> dict[str, Tensor]:
         """Runs the microbatches forward and backward. The engine then has the reduced gradients.
 
-        Returns this rank's part of the global batch's mean loss, fp64 on the device. The sum over all ranks is the loss.
+        Returns this rank's part of each loss of the global batch, fp64 on the device. The sum over all ranks is the loss.
         """
         if self.threads is not None:
             self.threads.fit()
-        weight = self.target_weight(batch)
-        loss = self.runtime.run(self.plan, batch, weight) * weight
-        # Only ranks with the last stage have losses, and all tensor ranks have the same.
-        return loss.double() if self.mesh.is_loss_rank else torch.zeros_like(loss, dtype=torch.float64)
+        weights = self.weights(batch)
+        sums = self.runtime.run(self.plan, batch, weights)
+        return {name: self.own_part(loss, sums[loss.name] * weights[loss.name]) for name, loss in self.losses.items()}
 
-    def sum_over_ranks(self, number: int, share: Tensor, votes: Sequence[float]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """The global batch's mean loss; how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no);
+    def own_part(self, loss: Loss, value: Tensor) -> Tensor:
+        """A rank's `value` of a loss where it counts, else zero: of ranks that compute the same, one counts. Ranks without the loss's
+        layers have zero."""
+        divided = (self.mesh.tp.name,) if loss.sp and self.config.parallel.sequence else ()
+        return value.double() if self.mesh.counts(*divided) else torch.zeros_like(value, dtype=torch.float64)
+
+    def weights(self, batch: Sequence[Microbatch]) -> dict[str, float | Tensor]:
+        """The weight of each loss's sums, known before the first backward and the same on every rank."""
+        found: dict[str, float | Tensor] = {}
+        for name, loss in self.losses.items():
+            mean = self.target_weight(batch) if loss.over == "targets" else self.mean_weight(batch, loss.over)
+            found[name] = mean if loss.coefficient == 1.0 else loss.coefficient * mean
+        return found
+
+    def sum_over_ranks(
+        self, number: int, share: Mapping[str, Tensor], votes: Sequence[float]
+    ) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
+        """The global batch's losses; how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no);
         and the tensor ranks that have drifted apart. One collective brings them all, and nobody waits for it."""
         self.mesh.observers.phase("loss")
-        flags = [torch.full_like(share, vote) for vote in votes]
-        loss, *rest = all_reduce(torch.stack([share, *flags, *self.drift.sums(number)]), self.mesh.world)
-        return loss, rest[: len(flags)], self.drift.seen(rest[len(flags) :])
+        flags = [torch.full((), vote, dtype=torch.float64, device=self.mesh.device) for vote in votes]
+        found = list(all_reduce(torch.stack([*share.values(), *flags, *self.drift.sums(number)]), self.mesh.world))
+        losses, rest = dict(zip(share, found, strict=False)), found[len(share) :]
+        return losses, rest[: len(flags)], self.drift.seen(rest[len(flags) :])
 
-    def update(self, number: int, loss: Tensor, votes: list[Tensor], drifted: Tensor) -> StepResult:
+    def update(self, number: int, losses: Mapping[str, Tensor], votes: list[Tensor], drifted: Tensor) -> StepResult:
         """Clips the gradients and updates the parameters, at the rate of step `number`. `votes` and `drifted` are handed on."""
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
+        loss, *others = losses.values()
+        for other in others:
+            loss = loss + other
         self.mesh.observers.phase("optimizer step")
         statistics = self.engine.step(lr, loss)
         self.mesh.observers.phase("between steps")
-        return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, drifted)
+        named = {name: losses[name] for name in self.named_losses}
+        return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, drifted, named)
 
     def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:
-        """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned.
+        """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned."""
+        return self.mean_weight(batch, "targets" if self.masks_targets else "tokens")
 
-        Where some are masked, ranks count theirs and sum them: a rank may have more than another, or none.
+    def mean_weight(self, batch: Sequence[Microbatch], field: str) -> float | Tensor:
+        """1 / entries of the global batch's `field` that are not `IGNORED`.
+
+        Where some may be, ranks count theirs and sum them: a rank may have more than another, or none.
         """
-        if not self.masks_targets:
+        if field == "tokens":
             return 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)
-        own = torch.stack([(microbatch.targets != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
-        # Every stage has the targets, and so does every tensor rank, of which one speaks.
+        own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
+        # Every stage has the batch, and so does every tensor rank, of which one counts.
         total = all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world) / self.mesh.pp.size
         return 1.0 / total.clamp_(min=1.0)

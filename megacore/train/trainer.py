@@ -20,7 +20,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import logical_name
 from megacore.errors import CheckpointError, ConfigError, LogError
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.train.async_metrics import AsyncMetrics, StepMetrics
 from megacore.train.checkpointing import Saving, choose, engine_state
 from megacore.train.compiling import settled
@@ -66,7 +66,7 @@ class Trainer:
         self.step = self.started = self.resume()
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
-        self.async_metrics = AsyncMetrics(mesh.device, mesh.observers)
+        self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
         self.logs = Logs(config, self.is_writer, self.step + 1, monitors)
         self.saving = Saving(config, mesh, self.engine, self.logs)
         self.reporter = Reporter(config, mesh, self.saving)
@@ -83,7 +83,8 @@ class Trainer:
             self.saving.saver.hold_update()
             done = self.train_step.update(self.step, *sums)
             self.train_step.runtime.after_backward = None  # see `tell_first_step`
-            self.async_metrics.post(self.step, torch.stack([done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted]))
+            figures = [done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted, *done.losses.values()]
+            self.async_metrics.post(self.step, torch.stack(figures))
             self.reporter.count(batch)
             garbage.step()
 

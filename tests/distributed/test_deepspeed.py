@@ -17,7 +17,7 @@ from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.deepspeed import DeepSpeedEngine
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.train.inputs import Inputs
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
@@ -179,7 +179,7 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     for module in stage.modules():
         module.register_forward_pre_hook(note)
     (batch, *_) = trainer.loader.step(1)
-    loss = trainer.train_step.runtime.modules[0](batch.inputs, batch.key, targets=batch.targets)
+    loss = trainer.train_step.runtime.modules[0]({}, batch)[1]["cross_entropy"]
     names = {parameter: name for name, parameter in stage.named_parameters()}
     held = {names[parameter] for parameter, storage in gathered.items() if not storage.expired()}
     loss.backward()

@@ -20,7 +20,7 @@ from megacore.distributed.observer import Observer
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from megacore.rng import RUN
 from megacore.train.step import TrainStep
 from tests import training

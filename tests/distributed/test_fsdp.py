@@ -141,8 +141,8 @@ def skipping_rank(config_path: str) -> dict[str, Any]:
     tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
     seen: dict[str, Any] = {"elements": sum(rows.master.numel() for rows in engine.rows)}
     for bad in (True, False):
-        loss = stage.loss(stage(tokens), tokens)
-        engine.backward(0, engine.root(loss), engine.loss_gradient(1.0), last=True)
+        loss = stage.loss(stage.hidden(tokens), tokens)
+        engine.backward(0, engine.root([loss]), [engine.loss_gradient(1.0)], last=True)
         engine.reduce_gradients()
         if bad and place.rank == 1:
             engine.rows[5].gradient.view(-1)[0] = math.inf
@@ -173,12 +173,12 @@ def loading_rank(config_path: str, reshard: str) -> float:
     tokens = torch.zeros(2, config.train.seq_len, dtype=torch.long)
     stage.eval()
     with torch.no_grad():
-        stage.loss(stage(tokens), tokens)
+        stage.loss(stage.hidden(tokens), tokens)
         held = engine.tensors()
         for tensor, _ in held.values():
             tensor.zero_()
         engine.load_state(engine.state(), held)
-        loss = float(stage.loss(stage(tokens), tokens)) / tokens.numel()
+        loss = float(stage.loss(stage.hidden(tokens), tokens)) / tokens.numel()
     mesh.close()
     return loss - math.log(config.model.vocab_size)
 
@@ -202,8 +202,8 @@ def offloading_rank(config_path: str) -> tuple[bool, bool, list[float]]:
     for _ in range(2):
         there |= any(parameter.grad is not None for parameter in stage.parameters())
         for last in (False, True):
-            loss = stage.loss(stage(tokens), tokens)
-            engine.backward(0, engine.root(loss), engine.loss_gradient(1.0), last=last)
+            loss = stage.loss(stage.hidden(tokens), tokens)
+            engine.backward(0, engine.root([loss]), [engine.loss_gradient(1.0)], last=last)
         engine.reduce_gradients()
         norm = torch.cat([gradient.flatten() for gradient in gradients]).double().norm()
         norms.append(float(norm))

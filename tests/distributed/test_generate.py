@@ -13,9 +13,9 @@ from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
 from megacore.model.decoding import Decoder
-from megacore.model.gpt import Stage
 from megacore.model.sampling import Sampler
-from megacore.pipeline.partition import stage_layers
+from megacore.model.stage import Stage
+from megacore.pipeline.partition import layer_ranges
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
 from tests import training
@@ -85,7 +85,7 @@ def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> t
     raw = {"model": SIZES | model, "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1}}
     config = resolve(raw, overrides, "test", place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
-    stage = Stage(config, range(config.model.num_layers), mesh, mesh.device)
+    stage = Stage(config, range(config.model.num_layers + 2), mesh, mesh.device)
     decoder = Decoder([stage.eval()], mesh)
     sampler = Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])
     found = [list(decoder.generate([(7 * i) % 256 for i in range(n)], 6, sampler)) for n in lengths]
@@ -116,7 +116,7 @@ def transfers_seen() -> dict[str, int]:
     mesh = Mesh(config, place, torch.device("cpu"))
     recorder = FlightRecorder()
     mesh.observers.append(recorder)
-    stage = Stage(config, stage_layers(config)[place.rank], mesh, mesh.device)
+    stage = Stage(config, layer_ranges(config)[place.rank], mesh, mesh.device)
     assert len(list(Decoder([stage.eval()], mesh).generate([1, 2, 3], 4, Sampler(0.0, 1, 1.0, 0, SIZES["vocab_size"])))) == 4
     mesh.close()
     return {key: channel.begun for key, channel in recorder.channels.items() if ">" in key}

@@ -21,8 +21,9 @@ from megacore.distributed.shard import materialise
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.model import attention, block
+from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import plan_of
-from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.runtime import Runtime
 from megacore.tools.interchange import mapped
 from megacore.tools.interchange.families import family_for_hf
 from tests import peers
@@ -60,19 +61,22 @@ def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) 
         for name, parameter in stage.named_parameters():
             parameter.copy_(slice_of(weights[name], parameter.shard.offset, parameter.shape))  # type: ignore[attr-defined]
     seen: list[Tensor] = []
-    plain = stage.logits
+    (head,) = stage.behind or [None]
+    plain = getattr(head, "logits", None)
 
     def logits(x: Tensor) -> Tensor:
         result = plain(x)
         seen.append(result.clone())  # the loss takes the logits' memory over
         return result
 
-    stage.logits = logits  # type: ignore[method-assign]
+    if head is not None:
+        head.logits = logits
     engine = NativeEngine(config, [stage], mesh)
     plan = plan_of(config)
     inputs, targets = (t.split(config.train.micro_batch_size) for t in peers.tokens())
     weight = 1 / peers.tokens()[0].numel()
-    loss = Runtime([stage], engine, mesh.pp).run(plan, [Microbatch(*pair) for pair in zip(inputs, targets, strict=True)], weight)
+    batch = [Microbatch(*pair) for pair in zip(inputs, targets, strict=True)]
+    loss = Runtime([stage], engine, mesh.pp).run(plan, batch, {"cross_entropy": weight})["cross_entropy"]
     gradients = {name: Piece(g.clone(), shard.offset) for name, (g, shard) in engine.gradients().items()}
     found = Found(gradients, torch.cat(seen).detach() if seen else None, float(loss * weight))
     mesh.close()

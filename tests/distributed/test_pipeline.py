@@ -13,8 +13,9 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
+from megacore.model.batch import Microbatch
 from megacore.pipeline import generators
-from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op
 from megacore.pipeline.simulate import peak_live
 from tests.training import VOCAB_SIZE, write_config
@@ -33,14 +34,14 @@ class Watched(Runtime):
     def _forward(self, action: Action) -> None:
         super()._forward(action)
         if self.outputs:
-            self.seen["outputs"].append(StorageWeakRef(self.outputs[action.microbatch, action.chunk].untyped_storage()))
+            self.seen["outputs"].append(StorageWeakRef(self.outputs[action.microbatch, action.chunk]["hidden"].untyped_storage()))
         for kind, storages in self.seen.items():
             self.most[kind] = max(self.most[kind], sum(not storage.expired() for storage in storages))
 
     def _send(self, action: Action, held: Any) -> None:
         super()._send(action, held)
         if action.op is Op.SEND_GRADIENT:
-            self.seen["sent"].append(StorageWeakRef(self.sending[action.peer][-1][1].untyped_storage()))
+            self.seen["sent"].append(StorageWeakRef(self.sending[action.peer][-1][0][1].untyped_storage()))
 
 
 def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
         shape = (microbatches, 2, config.train.micro_batch_size, config.train.seq_len)
         tokens = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
         batch = [Microbatch(inputs, targets) for inputs, targets in tokens]
-        loss = runtime.run(plan, batch, 1.0)
+        loss = runtime.run(plan, batch, {"cross_entropy": 1.0})["cross_entropy"]
         left = {kind: sum(not s.expired() for s in storages) for kind, storages in runtime.seen.items()}
         kept = (runtime.inputs, runtime.outputs, runtime.roots, runtime.input_gradients, runtime.output_gradients)
         results.append(

@@ -22,6 +22,7 @@ from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
 from megacore.model.initial import initialise
+from megacore.model.stage import whole_model
 from megacore.pipeline import generators, partition, schedule
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped
 from megacore.pipeline.validate import validate
@@ -194,10 +195,10 @@ def test_momentum_sgd_is_what_it_says(tmp_path: Path) -> None:
     """Momentum, decoupled decay on matrices only, clipping: against the formula, written out."""
     path = training.write_config(tmp_path, "unused", train={"precision": "fp64"})
     config = load(path, SGD, 1).config
-    model = gpt.whole_model(config)
+    model = whole_model(config)
     buffers = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for step in range(1, STEPS + 1):
-        total = sum(model.loss(model(b.inputs), b.targets) for b in batch_of(config, step, SOLO))
+        total = sum(model.loss(model.hidden(b.tokens), b.targets) for b in batch_of(config, step, SOLO))
         (total / (config.train.global_batch_size * config.train.seq_len)).backward()  # type: ignore[union-attr]
         norm = float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm())
         clip = min(1.0, config.optim.grad_clip / (norm + 1e-6))

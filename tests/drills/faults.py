@@ -13,7 +13,7 @@ import torch
 
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.train.trainer import Trainer
 
 LONGEST = 86400.0  # seconds

@@ -11,7 +11,7 @@ from megacore.context_parallel import attention
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed import collectives as comm
-from megacore.model import context, gpt
+from megacore.model import context, stage
 from megacore.train import loader, step
 from tests.faults import fault
 
@@ -67,14 +67,14 @@ def pieces_out_of_order() -> Any:
 
 @fault("a context rank counts its positions from 0", "cp2", ATTENTION, RING)
 def positions_of_the_rank() -> Any:
-    return patch(gpt, "positions_of", lambda runs: np.arange(sum(run.stop - run.start for run in runs)))
+    return patch(stage, "positions_of", lambda runs: np.arange(sum(run.stop - run.start for run in runs)))
 
 
 @fault("targets are shifted within a rank's piece, and lost at its edge", "cp2", "gradient of the logits, microbatch 0, backward", RING)
 def targets_shifted_in_pieces() -> Any:
     def shifted(*args: Any, **options: Any) -> Any:
         batch = right(*args, **options)
-        return replace(batch, targets=batch.inputs.roll(-1, 1))
+        return replace(batch, targets=batch.tokens.roll(-1, 1))
 
     right = loader.microbatch_on
     return patch(loader, "microbatch_on", shifted)

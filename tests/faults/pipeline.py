@@ -54,14 +54,15 @@ def stale_activation() -> Any:
     def into_one(self: Any, action: Any, held: Any) -> None:
         receive(self, action, held)
         key = action.microbatch, action.chunk
-        came, one = held[key], shared.setdefault(action.op, torch.empty_like(held[key]))
-        work, held[key] = self.arriving[action.op, key], one.data
+        came = held[key]["hidden"]
+        one = shared.setdefault(action.op, torch.empty_like(came))
+        (work,), held[key]["hidden"] = self.arriving[action.op, key], one.data
 
         def wait() -> None:  # in the schedule's order, so that it is wrong in the same way every time
             work.wait()
             one.copy_(came)
 
-        self.arriving[action.op, key] = mock.Mock(wait=wait)
+        self.arriving[action.op, key] = [mock.Mock(wait=wait)]
 
     return patch(runtime.Runtime, "_receive", into_one)
 

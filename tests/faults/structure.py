@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megacore.data import samples
 from megacore.kernels import linear_cross_entropy
-from megacore.model import gpt
+from megacore.model import embedding, head, stage
 from megacore.train import step
 from tests.faults import both, fault
 
@@ -22,15 +22,15 @@ patch = mock.patch.object
     "model.num_layers=5",
 )
 def even_share_of_layers_run() -> Any:
-    forward = gpt.Stage.forward
+    forward = stage.Stage.forward
 
-    def short(self: Any, *rest: Any, **options: Any) -> Tensor:
+    def short(self: Any, *rest: Any, **options: Any) -> Any:
         mean = self.config.model.num_layers // self.config.parallel.pipeline
         for block in list(self.blocks.values())[mean:]:
             block.forward = lambda x, context: x
         return forward(self, *rest, **options)
 
-    return patch(gpt.Stage, "forward", short)
+    return patch(stage.Stage, "forward", short)
 
 
 @fault(
@@ -42,7 +42,7 @@ def even_share_of_layers_run() -> Any:
     "train.global_batch_size=24",
 )
 def positions_of_whole_sequences() -> Any:
-    return patch(gpt, "own_part", lambda positions, group: positions[: len(positions) // group.size])
+    return patch(embedding, "own_part", lambda positions, group: positions[: len(positions) // group.size])
 
 
 @fault(
@@ -77,8 +77,8 @@ def rate_a_step_behind() -> Any:
     "model.position=learned",
 )
 def positions_without_decay() -> Any:
-    make = gpt.Shard
-    return patch(gpt, "Shard", lambda *rest, **options: make(*rest, **(options | {"decay": False})))
+    make = embedding.Shard
+    return patch(embedding, "Shard", lambda *rest, **options: make(*rest, **(options | {"decay": False})))
 
 
 @fault("samples begin one token late", "one", "module embedding, its input, microbatch 0, forward")
@@ -89,7 +89,7 @@ def samples_one_token_late() -> Any:
 
 def rows_apart() -> Any:
     """No mistake: the logits' rows are apart as in 16 bits on a GPU."""
-    return patch(gpt, "row_stride", lambda x, outputs: outputs + 64 - outputs % 64)
+    return patch(head, "row_stride", lambda x, outputs: outputs + 64 - outputs % 64)
 
 
 @fault(
@@ -99,9 +99,9 @@ def rows_apart() -> Any:
     "model.vocab_size=4097",
 )
 def gaps_between_logits_counted() -> Any:
-    once = gpt.vocab_parallel_cross_entropy
+    once = head.vocab_parallel_cross_entropy
 
     def counted(logits: Tensor, *rest: Any) -> Tensor:
         return once(F.pad(logits, (0, logits.stride(0) - logits.shape[1])), *rest)
 
-    return both(rows_apart(), patch(gpt, "vocab_parallel_cross_entropy", counted))
+    return both(rows_apart(), patch(head, "vocab_parallel_cross_entropy", counted))

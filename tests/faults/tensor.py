@@ -10,7 +10,7 @@ from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import TensorSlice
 from megacore.engine import choose, reduce
-from megacore.model import context, gpt, norm
+from megacore.model import context, head, norm, stage
 from megacore.tensor_parallel import cross_entropy, embedding, linear
 from megacore.train import step, trainer
 from tests.faults import both, fault
@@ -75,11 +75,11 @@ def row_output_summed_over_data() -> Any:
     build = choose.Stage
 
     def wrong(config: Any, layers: Any, group: Any, *rest: Any) -> Any:
-        stage = build(config, layers, group, *rest)
-        for layer in stage.modules():
+        built = build(config, layers, group, *rest)
+        for layer in built.modules():
             if isinstance(layer, linear.RowLinear):
                 layer.group = RANK.mesh.sample_group
-        return stage
+        return built
 
     return both(remembered_mesh(), patch(choose, "Stage", wrong))
 
@@ -139,7 +139,7 @@ def vocabulary_offset_rounded_down() -> Any:
     def wrong(logits: Tensor, targets: Tensor, group: Any, first_row: int, *rest: Any) -> Tensor:
         return loss(logits, targets, group, group.rank * (65 // group.size), *rest)
 
-    return patch(gpt, "vocab_parallel_cross_entropy", wrong)
+    return patch(head, "vocab_parallel_cross_entropy", wrong)
 
 
 @fault("the softmax of the loss runs over a rank's own vocabulary only", "tp2", "the loss, microbatch 0, forward")
@@ -187,14 +187,14 @@ def grouped_heads_by_wrong_stride() -> Any:
     "model.position=rope",
 )
 def rope_offset_by_rank() -> Any:
-    compute_on = gpt.Stage.compute_on
+    compute_on = stage.Stage.compute_on
 
     def rolled(self: Any, device: torch.device) -> None:
         compute_on(self, device)
         if self.rope is not None:
             self.rope = tuple(table.roll(-self.group.rank * len(table) // self.group.size, 0) for table in self.rope)
 
-    return patch(gpt.Stage, "compute_on", rolled)
+    return patch(stage.Stage, "compute_on", rolled)
 
 
 @fault("weights are drawn from the rank's own generator", "tp2", "initialisation depends on the layout: first embedding.weight")

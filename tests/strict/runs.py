@@ -19,9 +19,9 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import TensorSlice
 from megacore.model.decoding import Decoder
-from megacore.model.gpt import Stage
 from megacore.model.sampling import Sampler
-from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.model.stage import Stage
+from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.worker import planted
 from tests import training
@@ -158,7 +158,7 @@ def generate(config_path: str, overrides: list[str], out: str) -> Outcome:
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={out}"], place.world_size).config
     mesh = Mesh(config, place, torch.device("cpu"))
-    held = [stage_layers(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
+    held = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     stages = [Stage(config, layers, mesh, mesh.device).eval() for layers in held]
     decoder, sampler = Decoder(stages, mesh), Sampler(0.0, 1, 1.0, 0, config.model.vocab_size)
     tokens = [token for prompt in ([1, 2, 3], list(range(13))) for token in decoder.generate(prompt, 8, sampler)]

@@ -39,7 +39,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology, sizes_of
 from megacore.errors import ConfigError
 from megacore.model.flops import attention_flops, block_flops, flops_per_token, head_flops
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.stage import Stage, whole_model
 from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors
 from megacore.tools.interchange.nanogpt import nanogpt_tensors
@@ -247,7 +247,7 @@ def test_each_ratio_stands_beside_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "layers", "share"), [(1, range(2), (1.0, 1)), (2, range(2), (0.5, 0.5)), (1, range(1), (0.5, 0)), (1, range(1, 2), (0.5, 1))]
+    ("tensor", "layers", "share"), [(1, range(4), (1.0, 1)), (2, range(4), (0.5, 0.5)), (1, range(2), (0.5, 0)), (1, range(2, 4), (0.5, 1))]
 )
 def test_bare_products_are_those_that_the_formulas_count(tensor: int, layers: range, share: tuple[float, float]) -> None:
     """A product that is left out, or that every rank of a layout computes whole, makes another bound. `share`: of blocks, of the head."""
@@ -401,9 +401,9 @@ def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mappe
     with torch.no_grad():
         for tensor in mapping:
             ours.get_parameter(tensor.name).copy_(tensor.join(theirs))  # type: ignore[arg-type]
-    loss = ours.loss(ours(microbatch.inputs, microbatch.key), microbatch.targets) / microbatch.targets.numel()
+    loss = ours.loss(ours.hidden(microbatch.tokens, microbatch.key), microbatch.targets) / microbatch.targets.numel()
     loss.backward()
-    other = model(microbatch.inputs, microbatch.targets)
+    other = model(microbatch.tokens, microbatch.targets)
     other.backward()
     found = float((other - loss).detach().abs() / loss.detach())
     gradients = {name: parameter.grad for name, parameter in theirs.items()}

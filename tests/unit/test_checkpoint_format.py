@@ -28,7 +28,7 @@ from megacore.config.load import resolve
 from megacore.config.schema import ModelConfig
 from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from tests import crashes
 from tests.checkpoints import Alone, find_latest, save
 from tests.manifests import edit_manifest, edit_text
@@ -150,7 +150,7 @@ def test_any_other_model_key_is_refused_or_leaves_logits(base: dict[str, Any]) -
     def logits(config: Config) -> Tensor:
         model = whole_model(config).eval()
         model.load_state_dict(weights)
-        return model.logits(model(tokens))
+        return model.logits(model.hidden(tokens))
 
     written = configured(sizes)
     recorded, weights = written.model.model_dump(), whole_model(written).state_dict()

@@ -144,7 +144,7 @@ def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing
             prefix, _, sample = stream.where(2 * index + row)
             right = plain[prefix].batch([plain[prefix].training[sample]])
             seen.add(prefix)
-            assert torch.equal(microbatch.inputs[row], right.inputs[0]) and torch.equal(microbatch.targets[row], right.targets[0])
+            assert torch.equal(microbatch.tokens[row], right.inputs[0]) and torch.equal(microbatch.targets[row], right.targets[0])
             assert microbatch.documents is not None and microbatch.positions is not None and right.documents[1] is not None
             assert tuple(map(int, microbatch.documents[row])) == tuple(right.documents[0][0])
             assert torch.equal(microbatch.positions[row], right.documents[1][0])
@@ -221,7 +221,7 @@ def validated(count: int, eval_batches: int, data_size: int) -> list[list[int]]:
         mesh: Any = SimpleNamespace(sample_group=SimpleNamespace(size=data_size, rank=rank), cp=SOLO, device=torch.device("cpu"))
         for number, batch in enumerate(validation_batches(config, mesh, Numbered(count))):  # type: ignore[arg-type]
             found += [[]] * (number == len(found))
-            found[number] = sorted(found[number] + [int(i) for microbatch in batch for i in microbatch.inputs])
+            found[number] = sorted(found[number] + [int(i) for microbatch in batch for i in microbatch.tokens])
     return found
 
 

@@ -14,8 +14,8 @@ from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.init import joined
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.model.gpt import whole_model
 from megacore.model.norm import Norm
+from megacore.model.stage import whole_model
 
 MODELS = {
     "gpt2": ["model.dropout=0.1"],
@@ -48,7 +48,7 @@ def gradients(config: Config) -> list[Tensor]:
     """Of one microbatch, in which every token comes several times: its embedding's gradient is a sum."""
     model = whole_model(config)
     tokens = torch.arange(34).view(2, 17) % 5
-    model.loss(model(tokens[:, :-1], 1), tokens[:, 1:]).backward()
+    model.loss(model.hidden(tokens[:, :-1], 1), tokens[:, 1:]).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 

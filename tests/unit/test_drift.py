@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacore.config import load
 from megacore.distributed.communicator import Group
 from megacore.distributed.topology import Topology, alone
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.stage import Stage, whole_model
 from megacore.train import drift
 from megacore.train.drift import EVERY, MODULUS, Drift
 from tests import training
@@ -22,7 +22,7 @@ from tests.unit.test_synchronisation import META, refusing
 def drift_of(device: torch.device, folder: Path, rank: int, dtype: str = "fp32") -> Drift:
     config = load(training.write_config(folder, "nothing"), [f"train.precision={dtype}"], 1).config
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), rank), device=device)
-    return Drift([Stage(config, range(2), alone(config), device)], mesh)
+    return Drift([Stage(config, range(3), alone(config), device)], mesh)
 
 
 def test_a_comparison_does_not_wait_for_its_device(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_comparison_takes_little_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None:
     """A rank of an interleaved pipeline has several stages: what is not compared may drift apart for good."""
     config, cpu = load(training.write_config(tmp_path, "nothing"), [], 1).config, torch.device("cpu")
-    stages = [Stage(config, range(first, first + 1), alone(config), cpu) for first in (0, 1)]
+    stages = [Stage(config, own, alone(config), cpu) for own in (range(2), range(2, 3))]
     mesh: Any = SimpleNamespace(tp=Group("tp", (0, 1), 0), device=cpu)
     compared = Drift(stages, mesh)
     held = [(name, parameter.detach().view(-1)) for stage in stages for name, parameter in stage.named_parameters()]
@@ -91,7 +91,7 @@ def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkey
     monkeypatch.setattr(nn.Module, "compile", lambda self, options=None: asked.append(options))
     config = load(training.write_config(tmp_path, "nothing"), ["train.compile=true"], 1).config
     whole_model(config)
-    Stage(config, range(1), Topology(config, sizes={"tp": 2}), META)
+    Stage(config, range(2), Topology(config, sizes={"tp": 2}), META)
     layers = config.model.num_layers
     assert asked == [None] * layers + [{"deterministic": True}]
     torch.compile(lambda x: x, options=asked[-1])  # raises where Inductor knows no such option

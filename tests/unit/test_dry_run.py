@@ -24,8 +24,8 @@ from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
 from megacore.model.activations import block_activations, logits_kept, stage_kept
+from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import placement_of, stage_layers
-from megacore.pipeline.runtime import Microbatch
 from megacore.tensor_parallel import linear
 from megacore.tools.dry_run.compare_traffic import mismatches
 from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks

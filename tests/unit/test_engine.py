@@ -25,9 +25,10 @@ from megacore.engine.native import NativeEngine
 from megacore.engine.optimizers import UPDATES
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.spike_detector import ENOUGH
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.batch import Microbatch
+from megacore.model.stage import Stage, whole_model
 from megacore.pipeline import generators
-from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.runtime import Runtime
 from megacore.train.checkpointing import engine_state
 from tests.training import VOCAB_SIZE, write_config
 
@@ -60,7 +61,7 @@ def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) ->
     """Forward and backward of a step's whole batch; its mean loss."""
     plan = generators.build(config.parallel.schedule, 1, config.num_microbatches, tied=config.model.tie_embeddings)
     weight = 1 / (config.train.global_batch_size * config.train.seq_len)
-    return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), weight) * weight
+    return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), {"cross_entropy": weight})["cross_entropy"] * weight
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_steps_equal_torch_adamw(configure: Configure, overrides: str) -> None:
         loss = accumulate(config, stage, engine, step)
         statistics = engine.step(rate)
 
-        whole = [torch.cat(tensors) for tensors in zip(*((m.inputs, m.targets) for m in batch_of(config, step)), strict=True)]
-        right = copy.loss(copy(whole[0]), whole[1]) / whole[1].numel()
+        whole = [torch.cat(tensors) for tensors in zip(*((m.tokens, m.targets) for m in batch_of(config, step)), strict=True)]
+        right = copy.loss(copy.hidden(whole[0]), whole[1]) / whole[1].numel()
         plain.zero_grad()
         right.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in copy.parameters() if p.grad is not None])
@@ -132,7 +133,7 @@ def test_bf16_keeps_what_bf16_cannot_hold(configure: Configure) -> None:
     """Masters and moments in fp32: an update of 1e-4 on a weight of 1, whose next bf16 neighbour is 4e-3 away, must add up."""
     config = configure("train.precision=bf16 optim.weight_decay=0 optim.grad_clip=0")
     stage, engine = engine_of(config)
-    weight = stage.norm.weight
+    weight = stage.behind[0].norm.weight
     assert weight.dtype == torch.bfloat16
     assert {tensor.dtype for tensor, _ in engine.tensors().values()} == {torch.float32}
     naive = torch.nn.Parameter(weight.detach().clone())
@@ -163,7 +164,7 @@ def test_bf16_losses_add_up_in_fp32(configure: Configure) -> None:
     stage, engine = engine_of(config)
     found = accumulate(config, stage, engine, 1)
     with torch.no_grad():
-        losses = [stage.loss(stage(m.inputs, m.key), m.targets) for m in batch_of(config, 1)]
+        losses = [stage.loss(stage.hidden(m.tokens, m.key), m.targets) for m in batch_of(config, 1)]
     targets = config.train.global_batch_size * config.train.seq_len
     assert found.item() == pytest.approx(sum(loss.double().item() for loss in losses) / targets, rel=1e-6)
 
@@ -209,10 +210,10 @@ def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: 
     state, window = engine.state(), engine.spikes.recent.tolist()
     assert state["skipped"] == 0 and len(state["norms"]) == ENOUGH + 1
     if bad == "weight":
-        kept = stage.embedding.weight.data.clone()
-        stage.embedding.weight.data.fill_(math.inf)
+        kept = stage.before[0].embedding.weight.data.clone()
+        stage.before[0].embedding.weight.data.fill_(math.inf)
         loss = accumulate(config, stage, engine, 1)
-        stage.embedding.weight.data.copy_(kept)
+        stage.before[0].embedding.weight.data.copy_(kept)
         assert not loss.isfinite()
     else:
         backward_of(engine, stage, 1e4 if bad == "spike" else 1.0)
@@ -345,7 +346,7 @@ def test_buckets_start_within_the_last_backward_and_in_order(configure: Configur
         assert not started
         inputs = torch.zeros(2, 16, dtype=torch.long)
         with reducer.completing(last):
-            stage.loss(stage(inputs), inputs).backward()
+            stage.loss(stage.hidden(inputs), inputs).backward()
     within = len(started)
     reducer.finish()
     starts = [(buffer.sum.first, buffer.gradients[bucket.start :].data_ptr()) for buffer, bucket in reducer.buckets]
@@ -368,7 +369,7 @@ def test_reduction_overlaps_backward(configure: Configure, monkeypatch: pytest.M
     reducer = reducer_of(config, stage)
     inputs = torch.zeros(2, 16, dtype=torch.long)
     with reducer.completing(True):
-        stage.loss(stage(inputs), inputs).backward()
+        stage.loss(stage.hidden(inputs), inputs).backward()
     assert started == sorted(started) and started[0] < len(done) / 2, f"starts behind gradient {started} of {len(done)}"
     assert len(set(started)) > 3
 

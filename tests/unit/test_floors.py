@@ -19,7 +19,7 @@ ROOMS = [
     ["megacore.errors"],
     ["megacore.files", "megacore.records", "megacore.caches", "megacore.rng", "megacore.distributed.axes"],
     ["megacore.config.", "megacore.kernels."],
-    ["megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations"],
+    ["megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations", "megacore.model.flow"],
     ["megacore.pipeline."],
     ["megacore.distributed."],
     ["megacore.cli", "megacore.tensor_parallel.", "megacore.context_parallel.", "megacore.data."],
@@ -42,7 +42,7 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.config.",
-    "megacore.pipeline.", "megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations",
+    "megacore.pipeline.", "megacore.engine.optimizer_states", "megacore.model.flops", "megacore.model.activations", "megacore.model.flow",
     "megacore.tools.planner.",
     "megacore.distributed.rank_info", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
     "megacore.distributed.error_report", "megacore.distributed.crowd",

@@ -16,8 +16,8 @@ from megacore.errors import UserError
 from megacore.model import attention, decoding
 from megacore.model.cache import KeyValueCache
 from megacore.model.decoding import Decoder
-from megacore.model.gpt import Stage, whole_model
 from megacore.model.sampling import Sampler
+from megacore.model.stage import Stage, whole_model
 from megacore.tools.text.stream import TextStream
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from tests import training
@@ -53,7 +53,7 @@ def decoder_of(config: Config) -> Decoder:
 def full_logits(model: Stage, tokens: list[int]) -> torch.Tensor:
     """Behind the last token, from a pass over all of them without a cache."""
     with torch.no_grad():
-        return model.logits(model(torch.tensor([tokens])))[-1]
+        return model.logits(model.hidden(torch.tensor([tokens])))[-1]
 
 
 def written_by_full_passes(model: Stage, count: int, sampler: Sampler) -> list[int]:

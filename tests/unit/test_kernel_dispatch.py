@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megacore.config.load import resolve
-from megacore.distributed.communicator import SOLO
 from megacore.kernels import dispatch
-from megacore.model.context import Context
-from megacore.model.gpt import whole_model
+from megacore.model.batch import Microbatch
+from megacore.model.stage import whole_model
 from tests.compiling import graphs_counted
 
 
@@ -47,7 +46,7 @@ def test_auto_leaves_fusing_to_the_compiler(monkeypatch, model):
     x = torch.randn(32, 32, requires_grad=True)
     with graphs_counted() as found:
         stage = whole_model(resolve(sections, model, "small", 1).config)
-        context = Context(2, 16, stage.rope, SOLO, False, 0.0, 0)
+        context = stage.context(Microbatch(torch.zeros(2, 16, dtype=torch.int64)))
         y = x
         for block in stage.blocks.values():
             y = block(y, context)

@@ -7,7 +7,7 @@ import torch
 
 from megacore.config import load
 from megacore.distributed.shard import LogicalMatrix, shard_of
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from tests import training
 
 

@@ -13,9 +13,10 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.native import NativeEngine
 from megacore.kernels.linear_cross_entropy import adds_in_fp32
-from megacore.model.gpt import whole_model
+from megacore.model.batch import Microbatch
+from megacore.model.stage import whole_model
 from megacore.pipeline import generators
-from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import Plan
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tensor_parallel.linear import ColumnLinear
@@ -107,11 +108,11 @@ def gradients(path: str, overrides: str, plan: Plan | None = None) -> tuple[dict
         if native is None or plan is None:
             stage.zero_grad()
             for key, (inputs, targets) in enumerate(step):
-                stage.loss(stage(inputs, key), targets).backward()
+                stage.loss(stage.hidden(inputs, key), targets).backward()
         else:
             native.reducer.clear()
             batch = [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(step)]
-            Runtime([stage], native, SOLO).run(plan, batch, 1.0)
+            Runtime([stage], native, SOLO).run(plan, batch, {"cross_entropy": 1.0})
     if native is None:
         return {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}, given
     found = {name: tensor.clone() for name, (tensor, _) in native.gradients().items()}

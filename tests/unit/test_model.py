@@ -14,14 +14,16 @@ from torch import Tensor
 from megacore.config import Config, load
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import shard_of
-from megacore.distributed.topology import Topology, alone
+from megacore.distributed.topology import Topology
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.kernels.rope import rope
-from megacore.model import context, gpt
+from megacore.model import context, head
+from megacore.model.batch import Microbatch
 from megacore.model.context import Context
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.layers import DTYPES
 from megacore.model.norm import Norm
 from megacore.model.rotary import rope_tables
+from megacore.model.stage import Stage, whole_model
 from megacore.tensor_parallel.linear import row_stride
 from megacore.tools.planner.parameters import parameters
 from megacore.train.loader import Loader
@@ -68,7 +70,7 @@ def shake(stage: Stage) -> Stage:
 
 def loss_and_gradients(stage: Stage, key: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     inputs, targets = tokens_of(stage.config), tokens_of(stage.config, 1)
-    loss = stage.loss(stage(inputs, key), targets)
+    loss = stage.loss(stage.hidden(inputs, key), targets)
     names, values = zip(*stage.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, values), strict=True))
 
@@ -140,7 +142,7 @@ def test_equals_a_plain_gpt(configure: Configure, variant: str) -> None:
     right = F.cross_entropy(logits.flatten(0, 1), tokens_of(config, 1).flatten(), reduction="sum")
     right.backward()
     loss, gradients = loss_and_gradients(stage)
-    assert torch.equal(loss, stage.loss(stage(tokens_of(config)), tokens_of(config, 1)).detach())
+    assert torch.equal(loss, stage.loss(stage.hidden(tokens_of(config)), tokens_of(config, 1)).detach())
     assert float((loss - right.detach()).abs() / right.detach()) < 1e-12
     assert largest_difference(gradients, {name: q.grad for name, q in p.items() if q.grad is not None}) < 1e-12
 
@@ -156,10 +158,10 @@ def test_padding_between_logits_is_never_counted(configure: Configure, monkeypat
     stage = shake(whole_model(configure(f"model.vocab_size={vocab_size}")))
     right, wanted = loss_and_gradients(stage)
     with torch.no_grad():
-        logits = stage.logits(stage(tokens_of(stage.config)))
-        monkeypatch.setattr(gpt, "row_stride", lambda x, outputs: -(-outputs // 64) * 64)
+        logits = stage.logits(stage.hidden(tokens_of(stage.config)))
+        monkeypatch.setattr(head, "row_stride", lambda x, outputs: -(-outputs // 64) * 64)
         monkeypatch.setattr(torch, "empty_strided", poisoned)
-        apart = stage.logits(stage(tokens_of(stage.config)))
+        apart = stage.logits(stage.hidden(tokens_of(stage.config)))
     assert apart.shape == logits.shape and apart.stride(0) % 64 == 0 and apart.stride(0) > vocab_size
     assert float((apart - logits).abs().max()) < 1e-12
     loss, gradients = loss_and_gradients(stage)
@@ -170,7 +172,7 @@ def test_padding_between_logits_is_never_counted(configure: Configure, monkeypat
 @pytest.mark.parametrize(("device", "dtype", "stride"), [("cuda", "bf16", 128), ("cuda", "fp32", 65), ("cpu", "bf16", 65)])
 def test_where_logits_are_padded(device: str, dtype: str, stride: int) -> None:
     """On CPUs and in 32 bits nothing is gained."""
-    x: Any = SimpleNamespace(device=torch.device(device), element_size=lambda: gpt.DTYPES[dtype].itemsize)
+    x: Any = SimpleNamespace(device=torch.device(device), element_size=lambda: DTYPES[dtype].itemsize)
     assert row_stride(x, 65) == stride and row_stride(x, 128) == 128
 
 
@@ -184,7 +186,7 @@ def test_layouts_cut_the_same_initial_parameters(configure: Configure, variant: 
     config = configure(f"{VARIANTS[variant]} parallel.tensor={tp} parallel.pipeline={pp} parallel.sequence=true", world=tp * pp)
     counted = 0
     for stage in range(pp):
-        layers = range(5 * stage // pp, 5 * (stage + 1) // pp)
+        layers = range(7 * stage // pp, 7 * (stage + 1) // pp)  # anywhere, also between the ends and their neighbours
         topologies = [Topology(config, stage * tp + rank) for rank in range(tp)]
         ranks = [Stage(config, layers, topology, CPU) for topology in topologies]
         held_by = [(topology, *named) for topology, rank in zip(topologies, ranks, strict=True) for named in rank.named_parameters()]
@@ -216,11 +218,11 @@ def test_no_position_sees_a_later_one(configure: Configure, overrides: str) -> N
     stage = shake(whole_model(configure(overrides))).eval()
     tokens = tokens_of(stage.config)
     batch, seq = tokens.shape
-    logits = stage.logits(stage(tokens)).view(batch, seq, -1)
+    logits = stage.logits(stage.hidden(tokens)).view(batch, seq, -1)
     for t in (0, 5, seq - 1):
         changed = tokens.clone()
         changed[0, t] = (changed[0, t] + 1) % VOCAB_SIZE
-        moved = (stage.logits(stage(changed)).view(batch, seq, -1) != logits).any(-1)
+        moved = (stage.logits(stage.hidden(changed)).view(batch, seq, -1) != logits).any(-1)
         assert not moved[0, :t].any() and not moved[1:].any()
         assert moved[0, t:].all(), "or the comparison would prove nothing"
 
@@ -268,7 +270,7 @@ def test_grouped_queries_equal_repeated_key_heads(configure: Configure, attentio
         state[name] = torch.stack([torch.stack((g[query], g[2], g[3])) for g in groups for query in (0, 1)])
     full.load_state_dict(state)
     tokens = tokens_of(grouped.config)
-    assert torch.allclose(grouped.logits(grouped(tokens)), full.logits(full(tokens)), rtol=1e-12, atol=1e-13)
+    assert torch.allclose(grouped.logits(grouped.hidden(tokens)), full.logits(full.hidden(tokens)), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -308,7 +310,7 @@ def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
     ones = torch.ones(32, 64, dtype=torch.float64)
 
     def dropped(key: int, *site: object, group: Group = SOLO, sequence: bool = False) -> Tensor:
-        context = Context(2, 16, None, group, sequence, 0.25, key)
+        context = Context(2, 16, None, group, sequence, 0.25, key, batch=Microbatch(torch.zeros(2, 16)))
         return context.drop(ones[: 32 // group.size] if sequence else ones, *site)
 
     masks = [dropped(1, 0, "attention"), dropped(2, 0, "attention"), dropped(1, 1, "attention"), dropped(1, 0, "feed_forward")]
@@ -323,9 +325,9 @@ def test_dropout_by_microbatch_and_site(configure: Configure) -> None:
     stage = shake(whole_model(configure("model.dropout=0.2")))
     still = shake(whole_model(configure()))
     tokens = tokens_of(stage.config)
-    assert torch.equal(stage(tokens, 1), stage(tokens, 1))
-    assert not torch.equal(stage(tokens, 1), stage(tokens, 2))
-    assert torch.equal(stage.eval()(tokens, 1), still(tokens)), "no dropout in validation"
+    assert torch.equal(stage.hidden(tokens, 1), stage.hidden(tokens, 1))
+    assert not torch.equal(stage.hidden(tokens, 1), stage.hidden(tokens, 2))
+    assert torch.equal(stage.eval().hidden(tokens, 1), still.hidden(tokens)), "no dropout in validation"
 
 
 def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
@@ -339,7 +341,7 @@ def test_every_microbatch_has_a_key_of_its_own(configure: Configure) -> None:
             mesh: Any = SimpleNamespace(sample_group=Group("dp", tuple(range(data)), rank), cp=SOLO, device=CPU)
             for step in (1, 2):
                 for microbatch in Loader(config, mesh, stream).step(step):
-                    found[step, int(microbatch.inputs[0, 0])] = microbatch.key
+                    found[step, int(microbatch.tokens[0, 0])] = microbatch.key
         return found
 
     alone = keys(1)
@@ -357,14 +359,14 @@ def test_every_place_has_a_mask_of_its_own_whichever_stage_holds_it(configure: C
 
     monkeypatch.setattr(context, "bias_dropout_residual", noted)
     config = configure("model.dropout=0.2")
-    whole_model(config)(tokens_of(config), 1)
-    whole = keys.copy()
-    assert len(whole) == len(set(whole)) == 1 + 2 * config.model.num_layers, "the embedding, and two in every block"
+    whole_model(config).hidden(tokens_of(config), 1)
+    in_one = keys.copy()
+    assert len(in_one) == len(set(in_one)) == 1 + 2 * config.model.num_layers, "the embedding, and two in every block"
     keys.clear()
-    x = tokens_of(config)
-    for layers in (range(3), range(3, 5)):
-        x = Stage(config, layers, alone(config), CPU)(x, 1)
-    assert keys == whole
+    flow: dict[str, Tensor] = {}
+    for layers in (range(4), range(4, 7)):
+        flow, _ = Stage(config, layers, Topology(config), CPU)(flow, Microbatch(tokens_of(config), key=1))
+    assert keys == in_one
 
 
 def test_another_seed_draws_other_weights(configure: Configure) -> None:
@@ -384,7 +386,7 @@ def test_a_chunked_loss_is_the_models_loss(configure: Configure, variant: str) -
         stage = shake(whole_model(configure(f"{VARIANTS[variant]} {sizes} model.chunked_loss={chunked}")))
         results.append(loss_and_gradients(stage))
         with torch.no_grad():
-            evaluated = stage.eval().loss(stage(tokens_of(stage.config)), tokens_of(stage.config, 1))
+            evaluated = stage.eval().loss(stage.hidden(tokens_of(stage.config)), tokens_of(stage.config, 1))
         assert float(evaluated) == pytest.approx(float(results[0][0]), rel=1e-12)
     assert float(results[1][0]) == pytest.approx(float(results[0][0]), rel=1e-12)
     assert largest_difference(results[1][1], results[0][1]) < 1e-12

@@ -13,7 +13,7 @@ from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer, Observers, Operation, Waits
 from megacore.distributed.rank_info import RankInfo
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.pipeline.schedule import Action
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.train.step import TrainStep

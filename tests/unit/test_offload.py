@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.config import load
 from megacore.model import offload
-from megacore.model.gpt import Stage, whole_model
 from megacore.model.offload import ActivationOffload, Away
+from megacore.model.stage import Stage, whole_model
 from tests.training import write_config
 
 MODELS = ["", "train.recompute=full model.dropout=0.1", "train.recompute=selective model.attention=eager model.activation=swiglu"]
@@ -23,7 +23,7 @@ def gradients(path: str, overrides: str) -> tuple[Stage, list[torch.Tensor]]:
     stage = whole_model(load(path, overrides.split()).config)
     for key in (1, 2):
         tokens = torch.arange(32).view(2, 16) * key % 65
-        stage.loss(stage(tokens, key), tokens).backward()
+        stage.loss(stage.hidden(tokens, key), tokens).backward()
     return stage, [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
 
 

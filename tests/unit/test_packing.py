@@ -124,7 +124,7 @@ def test_a_microbatch_keeps_documents_and_padding_apart(tmp_path: Path) -> None:
         for microbatch in loader.step(step):
             assert microbatch.positions is not None and microbatch.documents is not None
             for inputs, targets, positions, bounds in zip(
-                microbatch.inputs, microbatch.targets, microbatch.positions, microbatch.documents, strict=True
+                microbatch.tokens, microbatch.targets, microbatch.positions, microbatch.documents, strict=True
             ):
                 real = targets != IGNORED
                 assert torch.equal(targets[real], inputs[real] + 1)

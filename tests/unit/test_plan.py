@@ -25,15 +25,15 @@ from megacore.distributed.topology import Topology
 from megacore.kernels import layernorm
 from megacore.model import activations as own
 from megacore.model.activations import block_activations
+from megacore.model.batch import Microbatch
 from megacore.model.flops import (
     block_flops,
     flops_per_token,
     head_flops,
     layer_cost,
 )
-from megacore.model.gpt import Stage, whole_model
-from megacore.pipeline.partition import stage_layers
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.stage import Stage, whole_model
+from megacore.pipeline.partition import layer_ranges, stage_layers
 from megacore.tools.planner import activations
 from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import RankMemory, besides, rank_memory
@@ -74,7 +74,7 @@ def test_parameters_are_the_models(variant: dict[str, Any]) -> None:
 def test_parameters_of_a_rank_are_the_stages(variant: dict[str, Any]) -> None:
     """Memory would be predicted for another split than the one that is built: 2 tensor ranks × 2 stages, 101 words."""
     config = make(variant, {"tensor": 2, "pipeline": 2})
-    built = [sum(p.numel() for p in Stage(config, layers, Topology(config), "cpu").parameters()) for layers in stage_layers(config)]
+    built = [sum(p.numel() for p in Stage(config, layers, Topology(config), "cpu").parameters()) for layers in layer_ranges(config)]
     assert rank_parameters(config) == built
 
 
@@ -84,7 +84,8 @@ def test_the_list_of_parameters_is_what_the_layers_state(variant: dict[str, Any]
     """A shape, a cut or a partial gradient that a layer states otherwise: memory or traffic would be predicted for another model."""
     config = make(variant, {"tensor": 2, "pipeline": 2, "sequence": sequence})
     for stage, layers in enumerate(stage_layers(config)):
-        built = {name: shard_of(p) for name, p in Stage(config, layers, Topology(config, sizes={"pp": 1}), "cpu").named_parameters()}
+        whole = Topology(config, sizes={"pp": 1})
+        built = {name: shard_of(p) for name, p in Stage(config, layer_ranges(config)[stage], whole, "cpu").named_parameters()}
         blocks = [replace(p, name=f"blocks.{layer}.{p.name}") for layer in layers for p in block_list(config)]
         listed = {p.name: p for p in (*blocks, *ends_list(config, stage))}
         assert listed.keys() == built.keys()
@@ -111,7 +112,7 @@ def counted_flops(config: Config) -> float:
     """Operations a token, forward and backward, that PyTorch's own counter sees."""
     model, tokens = whole_model(config), torch.zeros(2, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model(tokens, targets=tokens).backward()
+        model.loss(model.hidden(tokens), tokens).backward()
     return counter.get_total_flops() / tokens.numel()
 
 
@@ -132,7 +133,7 @@ def test_flops_of_documents_are_what_attention_multiplies(monkeypatch: pytest.Mo
     monkeypatch.setattr(blocks, "has_kernel", lambda q: False)  # products that the counter sees: in backward the scores once more
     model, tokens = whole_model(masked), torch.zeros(2, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model(tokens, targets=tokens, documents=documents, positions=positions).backward()
+        model.loss(model.hidden(tokens, 0, documents, positions), tokens).backward()
     pairs = sum((stop - start) ** 2 for bounds in documents for start, stop in pairwise(bounds))
     scores_again = 2 * config.model.num_layers * config.model.hidden_size * pairs
     counted = (counter.get_total_flops() - scores_again) / tokens.numel()
@@ -185,7 +186,7 @@ def saved_bytes(config: Config) -> int:
 
     tokens = torch.zeros(2, 32, dtype=torch.long)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.loss(model(tokens), tokens)
+        model.loss(model.hidden(tokens), tokens)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

@@ -16,7 +16,7 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.resolve_auto import attention_of, compiles, context_method_of, settled, why_whole
 from megacore.model.activations import block_activations
 from megacore.model.attention import Attention
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from megacore.pipeline.partition import plan_of
 from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.planner.activations import rank_activations
@@ -61,7 +61,7 @@ def test_the_model_does_what_is_chosen(monkeypatch: pytest.MonkeyPatch, seq_len:
         return sdpa(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    whole_model(config_of({}, seq_len=seq_len))(torch.zeros(1, seq_len, dtype=torch.long))
+    whole_model(config_of({}, seq_len=seq_len)).hidden(torch.zeros(1, seq_len, dtype=torch.long))
     assert ("sdpa" if called else "eager") == chosen
 
 

@@ -19,9 +19,10 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.kernels import cross_entropy
-from megacore.model.gpt import Stage, whole_model
+from megacore.model.batch import Microbatch
+from megacore.model.stage import Stage, whole_model
 from megacore.pipeline import generators, schedule
-from megacore.pipeline.runtime import Microbatch, Runtime
+from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.simulate import peak_live
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from tests.pieces import SPLIT
@@ -64,10 +65,10 @@ def test_a_plan_gives_the_sum_of_losses_and_their_gradient(configure: Configure,
     config = configure(f"model.dropout=0.1 parallel.schedule={name}")
     stages, engine = engine_of(config)
     batch = batch_of(config, microbatches)
-    loss = Runtime(stages, engine, SOLO).run(generators.build(name, 1, microbatches), batch, 0.125)
+    loss = Runtime(stages, engine, SOLO).run(generators.build(name, 1, microbatches), batch, {"cross_entropy": 0.125})["cross_entropy"]
 
     copy = whole_model(config)
-    losses = torch.stack([copy.loss(copy(m.inputs, m.key), m.targets) for m in batch])
+    losses = torch.stack([copy.loss(copy.hidden(m.tokens, m.key), m.targets) for m in batch])
     (losses.sum() * 0.125).backward()
     assert float((loss - losses.sum()).detach().abs()) < 1e-10 and not loss.requires_grad
     gradients = engine.gradients()
@@ -88,7 +89,7 @@ def test_the_loss_writes_its_gradient_in_forward(configure: Configure, monkeypat
 
         monkeypatch.setattr(cross_entropy, function.__name__, called)
     stages, engine = engine_of(config := configure(f"parallel.schedule={name}"))
-    Runtime(stages, engine, SOLO).run(generators.build(name, 1, 3), batch_of(config, 3), 0.125)
+    Runtime(stages, engine, SOLO).run(generators.build(name, 1, 3), batch_of(config, 3), {"cross_entropy": 0.125})
     assert calls == ["losses_and_gradients"] * 3
     calls.clear()
     for stage in stages:
@@ -131,7 +132,7 @@ def test_activations_die_with_their_backward(configure: Configure, name: str, mi
             most = max(most, sum(not storage.expired() for storage in seen))
 
         runtime.methods[schedule.Op.FORWARD] = counted
-        runtime.run(plan, batch_of(config, microbatches), 1.0)
+        runtime.run(plan, batch_of(config, microbatches), {"cross_entropy": 1.0})
         alive = [storage.expired() for storage in seen].count(False)
     if gc_was_enabled:
         gc.enable()
@@ -165,7 +166,7 @@ def test_the_first_half_of_backward_frees_all_but_the_products(configure: Config
                 assert microbatch in waiting or all(storage.expired() for storage in storages), "multiplied, and not freed"
 
         runtime.methods.update({op: partial(counted, op, method) for op, method in runtime.methods.items()})
-        runtime.run(SPLIT, batch_of(config, 3), 1.0)
+        runtime.run(SPLIT, batch_of(config, 3), {"cross_entropy": 1.0})
     if gc_was_enabled:
         gc.enable()
     assert len(kept) == 3 and all(kept.values()) and not runtime.parts
@@ -180,15 +181,15 @@ def test_validation_needs_no_engine_and_keeps_nothing(configure: Configure) -> N
     batch = batch_of(config, 3)
     targets = batch[1].targets.clone()
     targets[0, 3:] = IGNORED
-    batch[1] = Microbatch(batch[1].inputs, targets)
+    batch[1] = Microbatch(batch[1].tokens, targets)
     runtime = Runtime([stage], None, SOLO)
     with watched([stage]) as seen:
-        loss = runtime.run(schedule.forward_only(schedule.looped(1), 3), batch)
+        loss = runtime.run(schedule.forward_only(schedule.looped(1), 3), batch)["cross_entropy"]
         assert all(storage.expired() for storage in seen)
     plain = whole_model(configure())
-    right = sum(float(plain.loss(plain(m.inputs), m.targets).detach()) for m in batch)
+    right = sum(float(plain.loss(plain.hidden(m.tokens), m.targets).detach()) for m in batch)
     assert loss.item() == pytest.approx(right, rel=1e-13)
     assert runtime.peak_live == 0 and not runtime.roots
     stage.train()
     with pytest.raises(AssertionError, match="a plan with backward needs an engine"):
-        runtime.run(generators.build("1f1b", 1, 3), batch, 1.0)
+        runtime.run(generators.build("1f1b", 1, 3), batch, {"cross_entropy": 1.0})

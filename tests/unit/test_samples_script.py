@@ -78,7 +78,7 @@ def test_names_are_those_of_what_each_rank_reads(config: str, tmp_path: Path, da
         for step in (4, 5):
             for j, microbatch in enumerate(loader.step(step)):
                 own = [row for row in rows if (row["step"], row["data_rank"], row["microbatch"]) == (step, rank, j)]
-                for row, inputs, targets in zip(own, microbatch.inputs, microbatch.targets, strict=True):
+                for row, inputs, targets in zip(own, microbatch.tokens, microbatch.targets, strict=True):
                     for end, token in (("first", inputs[0]), ("last", targets[-1])):
                         lengths = DOCUMENTS[Path(row["corpus"]).name]
                         document = row[end]["document"]

@@ -23,7 +23,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo, free_port
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.train.async_metrics import StepMetrics
 from megacore.train.garbage import Garbage

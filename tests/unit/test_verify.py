@@ -21,7 +21,7 @@ from megacore.engine.flat_buffer import learning_rate
 from megacore.engine.optimizer_states import STATES
 from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
-from megacore.model.gpt import whole_model
+from megacore.model.stage import whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder

@@ -8,6 +8,7 @@ from megacore.config import Config
 from megacore.distributed.axes import AXES, ranks_along
 from megacore.distributed.topology import sizes_of
 from megacore.errors import ConfigError
+from megacore.model.choose import flow_of
 from megacore.tools.dry_run.compare_traffic import mismatches, named
 from megacore.tools.dry_run.dry_step import PARTS, DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
@@ -93,7 +94,7 @@ def progress(text: str) -> None:
 
 def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[str]:
     """What a rank sends or holds that the formulas do not have, a line each."""
-    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank)[dry.stage])
+    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, flow_of(config))[dry.stage])
     memory = rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage]
     for part in ("parameters", "gradients", "optimizer"):
         if dry.held[part] != (formula := getattr(memory, part)):

@@ -12,7 +12,9 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
-from megacore.pipeline.runtime import Microbatch
+from megacore.model.batch import Microbatch
+from megacore.model.choose import layers_of
+from megacore.model.layers import fields_of
 from megacore.tools.dry_run.fake import META, as_on_its_device, playing
 from megacore.tools.dry_run.meta_watch import Call, Journal, MetaWatch, alive
 from megacore.tools.planner.fsdp_units import divides_parameters
@@ -61,7 +63,8 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
         held = held_by(step, watch)
         built = len(watch.calls)
         tokens = torch.zeros(train.micro_batch_size, train.seq_len // config.parallel.context, dtype=torch.int64, device=META)
-        batch = [Microbatch(tokens, tokens, key) for key in range(config.num_microbatches)]
+        more = dict.fromkeys(fields_of(layers_of(config)), tokens)
+        batch = [Microbatch(tokens, tokens, key, more=more) for key in range(config.num_microbatches)]
         with watch.during("update"):
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()

@@ -10,7 +10,8 @@ from megacore.checkpoint import Reader
 from megacore.checkpoint.weights import load_weights
 from megacore.config import Config
 from megacore.errors import CheckpointError, ConfigError
-from megacore.model.gpt import DTYPES, whole_model
+from megacore.model.layers import DTYPES
+from megacore.model.stage import whole_model
 from megacore.tools.planner.parameters import parameters
 
 ROWS, LONGEST = 2, 64  # random tokens that both models read
@@ -89,7 +90,7 @@ def own_logits(config: Config, reader: Reader, stored: torch.dtype, rows: Tensor
     load_weights(reader, [stage])
     for parameter in stage.parameters():
         parameter.copy_(parameter.to(stored))
-    return stage.logits(stage(rows)).view(*rows.shape, -1)
+    return stage.logits(stage.hidden(rows)).view(*rows.shape, -1)
 
 
 @torch.no_grad()

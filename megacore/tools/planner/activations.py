@@ -8,6 +8,7 @@ from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.resolve_auto import context_method_of, loss_chunk, splits_backward
 from megacore.config.schema import Config, resolved
 from megacore.model.activations import block_activations, logits_kept, stage_kept, stage_waiting, unsplit_part, vocabulary_rows
+from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan, unsplit
@@ -103,15 +104,17 @@ def _gathered_keys(config: Config) -> int:
     return 3 * 2 * ELEMENT_BYTES[config.train.precision] * whole
 
 
-def transfer_buffers(config: Config) -> list[int]:
-    """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many as may be, and one that arrives."""
+def transfer_buffers(config: Config, flow: ModelFlow = GPT) -> list[int]:
+    """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many as may be, and one that arrives.
+    `flow`: what the model's layers declare."""
     placement = placement_of(config)
     holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-    message = unsplit_part(config, ELEMENT_BYTES[config.train.precision] * config.rank_tokens * config.model.hidden_size)
     found = []
     for rank, stages in enumerate(placement):
-        peers = {holder[other] for stage in stages for other in (stage - 1, stage + 1) if other in holder} - {rank}
-        found.append(message * (IN_FLIGHT * len(peers) + 1) if peers else 0)
+        cuts = {(holder[other], min(stage, other)) for stage in stages for other in (stage - 1, stage + 1) if other in holder}
+        away = {(peer, cut) for peer, cut in cuts if peer != rank}
+        largest = max((flow.message_bytes(config, cut) for _, cut in away), default=0)
+        found.append(largest * (IN_FLIGHT * len({peer for peer, _ in away}) + 1) if away else 0)
     return found
 
 

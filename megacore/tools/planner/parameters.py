@@ -73,17 +73,19 @@ def ends_list(config: Config, stage: int) -> list[Parameter]:
     found = []
     if stage == 0 and model.position == "learned":
         found.append(Parameter("position", (config.max_positions, model.hidden_size), partial=config.parallel.sequence))
-    if stage == 0 or (stage == last and model.tie_embeddings):
+    if stage == 0:
         found.append(Parameter("embedding.weight", vocabulary, 0))
     if stage == last:
-        found += norm_list(config, "norm") + ([] if model.tie_embeddings else [Parameter("head.weight", vocabulary, 0)])
+        found += norm_list(config, "norm")
+        if not (stage == 0 and model.tie_embeddings):
+            found.append(Parameter("embedding.weight" if model.tie_embeddings else "head.weight", vocabulary, 0))
     return found
 
 
 def stage_list(config: Config, stage: int) -> list[Parameter]:
     """A stage's parameters under their full names, in the order in which it registers them."""
     ends, block, layers = ends_list(config, stage), block_list(config), stage_layers(config)[stage]
-    before = [parameter for parameter in ends if parameter.name in ("position", "embedding.weight")]
+    before = [parameter for parameter in ends if stage == 0 and parameter.name in ("position", "embedding.weight")]
     blocks = [replace(parameter, name=f"blocks.{layer}.{parameter.name}") for layer in layers for parameter in block]
     return [*before, *blocks, *(parameter for parameter in ends if parameter not in before)]
 

@@ -9,7 +9,7 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | tensor, a layer and microbatch | 8·T·h·(t-1)/t: two sums forward, two backward |
 | the same with sequence parallelism | as many, gathered and scattered; and 2·T·h·(t-1)/t to gather again what backward did not keep |
 | with full recomputation | one sum more, 2·T·h·(t-1)/t (two, or 12 together, as published: the block's last is not needed again) |
-| pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t |
+| pipeline, a microbatch, boundary and direction | T·h, with sequence parallelism T·h/t; and whatever else crosses that cut |
 | context, a layer and microbatch, by gather | 2·k·T·(c-1)·3: keys and values gathered forward and backward, gradients scattered |
 | by ring | 2·k·T·((c-1)·2 + c): keys and values passed round twice, their gradients home |
 | by ulysses | 2·(2a + 2k)·T·(c-1)/c: queries, keys, values and outputs exchanged, and their gradients; and an fp32 number a head |
@@ -21,14 +21,16 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 `rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import context_method_of, loss_chunk, masks_targets, reshards
 from megacore.config.schema import Config
+from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.partition import measured, placement_of
-from megacore.pipeline.schedule import SENDS
+from megacore.pipeline.schedule import SENDS, Plan, message
 from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
 from megacore.tools.planner.operations import Machine
@@ -63,25 +65,29 @@ def ring_share(operation: str, size: int) -> float:
     return rounds.get(operation, (size - 1) / size)
 
 
-def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0) -> list[list[Transfer]]:
+def rank_traffic(
+    config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0, flow: ModelFlow = GPT
+) -> list[list[Transfer]]:
     """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
     shards, the first being the fullest.
 
-    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
+    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`. `flow`: what the model's layers declare.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
     placement = placement_of(config)
     final = max(stage for stages in placement for stage in stages)
-    sent = measured(config, lambda plan: [sum(action.op in SENDS for action in actions) for actions in plan.actions])
+    kinds = [(kind, boundary) for kind in ("activation", "gradient") for boundary in range(final)]
+    sent = iter(measured(config, lambda plan: [count for rank in range(len(placement)) for count in _messages(plan, rank, kinds)]))
     traffic = []
-    for rank, (stages, held, sends) in enumerate(zip(placement, held_by(config), map(int, sent), strict=True)):
+    for rank, (stages, held) in enumerate(zip(placement, held_by(config), strict=True)):
         first, last = 0 in stages, final in stages
-        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), _pipeline(config, sends)]
+        messages = {kind: int(next(sent)) for kind in kinds}
+        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), *_pipeline(config, messages, flow)]
         if divides_parameters(config):
             found += _units(config, units_of(config, rank, tensor_rank, shard_rank))
         else:
             found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
-        found += _figures(config)
+        found += _figures(config, flow.losses)
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -128,11 +134,20 @@ def _context(config: Config, layers: int) -> list[Transfer]:
     return [Transfer("cp", "all_to_all", c, runs * ((forwards + 1) * exchanged + products), element, runs * (forwards + 1) * 4)]
 
 
-def _pipeline(config: Config, sends: int) -> Transfer:
-    """Activations sent to the next stage and gradients sent to the one before, if another rank holds it."""
-    tokens = config.rank_tokens // (config.parallel.tensor if config.parallel.sequence else 1)
-    element = ELEMENT_BYTES[config.train.precision]
-    return Transfer("pp", "send", config.parallel.pipeline, sends * tokens * config.model.hidden_size, element, sends)
+def _messages(plan: Plan, rank: int, kinds: Sequence[tuple[str, int]]) -> list[int]:
+    """How many messages of each kind a rank sends, in the order of `kinds`."""
+    counts = Counter(message(plan, rank, action)[:2] for action in plan.actions[rank] if action.op in SENDS)
+    return [counts[kind] for kind in kinds]
+
+
+def _pipeline(config: Config, messages: Mapping[tuple[str, int], int], flow: ModelFlow) -> list[Transfer]:
+    """What crosses a cut, sent to the next stage, and its gradients, sent to the one before, if another rank holds it."""
+    sent: dict[int, tuple[int, int]] = {}  # elements and calls, by the bytes of an element
+    for (kind, boundary), count in messages.items():
+        for one in flow.crossing(boundary, gradients=kind == "gradient") if count else ():
+            elements, calls = sent.get(each := ELEMENT_BYTES[one.precision(config)], (0, 0))
+            sent[each] = elements + count * one.elements(config), calls + count
+    return [Transfer("pp", "send", config.parallel.pipeline, elements, each, calls) for each, (elements, calls) in sent.items()]
 
 
 def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> list[Transfer]:
@@ -190,11 +205,11 @@ def _units(config: Config, units: Sequence[Unit]) -> list[Transfer]:
     ]
 
 
-def _figures(config: Config) -> list[Transfer]:
-    """What is summed over all ranks, so that they decide alike: the loss with its two votes (to stop; a save has failed), and the norm."""
+def _figures(config: Config, losses: int) -> list[Transfer]:
+    """What is summed over all ranks, so that they decide alike: losses with two votes (to stop; a save has failed), and the norm."""
     world = config.world_size
     masks = int(masks_targets(config))  # then the targets that are learned are counted first
-    return [Transfer("loss", "all_reduce", world, 3 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", world, 1, 8, 1)]
+    return [Transfer("loss", "all_reduce", world, losses + 2 + masks, 8, 1 + masks), Transfer("norm", "all_reduce", world, 1, 8, 1)]
 
 
 def sent_by_group(transfers: list[Transfer]) -> dict[str, float]:

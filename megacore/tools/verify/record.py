@@ -17,8 +17,9 @@ from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
-from megacore.model.gpt import DTYPES, Stage
 from megacore.model.initial import BLOCKS
+from megacore.model.layers import DTYPES
+from megacore.model.stage import Stage
 from megacore.rng import normal_runs
 from megacore.tensor_parallel.gradient import main_gradient_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder

@@ -15,6 +15,7 @@ It shares the following with the layouts, and other tests compare these parts wi
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from megacore.config.schema import MASK, OptimConfig
 from megacore.data.shuffle import derive_key, permute
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.shard import Shard, shard_of
-from megacore.model.gpt import DTYPES, Stage, whole_model
+from megacore.model.batch import FieldSource, Microbatch, Samples
+from megacore.model.choose import layers_of
+from megacore.model.layers import DTYPES, fields_of, losses_of
+from megacore.model.stage import Stage, whole_model
 from megacore.rng import key_of
 from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.tools.verify.record import ProofRecord, noise
@@ -64,22 +68,24 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
     state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
 
+    losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
     corpus = Corpus(config.data.train, config)
     count = len(corpus.training)  # samples in an epoch: a proof needs only one
     order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
     for step in range(1, train.steps + 1):
         loss, of_step = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size]
-        learned = int((corpus.batch(corpus.training[i] for i in of_step).targets != IGNORED).sum())
+        together = microbatch(corpus.batch(corpus.training[i] for i in of_step), sources)
+        counts = {name: int((together[of.over] != IGNORED).sum()) for name, of in losses.items()}
+        for head in model.behind:
+            head.loss = partial(plain_loss, head)  # type: ignore[assignment]
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
                 batch = corpus.batch(corpus.training[i] for i in order[start : start + train.micro_batch_size])
                 trace.enter(index, "forward")
                 trace.note("documents", "positions", batch.documents[1])  # context ranks divide a batch by its documents
-                logits = model.logits(model(batch.inputs, key_of(train.seed, step, index), None, None, *batch.documents))
-                losses = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
-                part = losses / learned
-                trace.note("loss", "output", losses)
+                _, sums = model({}, microbatch(batch, sources, key_of(train.seed, step, index)))
+                part = sum(of.coefficient * sums[name] / max(counts[name], 1) for name, of in losses.items())
                 trace.enter(index, "backward")
                 part.backward()
                 loss += part.item()
@@ -103,6 +109,18 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
             record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()
+
+
+def plain_loss(head: Any, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
+    """What `Head.loss` is, by PyTorch."""
+    return F.cross_entropy(head.logits(x), targets.flatten(), reduction="sum")
+
+
+def microbatch(batch: "Batch", sources: Mapping[str, FieldSource], key: int = 0) -> Microbatch:
+    """A batch as the model's layers take it, with the fields that they declare."""
+    samples = Samples(batch.inputs.numpy(), batch.targets.numpy(), batch.documents[0])
+    more = {name: torch.from_numpy(np.ascontiguousarray(source(samples))) for name, source in sources.items()}
+    return Microbatch(batch.inputs, batch.targets, key, *batch.documents, more)
 
 
 def direction(optim: OptimConfig, step: int, g: Tensor, held: dict[str, Tensor]) -> Tensor:
@@ -195,7 +213,7 @@ def validate(model: Stage, corpus: Corpus) -> float:
     total, learned = 0.0, 0
     for sample in corpus.validation:
         batch = corpus.batch([sample])
-        logits = model.logits(model(batch.inputs, 0, None, None, *batch.documents))
+        logits = model.logits(model.hidden(batch.inputs, 0, *batch.documents))
         total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
         learned += int((batch.targets != IGNORED).sum())
     model.train()

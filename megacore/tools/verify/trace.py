@@ -13,9 +13,11 @@ from megacore.distributed.axes import AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
-from megacore.model.gpt import Stage
+from megacore.model.stage import Stage
 from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
+
+WRAPPED = ("logits", "loss")  # the last layer's methods
 
 
 class SeenGradient(MainGradient):
@@ -136,12 +138,13 @@ class Trace(Observer):
             return self
         for stage in self.stages:
             for name, module in stage.named_modules():
-                if module is not stage:
-                    self._watch(name, module)
+                if module is not stage and not getattr(module, "bare", False):
+                    self._watch(stage.logical_name(name), module)
             for name, parameter in stage.named_parameters():
                 self._watch_gradient(name, parameter)
-            for name in ("logits", "loss"):
-                self._wrap(stage, name)
+            for head in stage.behind:
+                for name in WRAPPED:
+                    self._wrap(head, name)
         return self
 
     def _watch_gradient(self, name: str, parameter: nn.Parameter) -> None:
@@ -172,15 +175,15 @@ class Trace(Observer):
         if not isinstance(module, nn.ModuleDict | nn.ModuleList):
             self.handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
-    def _wrap(self, stage: Stage, name: str) -> None:
-        method = getattr(stage, name)
+    def _wrap(self, head: nn.Module, name: str) -> None:
+        method = getattr(head, name)
 
         def traced(*args: Any) -> Tensor:
             value = method(*args)
             self.note(name, "output", value)
             return value
 
-        setattr(stage, name, traced)
+        setattr(head, name, traced)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.folder is None:
@@ -188,7 +191,8 @@ class Trace(Observer):
         for handle in (*self.handles, *self.watches):
             handle.remove()
         for stage in self.stages:
-            for name in ("logits", "loss"):
-                delattr(stage, name)
+            for head in stage.behind:
+                for name in WRAPPED:
+                    delattr(head, name)
         if error is None:
             save_file({key: torch.atleast_1d(value) for key, value in self.events.items()}, self.folder / f"trace_{self.rank}.safetensors")

@@ -1,0 +1,58 @@
+"""Which layers a config's model has: the GPT's, or those of a file of the user's own."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megacore.config import Config
+from megacore.config.source import Source, source_of
+from megacore.distributed.shard import Shard
+from megacore.distributed.topology import Topology
+from megacore.errors import ConfigError
+from megacore.model.flow import ModelFlow
+from megacore.model.gpt import gpt
+from megacore.model.layers import Layers, LayerSpec, check, crossing, losses_of
+from megacore.pipeline.partition import layer_ranges
+
+
+def layers_of(config: Config) -> Layers:
+    """The layers of a config's model: a first one, `model.num_layers` others, and a last one.
+
+    A file of `model.source` gives them by a function ``layers(config)``, or only its `Block`, which then is each of the others.
+    """
+    source = source_of(config)
+    if source is None:
+        return gpt(config)
+    with source.blamed(", layers"):
+        layers = source.layers(config) if source.layers else gpt(config, source.block)
+        check(layers)
+        if len(layers) != config.model.num_layers + 2:
+            raise ValueError(f"{len(layers)} of them; model.num_layers={config.model.num_layers} counts all but the first and the last")
+    return [SourceSpec(spec.name, spec.kind, spec.arguments, source=source) for spec in layers]
+
+
+def flow_of(config: Config) -> ModelFlow:
+    """What crosses the cuts of a config's pipeline, and how many losses there are."""
+    layers = layers_of(config)
+    ends = [own.stop for own in layer_ranges(config)[:-1]]
+    return ModelFlow(tuple(crossing(layers, end) for end in ends), len(losses_of(layers)))
+
+
+@dataclass(frozen=True)
+class SourceSpec(LayerSpec):
+    """A layer of a user's file, whose mistakes are the file's."""
+
+    source: Source = field(kw_only=True)
+
+    def build(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> Any:
+        """See `LayerSpec`. Raises `ConfigError` if it cannot be made, or has a parameter without a record."""
+        called = self.name.replace("blocks.", "block ")
+        with self.source.blamed(f", {called}"):
+            layer = super().build(config, mesh, dtype, device)
+        for name, parameter in layer.named_parameters():
+            if not isinstance(getattr(parameter, "shard", None), Shard):
+                wrong = f"{self.source.path}: {name} of {called} does not say which part of the whole tensor it is"
+                right = "a layer of megacore.tensor_parallel, or megacore.distributed.shard.new_parameter"
+                raise ConfigError("model.source", wrong, right)
+        return layer

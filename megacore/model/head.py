@@ -1,0 +1,70 @@
+"""The last layer of a GPT: the final norm, the LM head and the loss of the next token."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.distributed.topology import Topology
+from megacore.model.context import Context
+from megacore.model.embedding import vocabulary
+from megacore.model.flow import CROSS_ENTROPY, Flow
+from megacore.model.layers import Layer
+from megacore.model.norm import Norm
+from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
+from megacore.tensor_parallel.embedding import VocabParallelEmbedding
+from megacore.tensor_parallel.linear import column_linear, row_stride
+
+
+class Head(Layer):
+    """Hidden states to the loss; to logits where text is generated. Its weight is the embedding's if they are tied."""
+
+    writes: ClassVar[Mapping[str, Flow]] = {}
+    losses = (CROSS_ENTROPY,)
+    bare = True
+
+    def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.group = config.model, mesh.tp
+        self.sequence = config.parallel.sequence and mesh.tp.size > 1
+        self.norm = Norm(config.model, mesh.tp, self.sequence, dtype, device)
+        name = "embedding" if config.model.tie_embeddings else "head"
+        self.add_module(name, vocabulary(config, mesh, dtype, device))
+
+    @property
+    def vocabulary(self) -> VocabParallelEmbedding:
+        """The layer whose weight is this rank's rows of the LM head."""
+        return self.embedding if self.model.tie_embeddings else self.head  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """The sum of the losses of all targets, see `loss`."""
+        assert context.batch.targets is not None
+        return self.loss(x, context.batch.targets, context.gradients.get(CROSS_ENTROPY.name))
+
+    def loss(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """The sum of the losses of all targets ``[batch, seq]`` that are not `IGNORED`, in nats; a scalar, in fp32 at least.
+
+        `gradient`: what backward will start with, if it is known: forward then writes the gradient of the logits.
+        """
+        model, first_row = self.model, self.vocabulary.first_row
+        if model.chunked_loss:
+            return vocab_parallel_linear_cross_entropy(
+                self.scaled_norm(x), self.vocabulary.weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
+            )
+        return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels, gradient).sum()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states → logits over this rank's vocabulary rows, ``[batch · seq, rows]``.
+
+        The vocabulary may be of any size: what is padded is the distance between the rows, in memory alone.
+        """
+        weight = self.vocabulary.weight
+        return column_linear(self.scaled_norm(x), weight, None, self.group, self.sequence, row_stride(x, len(weight)))
+
+    def scaled_norm(self, x: Tensor) -> Tensor:
+        """The last hidden states, normed and scaled for the head."""
+        x = self.norm(x)
+        scale = self.model.logit_scale
+        return x if scale == 1.0 else x * scale  # equal to scaling the logits, which are many more

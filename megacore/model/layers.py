@@ -1,0 +1,104 @@
+"""What a layer declares: the tensors that it takes and hands on, its losses, and the fields of the batch that it needs.
+
+A model is a list of layers, and a pipeline may cut it between any two. What crosses a cut is what later layers read, and follows from
+these declarations alone: each rank knows it of every cut, and the planner without a device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from megacore.config import Config
+from megacore.distributed.topology import Topology
+from megacore.model.batch import FieldSource
+from megacore.model.flow import HIDDEN, Flow, Loss
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Layer(nn.Module):
+    """A layer of a model; a subclass declares what it is between.
+
+    `forward` takes the tensors that it `reads`, in that order, and the `Context`, which has the batch. It returns those that it
+    `writes`, and behind them a sum for each of its `losses`; a tuple, if they are several.
+    A layer that writes nothing runs only where there are targets: not when text is generated.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("hidden",)
+    writes: ClassVar[Mapping[str, Flow]] = {"hidden": HIDDEN}
+    losses: ClassVar[tuple[Loss, ...]] = ()
+    fields: ClassVar[Mapping[str, FieldSource]] = {}  # of the batch, besides those that every batch has
+    bare: ClassVar[bool] = False  # its parameters are named without the layer's name
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer of the list, before somebody builds it: its name, its class, and what that takes before what all layers take.
+
+    The class declares what `Layer` says; one without a declaration has that of `Layer`: hidden states in, hidden states out.
+    """
+
+    name: str
+    kind: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+    def declared(self, what: str) -> Any:
+        """What the class declares: `reads`, `writes`, `losses`, `fields` or `bare`."""
+        return getattr(self.kind, what, getattr(Layer, what))
+
+    def build(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> Any:
+        """The layer, with this rank's part of its parameters."""
+        layer = self.kind(*self.arguments, config, mesh, dtype, device)
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"{type(layer).__name__} is no torch.nn.Module")
+        for what in ("reads", "writes", "losses"):
+            setattr(layer, what, self.declared(what))
+        return layer
+
+
+Layers = Sequence[LayerSpec]
+
+
+def crossing(layers: Layers, cut: int) -> dict[str, Flow]:
+    """What crosses a cut before layer number `cut`, by name, always in the same order: what a layer behind it reads and one before it
+    has written. Raises `ValueError` if none has."""
+    declared: dict[str, Flow] = {}
+    for spec in layers[:cut]:
+        declared |= spec.declared("writes")
+    read: dict[str, str] = {}  # by which layer
+    for spec in reversed(layers[cut:]):
+        passed = {name: reader for name, reader in read.items() if name not in spec.declared("writes")}
+        read = passed | dict.fromkeys(spec.declared("reads"), spec.name)
+    for name, reader in read.items():
+        if name not in declared:
+            raise ValueError(f"layer {reader} reads {name}, which no layer before it writes")
+    return {name: flow for name, flow in declared.items() if name in read}
+
+
+def losses_of(layers: Layers) -> dict[str, Loss]:
+    """The losses of a model, by name, in the order of its layers."""
+    return {loss.name: loss for spec in layers for loss in spec.declared("losses")}
+
+
+def fields_of(layers: Layers) -> dict[str, FieldSource]:
+    """The fields of the batch that a model's layers need, besides those that every batch has."""
+    return {name: source for spec in layers for name, source in spec.declared("fields").items()}
+
+
+def check(layers: Layers) -> None:
+    """Raises `ValueError` if declarations of a model's layers do not fit together."""
+    crossing(layers, 0)
+    for what, pairs in (
+        ("tensor", [(name, flow) for spec in layers for name, flow in spec.declared("writes").items()]),
+        ("loss", [(loss.name, loss) for spec in layers for loss in spec.declared("losses")]),
+    ):
+        known: dict[str, object] = {}
+        for name, declared in pairs:
+            if known.setdefault(name, declared) != declared:
+                raise ValueError(f"two layers declare the {what} {name} differently")
+    names = [spec.name for spec in layers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two layers are named {twice[0]}")

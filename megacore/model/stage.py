@@ -1,0 +1,220 @@
+"""The part of a model that one pipeline stage holds, or all of it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacore.caches import keep_inductor_private
+from megacore.config import Config
+from megacore.config.resolve_auto import compiles, context_method_of
+from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.sharding import Documents, positions_of
+from megacore.distributed.buffers import buffers_of
+from megacore.distributed.communicator import Group
+from megacore.distributed.shard import shard_of
+from megacore.distributed.topology import Topology, alone
+from megacore.model.batch import Microbatch
+from megacore.model.cache import KeyValueCache
+from megacore.model.choose import layers_of
+from megacore.model.context import Context
+from megacore.model.flow import Flow
+from megacore.model.initial import initialise
+from megacore.model.layers import DTYPES, Layer, Layers, crossing
+from megacore.model.offload import ActivationOffload
+from megacore.model.rotary import rope_tables
+
+Flows = Mapping[str, Tensor]  # by name: what layers hand on
+
+
+def inductor_options(group: Group) -> dict[str, bool] | None:
+    """How Inductor compiles a block. It may time variants of a reduction or a product and keep the fastest, and some of these round
+    differently. Each tensor rank would choose by itself, and what all hold alike would drift apart: there it must not measure."""
+    return {"deterministic": True} if group.size > 1 else None
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model.
+
+    A parameter has the same name in every layout: its layer's name in the list, and its own name in the layer. Initialisation,
+    checkpoints and comparisons use this name. Two stages that share a parameter each hold a copy under the same name, and the engine
+    sums the two gradients; on one rank it is one.
+    """
+
+    def __init__(self, config: Config, own: range, mesh: Topology, device: torch.device | str, layers: Layers | None = None) -> None:
+        """`own`: the numbers of its layers in the list, `layers` or else the config's (`pipeline.partition.layer_ranges`).
+
+        `mesh`: the whole cluster's, or one of a single process (`topology.alone`). On the device `meta` the stage has only names and
+        shapes: somebody gives its parameters memory, and calls `compute_on`.
+        """
+        super().__init__()
+        layers = layers_of(config) if layers is None else layers
+        device, dtype = torch.device(device), DTYPES[config.train.precision]
+        self.config, self.group, self.cp = config, mesh.tp, mesh.cp
+        self.first, self.last = own.start == 0, own.stop == len(layers)
+        self.takes, self.gives = crossing(layers, own.start), crossing(layers, own.stop)  # what comes from the stage before, and goes on
+        self.losses = tuple(dict.fromkeys(loss.name for spec in layers[own.start : own.stop] for loss in spec.declared("losses")))
+        self.sequence = config.parallel.sequence and mesh.tp.size > 1
+        self.layers = [self._register(layers[i].name, layers[i].build(config, mesh, dtype, device)) for i in own]
+        # The ends of the model, and the layers between, which are compiled, recomputed, offloaded and gathered one by one.
+        self.before, self.behind = self.layers[: int(self.first)], self.layers[len(self.layers) - int(self.last) :]
+        self.inner = self.layers[len(self.before) : len(self.layers) - len(self.behind)]
+        self.bare = tuple(f"{layers[i].name}." for i in own if layers[i].declared("bare"))
+        share_by_name([self])
+        if device.type != "meta":
+            self.compute_on(device)
+            held = {name: (parameter, shard_of(parameter)) for name, parameter in self.named_parameters()}
+            initialise(held, {name: shard for name, (_, shard) in held.items()}, config.train.seed, dtype)
+        if compiles(config):
+            keep_inductor_private()
+            for buffer in buffers_of([self]).values():  # a graph would be compiled for every microbatch's key
+                buffer.note = torch.compiler.disable(buffer.note)  # type: ignore[method-assign]
+            for layer in self.inner:
+                layer.compile(options=inductor_options(mesh.tp))
+
+    def _register(self, name: str, layer: Layer) -> Layer:
+        *rooms, own = name.split(".")
+        module: nn.Module = self
+        for room in rooms:
+            if room not in dict(module.named_children()):
+                module.add_module(room, nn.ModuleDict())
+            module = module.get_submodule(room)
+        module.add_module(own, layer)
+        return layer
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """See `nn.Module`. Those of a bare layer are named without the layer's name."""
+        for name, parameter in super().named_parameters(*args, **options):
+            yield self.logical_name(name), parameter
+
+    def logical_name(self, name: str) -> str:
+        """A parameter's name in every layout, from its place among the modules."""
+        return next((name.removeprefix(prefix) for prefix in self.bare if name.startswith(prefix)), name)
+
+    def compute_on(self, device: torch.device) -> None:
+        """Makes all but the parameters on the device. The engine brings these when they are used."""
+        model, train = self.config.model, self.config.train
+        self.device = device
+        for buffer in buffers_of([self]).values():
+            buffer.fill(device)
+        self.sequences, self.positions = None, None
+        own = np.arange(train.seq_len)
+        if self.cp.size > 1:
+            self.sequences = Sequences(train.seq_len, self.cp, context_method_of(self.config))
+            own = positions_of(self.sequences.own)
+            self.positions = torch.from_numpy(own).expand(train.micro_batch_size, -1).to(device)
+        self.rope: tuple[Tensor, Tensor] | None = None
+        if model.position == "rope":
+            at_least_fp32 = torch.float64 if train.precision == "fp64" else torch.float32
+            in_tables = np.arange(train.seq_len) if self.config.data.document_mask else own
+            self.rope = rope_tables(in_tables, self.config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
+
+    @cached_property
+    def text_rope(self) -> tuple[Tensor, Tensor]:
+        """The rotary tables of all positions, for texts that are written."""
+        assert self.rope is not None
+        if self.cp.size == 1:
+            return self.rope
+        model, dtype = self.config.model, self.rope[0].dtype
+        every = np.arange(self.config.max_positions)
+        return rope_tables(every, self.config.head_size, model.rope_theta, dtype, self.device, model.rope_scaling)
+
+    @cached_property
+    def offload(self) -> ActivationOffload:
+        """The offload of activations to host memory, made when `train.offload_activations` first needs it."""
+        return ActivationOffload(self.device)
+
+    def forward(
+        self, flow: Flows, batch: Microbatch, cache: KeyValueCache | None = None, gradients: Flows | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What the stage before hands on, and the batch → what goes on to the next, and the sums of this stage's losses, by name.
+
+        Hidden states are ``[batch · seq, hidden]``, with sequence parallelism this rank's tokens. With a `cache` the tokens follow those
+        that it holds, and are added to it. `gradients`: what backward will start with at each loss, if it is known. Without targets
+        layers that only give losses do not run, and what the last would read goes on.
+        """
+        context, train = self.context(batch, cache, gradients), self.config.train
+        flow, losses = dict(flow), dict[str, Tensor]()
+        for layer in self.before:
+            run(layer, flow, losses, context)
+        with self.offload.around() if train.offload_activations and self.training else nullcontext():
+            for layer in self.inner:
+                run(layer, flow, losses, context, recompute=train.recompute == "full" and self.training)
+        for layer in self.behind:
+            run(layer, flow, losses, context)
+        if cache is not None:
+            cache.advance(context.seq_len)
+        return (flow if self.last and batch.targets is None else {name: flow[name] for name in self.gives}), losses
+
+    def empty(self, flows: Mapping[str, Flow], *sizes: int) -> dict[str, Tensor]:
+        """A new tensor for each of some flows, to receive it; `sizes` as in `Flow.shape`."""
+        return {
+            name: torch.empty(flow.shape(self.config, *sizes), dtype=DTYPES[flow.precision(self.config)], device=self.device)
+            for name, flow in flows.items()
+        }
+
+    def context(self, batch: Microbatch, cache: KeyValueCache | None = None, gradients: Flows | None = None) -> Context:
+        """What a pass over `batch` is told. Context ranks hold the tokens ``sequences.own`` of each sequence; attention stays within the
+        batch's documents."""
+        model, (batch_size, seq), start = self.config.model, batch.tokens.shape, 0 if cache is None else cache.length
+        sequences, positions = self.sequences, batch.positions
+        if cache is not None:
+            sequences, positions = cache.sequences, cache.positions
+        elif batch.documents is not None:
+            sequences = Sequences(self.config.train.seq_len, self.cp, context_method_of(self.config), batch.documents)
+        elif positions is None:
+            positions = self.positions
+        rope = None
+        if self.rope is not None:
+            by_position = positions is not None and (batch.documents is not None or cache is not None)
+            rows = positions.flatten() if by_position else slice(start, start + seq)  # type: ignore[union-attr]
+            cos, sin = self.rope if cache is None else self.text_rope
+            rope = cos[rows], sin[rows]
+        dropout = model.dropout if self.training else 0.0
+        shape, where = (batch_size, seq, rope, self.group, self.sequence), (start, cache, model.kernels, sequences, positions)
+        return Context(*shape, dropout, batch.key, *where, batch=batch, gradients=gradients or {})
+
+    def hidden(self, tokens: Tensor, key: int = 0, documents: Documents | None = None, positions: Tensor | None = None) -> Tensor:
+        """Tokens ``[batch, seq]`` → a whole model's last hidden states, for `logits` or `loss`."""
+        return self({}, Microbatch(tokens, None, key, documents, positions))[0]["hidden"]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of the last layer, see `Head.logits`."""
+        return self.behind[0].logits(x)  # type: ignore[operator]
+
+    def loss(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:
+        """Of the last layer, see `Head.loss`."""
+        return self.behind[0].loss(x, targets, gradient)  # type: ignore[operator]
+
+
+def run(layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], context: Context, *, recompute: bool = False) -> None:
+    """Runs a layer: its tensors come from `flow` and go there, and what it adds to losses to `losses`."""
+    if not layer.writes and context.batch.targets is None:
+        return
+    read = *(flow[name] for name in layer.reads), context
+    found = checkpoint(layer, *read, use_reentrant=False, preserve_rng_state=False) if recompute else layer(*read)
+    found = found if isinstance(found, tuple) else (found,)
+    flow.update(zip(layer.writes, found, strict=False))
+    for loss, value in zip(layer.losses, found[len(layer.writes) :], strict=True):
+        losses[loss.name] = losses[loss.name] + value if loss.name in losses else value
+
+
+def share_by_name(stages: Iterable[Stage]) -> None:
+    """Parameters of one rank that have the same name are one parameter."""
+    held: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for place, module in stage.named_modules():
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[own] = held.setdefault(stage.logical_name(f"{place}.{own}"), parameter)
+
+
+def whole_model(config: Config, device: torch.device | str = "cpu", layers: Layers | None = None) -> Stage:
+    """The whole model on one device: a stage with all layers."""
+    layers = layers_of(config) if layers is None else layers
+    return Stage(config, range(len(layers)), alone(config), device, layers)
