@@ -13,7 +13,7 @@ PLACES = {
     "Mesh": "megacore.distributed.mesh",
     "ColumnLinear": "megacore.tensor_parallel.linear",
     "RowLinear": "megacore.tensor_parallel.linear",
-    "Stage": "megacore.model.gpt",
+    "Stage": "megacore.model.stage",
     "TrainStep": "megacore.train.step",
     "plan_of": "megacore.pipeline.partition",
 } | dict.fromkeys(("load_config", "one_process", "batches", "generate", "prove", "predict", "memory"), "megacore.library")
