@@ -42,6 +42,10 @@ def run(argv: list[str], place: RankInfo) -> int:
     if args.print_config:
         if place.rank == 0:
             print(loaded.table())
+            if loaded.config.optim.groups:
+                from megacore.engine.choose import group_table
+
+                print(f"\n{group_table(loaded.config)}")
         return 0
     folder = Path(resolved(loaded.config.log.dir))
     with StopRequest(folder if place.rank == 0 else None) as stop:

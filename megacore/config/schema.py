@@ -7,24 +7,30 @@ Its classes hold values and check one section alone. Rules over several sections
 from math import prod
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic.fields import FieldInfo
 
+import megacore.optimizers.every  # noqa: F401 (whose settings are keys of `optim`)
 from megacore.distributed.axes import AXES
-from megacore.records import LARGEST
+from megacore.optimizers.adamw import AdamWSettings
+from megacore.optimizers.rule import RULES, on_register
+from megacore.optimizers.sgd import SGDSettings
+from megacore.section import (  # noqa: F401 (others take them from here)
+    MOST_RANKS,
+    Count,
+    Epsilon,
+    Factor,
+    Fraction,
+    NonNegative,
+    Positions,
+    Ranks,
+    Rows,
+    Seconds,
+    Section,
+    Whole,
+    Width,
+)
 
-# Bounds far around any run: no number in a config may make a script count, wait or allocate without end, or compute with infinities.
-Whole = Annotated[int, Field(ge=0, le=LARGEST)]
-Count = Annotated[int, Field(gt=0, le=LARGEST)]
-MOST_RANKS = 2**20
-Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
-Width = Annotated[int, Field(gt=0, le=2**20)]  # heads, or features of one token
-Rows = Annotated[int, Field(gt=0, le=2**28)]  # of a table, or of a wide matrix
-Positions = Annotated[int, Field(gt=0, le=2**31)]
-NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
-Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
-Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
-Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=1e-9, le=1e9, title="weight")]
 Prefix = Annotated[str, Field(min_length=1, title="prefix")]
 WeightedPrefixes = Annotated[list[tuple[Weight, Prefix]], Field(min_length=1)]
@@ -45,12 +51,6 @@ def resolved(value: T | None) -> T:
     """A value that `rules.derive` has set, because the config may leave it open."""
     assert value is not None, "config was not resolved"
     return value
-
-
-class Section(BaseModel):
-    """A section refuses unknown keys and does not coerce types (`"20"` is not 20)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class LinearRope(Section):
@@ -214,8 +214,25 @@ class TrainConfig(Section):
     )
 
 
-class OptimConfig(Section):
-    kind: Literal["adamw", "sgd"] = Field("adamw", description="sgd: with momentum; both with decoupled weight decay")
+class OptimGroup(Section):
+    """Settings of the parameters that it matches. What it leaves open is as in `optim`. It has the keys of all rules' settings too."""
+
+    match: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
+        description="patterns of parameters' names, such as blocks.*.attention.qkv.weight; the first entry that matches decides"
+    )
+    kind: str | None = None  # the names in `RULES`, see `take_in_rules`
+    lr: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_open(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
+
+
+class OptimSchedule(Section):
+    """What all optimizers share."""
+
+    kind: str = Field("adamw", description="a rule of megacore/optimizers; sgd has momentum; all have decoupled weight decay")
     lr: NonNegative = 3e-4
     min_lr: NonNegative = 0.0
     warmup_steps: Whole = 0
@@ -223,11 +240,10 @@ class OptimConfig(Section):
         None, description="cosine, linear: the step that reaches min_lr (null: train.steps); wsd: length of the last decay (null: a tenth)"
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    beta1: Fraction = Field(0.9, description="adamw: decay rate of the first moment")
-    beta2: Fraction = Field(0.95, description="adamw: of the second")
-    eps: Epsilon = Field(1e-8, description="adamw: added to the square root of the second moment")
-    momentum: Fraction = Field(0.9, description="sgd: the part of the last update that is added to the next")
     weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
+    groups: tuple[OptimGroup, ...] = Field(
+        (), description="a list of {match, and a rule or settings of its own}, for the parameters that a pattern in `match` names"
+    )
     grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
     spike_threshold: Annotated[float, Field(ge=1e-3, le=1e12)] | None = Field(
         None,
@@ -238,6 +254,10 @@ class OptimConfig(Section):
     max_rollbacks: Whole = Field(
         0, description="how often a run may go back to its last checkpoint and on from there with the samples behind the skipped ones"
     )
+
+
+class OptimConfig(SGDSettings, AdamWSettings, OptimSchedule):
+    """The section `optim`: what all optimizers share, and each one's own settings."""
 
 
 class DataConfig(Section):
@@ -389,3 +409,29 @@ class Config(Section):
     def max_positions(self) -> int:
         """Rows of the learned position table, and the longest text that generation may make."""
         return resolved(self.model.max_positions)
+
+
+_OPTIM, _ENTRY = dict(OptimConfig.model_fields), dict(OptimGroup.model_fields)  # without rules' settings
+
+
+def take_in_rules() -> None:
+    """Gives `optim`, and entries of `optim.groups`, the names and the settings of all rules that are registered."""
+    kinds: Any = Literal[tuple(RULES)]
+    fields, entry = OptimConfig.__pydantic_fields__, OptimGroup.__pydantic_fields__
+    for held, own in ((fields, _OPTIM), (entry, _ENTRY)):
+        held.clear()
+        held.update(own)
+    fields["kind"] = FieldInfo.merge_field_infos(fields["kind"], annotation=kinds)
+    entry["kind"] = FieldInfo.from_annotation(kinds | None)
+    entry["kind"].default = None
+    for rule in RULES.values():
+        for key, field in rule.settings_type.model_fields.items():
+            assert key not in OptimSchedule.model_fields, f"{rule.name} has a setting called {key}, and so has every optimizer"
+            fields[key] = field
+            of_entry: Any = Annotated[field.annotation, *field.metadata] | None
+            entry[key] = FieldInfo.from_annotated_attribute(of_entry, None)
+    for section in (OptimGroup, OptimConfig, Config):
+        section.model_rebuild(force=True)
+
+
+on_register(take_in_rules)

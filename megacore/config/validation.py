@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
+from megacore.config.optim_groups import check_groups
 from megacore.config.schema import CHUNKS, V_SHAPED, Config, Llama3Rope, YarnRope, resolved
 from megacore.errors import ConfigError
 from megacore.files import read_text
@@ -130,8 +131,6 @@ def check_available(config: Config) -> None:
         raise ConfigError("parallel.schedule", wrong, "1f1b, or engine.kind=native")
     if config.engine.kind == "deepspeed" and config.engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "is the native engine's", "false, and ZeRO stage 1")
-    if config.engine.kind == "deepspeed" and config.optim.kind != "adamw":
-        raise ConfigError("optim.kind", f"the deepspeed engine steps with AdamW, not {config.optim.kind}", "adamw, or another engine.kind")
     if config.engine.kind == "deepspeed" and config.optim.spike_threshold is not None:
         wrong = "DeepSpeed takes the norm and the step at once, and skips only what is not finite"
         raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")
@@ -258,6 +257,7 @@ def check_batch(config: Config) -> None:
 def check_optim(config: Config) -> None:
     """Checks that the learning rate's phases fit in order, and that a run that may roll back saves checkpoints."""
     optim, steps = config.optim, config.train.steps
+    check_groups(config)
     if optim.max_rollbacks and not config.checkpoint.every:
         raise ConfigError("optim.max_rollbacks", "without checkpoints there is nothing to go back to", "0, or checkpoint.every=1000")
     if optim.min_lr > optim.lr:

@@ -44,6 +44,11 @@ class TensorSlice:
         """Whether this rank's copy is the first."""
         return not any(along.index for along in self.copied)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The piece, as an index into its logical tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.local_shape, strict=True))
+
 
 @dataclass(frozen=True)
 class LogicalMatrix:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
@@ -12,7 +13,7 @@ from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
 from megacore.engine.native import NativeEngine
 from megacore.engine.protocol import Engine
 from megacore.model.layers import Layers
-from megacore.model.stage import Stage, share_by_name
+from megacore.model.stage import Stage, share_by_name, whole_model
 from megacore.pipeline.partition import layer_ranges, placement_of
 
 
@@ -32,9 +33,26 @@ def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> li
 
 
 def check_engine(config: Config, device: torch.device) -> None:
-    """Raises `ConfigError` if this machine lacks what `engine.kind` needs."""
+    """Raises `ConfigError` if this machine lacks what `engine.kind` needs, or the model the parameters that `optim.groups` names."""
+    groups = ParameterGroups(config.optim)
+    if config.optim.groups or groups.every[-1].rule.whole:
+        groups.check(parameter_shapes(config))
     if config.engine.kind == "deepspeed":
         check_machine(config, device)
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The logical shape of every parameter of a config's model, by name."""
+    return {name: shard_of(parameter).global_shape for name, parameter in whole_model(config, "meta").named_parameters()}
+
+
+def group_table(config: Config) -> str:
+    """Which parameters have which optimizer and settings, as text; "" if all have the same. Raises `ConfigError` as `check_engine`."""
+    if not config.optim.groups:
+        return ""
+    groups, shapes = ParameterGroups(config.optim), parameter_shapes(config)
+    groups.check(shapes)
+    return groups.table(shapes)
 
 
 def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megacore.config import Config
 from megacore.config.deepspeed import ds_settings
+from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
@@ -34,6 +35,7 @@ from megacore.engine.zero import (
     OneByOne,
     ReleaseViews,
     StartBackward,
+    adamw_options,
     group_parameters,
     mark_parameters,
     remove_swap_files,
@@ -77,9 +79,8 @@ class DeepSpeedEngine(Engine):
         deepspeed = prepare(settings, mesh)
         self.access, self.comm = deepspeed.utils, deepspeed.comm
         mark_parameters(stage, mesh)
-        optim = config.optim
-        groups = group_parameters(stage, optim.weight_decay, mesh)
-        options: dict[str, Any] = {"lr": optim.lr, "betas": (optim.beta1, optim.beta2), "eps": optim.eps}
+        every = ParameterGroups(config.optim)
+        groups, options = group_parameters(stage, every, mesh), adamw_options(every.every[-1])
         if self.offloads and settings["zero_force_ds_cpu_optimizer"]:
             self.optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **options)
         else:
@@ -170,7 +171,7 @@ class DeepSpeedEngine(Engine):
     def step(self, lr: float, loss: Tensor | None = None) -> StepStatistics:
         """See `Engine`. DeepSpeed notices bad steps: a gradient that is not finite changes only the loss scale."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         if self.zero_stage == 0:
             norm = self._guard_plain_step()
             self.ds.step()

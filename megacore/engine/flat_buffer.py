@@ -8,12 +8,14 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from megacore.config.optim_groups import ParameterGroup, ParameterGroups
 from megacore.config.schema import OptimConfig, resolved
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
 from megacore.distributed.topology import Topology
-from megacore.engine.optimizer_states import ALIGNMENT
+from megacore.engine.alignment import ALIGNMENT
+from megacore.engine.held_tensors import MasterRange
 from megacore.model.stage import Stage
 
 
@@ -60,6 +62,7 @@ class FlatBuffer:
     """
 
     chunk: int  # the first that uses its parameters
+    group: ParameterGroup
     decay: bool
     sum: GradientSum  # over which ranks gradients are summed
     owners: Group  # the ranks that divide every bucket; a group of one does not divide it
@@ -139,12 +142,20 @@ class FlatBuffer:
         """The parameters that this rank updates."""
         return [self.values[own] for own in self.ranges]
 
-    def pieces(self, tensors: list[Tensor]) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
-        """Every parameter's pieces of `tensors`, which have an element for each of `ranges`: (slot, view, position).
+    def master_ranges(self, row_weights: Sequence[Tensor]) -> list[MasterRange]:
+        """The ranges that this rank updates, each with its weights in the norm."""
+        copies = self.own_values if self.rounds else [None] * len(self.ranges)
+        columns = zip(self.masters, self.own_gradients, row_weights, copies, strict=True)
+        return [MasterRange(master, gradient, weights, self.group, self.decay, copy) for master, gradient, weights, copy in columns]
+
+    def pieces(self, tensors: Sequence[Tensor | None]) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
+        """Every parameter's pieces of `tensors`, which have an element for each of `ranges`, or are None: (slot, view, position).
 
         A parameter that this rank owns whole is one piece.
         """
         for own, tensor in zip(self.ranges, tensors, strict=True):
+            if tensor is None:
+                continue
             for slot in self.slots:
                 start, stop = max(own.start, slot.start), min(own.stop, slot.start + slot.parameter.numel())
                 if start < stop:
@@ -159,7 +170,13 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def fill_buffers(
-    stages: Sequence[Stage], bucket_mib: float, mesh: Topology, *, sharded: bool = False, narrow: bool = False
+    stages: Sequence[Stage],
+    bucket_mib: float,
+    groups: ParameterGroups,
+    mesh: Topology,
+    *,
+    sharded: bool = False,
+    narrow: bool = False,
 ) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
@@ -172,10 +189,10 @@ def fill_buffers(
         for name, parameter in stage.named_parameters():
             first, chunks = owned.get(parameter, (name, ()))
             owned[parameter] = first, (*chunks, chunk)
-    buffers: dict[tuple[int, bool, GradientSum], FlatBuffer] = {}
+    buffers: dict[tuple[int, ParameterGroup, bool, GradientSum], FlatBuffer] = {}
     for position, (parameter, (name, chunks)) in enumerate(reversed(owned.items())):
         shard = shard_of(parameter)
-        kind = chunks[0], shard.decay, mesh.gradient_sum(shard)
+        kind = chunks[0], groups.of(name), shard.decay, mesh.gradient_sum(shard)
         levels = kind[-1].levels
         owners = levels.owners if sharded and levels.size > 1 else SOLO
         parts = levels.size if owners.size > 1 or narrow or levels.within.size > 1 else 1

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.resolve_auto import reshards
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import all_reduce
@@ -26,6 +27,7 @@ from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, piece_key, replicated, shard_of
 from megacore.engine.flat_buffer import accumulation_dtype
+from megacore.engine.held_tensors import MasterRange
 from megacore.engine.stepper import OptimizerStep
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import ROW
@@ -73,15 +75,14 @@ class FSDPEngine(OptimizerStep):
         for stage in stages:
             self._divide(stage, config)
         mesh.observers.phase("making the optimizer's state")
-        super().__init__(
-            config,
-            mesh.device,
-            [rows.master for rows in self.rows],
-            [rows.gradient for rows in self.rows],
-            decay=[rows.shard.decay for rows in self.rows],
-            row_weights=[rows.norm_weights() for rows in self.rows],
-            over=mesh.world,
-        )
+        self.groups = ParameterGroups(config.optim)
+        super().__init__(config, mesh, stages, [self._range(rows) for rows in self.rows])
+
+    def _range(self, rows: ShardRows) -> MasterRange:
+        return MasterRange(rows.master, rows.gradient, rows.norm_weights(), self.groups.of(rows.name), rows.shard.decay)
+
+    def divided_over(self, shard: Shard) -> Group:
+        return self.mesh.gradient_sum(shard).levels.within
 
     @torch.no_grad()
     def _divide(self, stage: Stage, config: Config) -> None:
@@ -219,11 +220,11 @@ class FSDPEngine(OptimizerStep):
         for unit in self.units:
             unit.reshard()  # else parameters that a validation has gathered would be used once more
 
-    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:
+    def pieces(self, prefix: str, tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `OptimizerStep`: one tensor for each parameter's rows."""
         found: dict[str, tuple[Tensor, TensorSlice]] = {}
         for rows, tensor in zip(self.rows, tensors, strict=True):
-            for view, box in rows.pieces(tensor):
+            for view, box in rows.pieces(tensor) if tensor is not None else ():
                 copied = (*rows.shard.copied_along(but=rows.sum.tokens), replicated(rows.replicate))
                 found[piece_key(f"{prefix}{rows.name}", found)] = (view, replace(box, copied=copied))
         return found

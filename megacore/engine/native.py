@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
+from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.shard import TensorSlice, piece_key
+from megacore.distributed.shard import Shard, TensorSlice, piece_key
+from megacore.engine.alignment import ALIGNMENT
 from megacore.engine.flat_buffer import FlatBuffer, fill_buffers
-from megacore.engine.optimizer_states import ALIGNMENT
 from megacore.engine.param_all_gather import ParameterGatherer
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import OptimizerStep
@@ -30,22 +32,17 @@ class NativeEngine(OptimizerStep):
     """An `Engine` for the parameters of a rank's stages (see `protocol`)."""
 
     def __init__(self, config: Config, stages: Sequence[Stage], mesh: Mesh) -> None:
-        self.modules, self.mesh = stages, mesh
+        self.modules, self.mesh, self.groups = stages, mesh, ParameterGroups(config.optim)
         narrow = torch.bfloat16 if config.engine.reduce_dtype == "bf16" else None
-        sharded = config.engine.shard_optimizer
-        self.buffers = fill_buffers(stages, resolved(config.engine.bucket_mib), mesh, sharded=sharded, narrow=narrow is not None)
+        bucket_mib, self.sharded = resolved(config.engine.bucket_mib), config.engine.shard_optimizer
+        self.buffers = fill_buffers(stages, bucket_mib, self.groups, mesh, sharded=self.sharded, narrow=narrow is not None)
         self.reducer = GradientReducer(self.buffers, narrow)
         self.gatherer = ParameterGatherer(stages, self.buffers) if any(buffer.divided for buffer in self.buffers) else None
-        super().__init__(
-            config,
-            mesh.device,
-            [master for buffer in self.buffers for master in buffer.masters],
-            [gradients for buffer in self.buffers for gradients in buffer.own_gradients],
-            decay=[buffer.decay for buffer in self.buffers for _ in buffer.ranges],
-            row_weights=[weights for buffer in self.buffers for weights in self.row_weights(buffer)],
-            over=mesh.world,
-            copies=[values for buffer in self.buffers for values in buffer.own_values] if self.buffers[0].rounds else None,
-        )
+        super().__init__(config, mesh, stages, [own for buffer in self.buffers for own in buffer.master_ranges(self.row_weights(buffer))])
+
+    def divided_over(self, shard: Shard) -> Group:
+        tokens = self.mesh.gradient_sum(shard).tokens
+        return self.mesh.group(*tokens) if self.sharded and tokens else SOLO
 
     def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
         """The weight of each row of a buffer's ranges in the gradient norm. Ranks that hold the same row each count a part of it, so all
@@ -107,7 +104,7 @@ class NativeEngine(OptimizerStep):
         super().close()
         self.reducer.close()
 
-    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:
+    def pieces(self, prefix: str, tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
         """See `OptimizerStep`: one tensor for each range of each buffer."""
         found: dict[str, tuple[Tensor, TensorSlice]] = {}
         held = iter(tensors)

@@ -1,82 +1,151 @@
-"""Optimizers, by `optim.kind`, as rules over tensors that stay where they are. `engine/optimizer_states.py` lists the state of each.
+"""Applies the rules of `megacore/optimizers` to the tensors that a rank holds.
 
-To add one: write a function here that takes what `adamw` takes, enter it in `UPDATES` and its state in `engine.optimizer_states.STATES`,
-and name it in `OptimConfig.kind` of the schema. Engines, checkpoints, sharding, offload and the planner ask for nothing else.
+A rule with a fused form gets long flat tensors. Any other is asked for the direction of one tensor after the other: of each range that
+the rank holds, or with `Rule.whole` of each logical tensor, which is then put together from the pieces of all ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megacore.config.schema import OptimConfig
-from megacore.kernels.adamw import AdamW
+from megacore.config.optim_groups import ParameterGroup
+from megacore.distributed.collectives import all_reduce
+from megacore.distributed.communicator import Group
+from megacore.distributed.shard import Shard, TensorSlice
+from megacore.engine.held_tensors import HeldTensors
 from megacore.kernels.dispatch import Implementation
+from megacore.optimizers.rule import ParameterShard, ParameterShards, Update
 
 
-class Update(Protocol):
-    """Updates one rank's tensors. `updates`, an fp32 scalar on the device, counts the steps that were not skipped."""
+class GroupedUpdate:
+    """The updates of all groups of parameters that a rank holds, each with the factor on the rate that its group has."""
 
-    updates: Tensor
+    def __init__(
+        self, held: HeldTensors, divided_among: Callable[[Shard], list[Group]], device: torch.device, implementation: Implementation
+    ) -> None:
+        """`divided_among`: the groups of which each rank holds another part of a parameter. `device` computes what needs whole tensors."""
+        self.parts: list[tuple[float, Update]] = []
+        for group, names in held.names.items():
+            if group.rule.whole and names:
+                self.parts.append((group.factor, WholeUpdate(group, held, divided_among, device)))
+            elif tensors := shards_of(held, group):
+                self.parts.append((group.factor, group.rule.fused(tensors, implementation) or RangeUpdate(group, tensors)))
 
-    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
-        """Updates all masters from ``gradients / scale``, unless `skip` is not 0; both are scalars on the device."""
+    @property
+    def updates(self) -> Tensor:
+        """How many steps were taken, see `Update`. All groups take or skip a step together."""
+        return self.parts[0][1].updates
+
+    def set_updates(self, count: float) -> None:
+        """Sets `updates`."""
+        for _, part in self.parts:
+            part.updates.fill_(count)
+
+    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """See `Update`; `lr` is that of `optim`."""
+        for factor, part in self.parts:
+            part.step(lr * factor, scale.to(part.updates.device), skip.to(part.updates.device))
 
 
-@dataclass(frozen=True)
-class ParameterShards:
-    """The tensors that one rank updates: lists of flat tensors, of equal length and sizes."""
-
-    masters: Sequence[Tensor]  # fp32 or fp64
-    gradients: Sequence[Tensor]
-    states: Mapping[str, Sequence[Tensor]]  # by kind, see `engine.optimizer_states.STATES`
-    decay: Sequence[bool]  # whether weight decay applies
-    copies: Sequence[Tensor] | None  # 16-bit parameters that compute, if they are not the masters: every step rounds the masters into them
-
-
-def adamw(optim: OptimConfig, tensors: ParameterShards, implementation: Implementation) -> Update:
-    """AdamW (Loshchilov and Hutter 2019); see `kernels.adamw`."""
-    return AdamW(
-        tensors.masters,
-        tensors.gradients,
-        tensors.states["adam_m"],
-        tensors.states["adam_v"],
-        weight_decay=[optim.weight_decay if own else 0.0 for own in tensors.decay],
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        copies=tensors.copies,
-        implementation=implementation,
+def shards_of(held: HeldTensors, group: ParameterGroup) -> ParameterShards | None:
+    """The ranges of a group, for its rule; None if this rank has none."""
+    own = [i for i, r in enumerate(held.ranges) if r.group is group]
+    if not own:
+        return None
+    ranges = [held.ranges[i] for i in own]
+    return ParameterShards(
+        [r.master for r in ranges],
+        [r.gradient for r in ranges],
+        {kind: [state for i in own if (state := held.state[kind][i]) is not None] for kind in group.rule.kinds},
+        [group.weight_decay if r.decay else 0.0 for r in ranges],
+        None if ranges[0].copy is None else [r.copy for r in ranges if r.copy is not None],
     )
 
 
-class SGD:
-    """Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight decay (Loshchilov and Hutter 2019).
+class RangeUpdate(Update):
+    """Updates ranges of elements by a rule without a fused form, one after the other."""
 
-    For each element: ``b = momentum · b + g``, then ``p = (1 - lr · decay) · p - lr · b``. There is one implementation, in PyTorch.
-    """
-
-    def __init__(self, optim: OptimConfig, tensors: ParameterShards, implementation: Implementation) -> None:
-        self.momentum, self.decays = optim.momentum, [optim.weight_decay if own else 0.0 for own in tensors.decay]
-        self.masters, self.gradients, self.copies = tensors.masters, tensors.gradients, tensors.copies
-        self.buffers = tensors.states["momentum"]
-        self.updates = torch.zeros((), dtype=torch.float32, device=self.masters[0].device)
+    def __init__(self, group: ParameterGroup, tensors: ParameterShards) -> None:
+        self.rule, self.tensors = group.rule, tensors
+        self.updates = torch.zeros((), dtype=torch.float32, device=tensors.masters[0].device)
 
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
         """See `Update`."""
-        taken = torch.ones_like(self.updates, dtype=torch.bool) if skip is None else skip == 0
-        self.updates += taken
-        for i, (master, gradient, buffer, decay) in enumerate(zip(self.masters, self.gradients, self.buffers, self.decays, strict=True)):
-            gradient = gradient.to(master.dtype)
-            moved = self.momentum * buffer + (gradient if scale is None else gradient / scale.to(master.dtype))
+        tensors, taken = self.tensors, count(self.updates, skip)
+        for i, (master, gradient, decay) in enumerate(zip(tensors.masters, tensors.gradients, tensors.decays, strict=True)):
+            state = {kind: held[i] for kind, held in tensors.states.items()}
+            gradient, updates = unscaled(gradient.to(master.dtype), scale), self.updates.to(master.dtype)
+            direction, after = self.rule.direction(ParameterShard(gradient, state, updates, partial(master.view_as, master)))
             # A skipped step may have infinite gradients, so `where` selects and nothing is multiplied.
-            buffer.copy_(torch.where(taken, moved, buffer))
-            master.copy_(torch.where(taken, master * (1.0 - lr * decay) - lr * moved, master))
-            if self.copies is not None:
-                self.copies[i].copy_(master)
+            for kind, held in state.items():
+                held.copy_(torch.where(taken, after[kind], held))
+            master.copy_(torch.where(taken, master * (1.0 - lr * decay) - lr * direction, master))
+            if tensors.copies is not None:
+                tensors.copies[i].copy_(master)
 
 
-UPDATES: dict[str, Callable[[OptimConfig, ParameterShards, Implementation], Update]] = {"adamw": adamw, "sgd": SGD}
+class WholeUpdate(Update):
+    """Updates logical tensors by a rule that needs them whole. Each rank computes the update of all of it, and keeps its own pieces."""
+
+    def __init__(
+        self, group: ParameterGroup, held: HeldTensors, divided_among: Callable[[Shard], list[Group]], device: torch.device
+    ) -> None:
+        self.group, self.held, self.divided_among = group, held, divided_among
+        self.dtype, self.device = held.ranges[0].master.dtype, device
+        self.updates = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """See `Update`. Collective over the ranks that hold parts of the same parameters, of which each takes them in one order."""
+        rule, taken = self.group.rule, count(self.updates, skip)
+        pieces = {kind: self.held.of(kind, self.group) for kind in ("model", "gradient", "copy", *rule.kinds)}
+        for name in self.held.names[self.group]:
+            shard = self.held.shards[name]
+            own = {kind: tensors[name] for kind, tensors in self.held.own.items() if name in tensors}
+            held = {kind: found.get(name, []) for kind, found in pieces.items()}
+
+            def whole(kind: str, shard: Shard = shard, held: dict[str, list[tuple[Tensor, TensorSlice]]] = held) -> Tensor:
+                return self._whole(held[kind], shard)
+
+            state = {kind: whole(kind) for kind in rule.kinds} | own
+            gradient, updates = unscaled(whole("gradient"), scale), self.updates.to(self.dtype)
+            direction, after = rule.direction(ParameterShard(gradient, state, updates, partial(whole, "model"), name, shard))
+            for kind, tensor in own.items():
+                tensor.copy_(torch.where(taken, after[kind], tensor))
+            for kind in rule.kinds:
+                for piece, box in held[kind]:
+                    piece.copy_(torch.where(taken, after[kind][box.slices], piece.to(self.device)))
+            decay = self.group.weight_decay if shard.decay else 0.0
+            for piece, box in held["model"]:
+                before = piece.to(self.device)
+                piece.copy_(torch.where(taken, before * (1.0 - lr * decay) - lr * direction[box.slices], before))
+            for (copy, _), (piece, _) in zip(held["copy"], held["model"] if held["copy"] else [], strict=True):
+                copy.copy_(piece)
+
+    def _whole(self, pieces: list[tuple[Tensor, TensorSlice]], shard: Shard) -> Tensor:
+        """A logical tensor. Of the ranks among which it is divided, one holds each element, so a sum puts it together exactly."""
+        groups = self.divided_among(shard)
+        if not groups:
+            ((tensor, _),) = pieces
+            return tensor.to(self.device)
+        found = torch.zeros(shard.global_shape, dtype=self.dtype, device=self.device)
+        for tensor, box in pieces:
+            found[box.slices] = tensor.to(self.device)
+        for group in groups:
+            all_reduce(found, group)
+        return found
+
+
+def count(updates: Tensor, skip: Tensor | None) -> Tensor:
+    """Counts a step unless `skip` is not 0; whether it is taken, on the device."""
+    taken = torch.ones_like(updates, dtype=torch.bool) if skip is None else skip == 0
+    updates += taken
+    return taken
+
+
+def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    """``gradient / scale``."""
+    return gradient if scale is None else gradient / scale.to(gradient.dtype)

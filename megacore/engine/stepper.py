@@ -9,17 +9,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.buffers import BUFFERS, buffers_of, update_buffers
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.shard import TensorSlice
+from megacore.distributed.shard import Shard, TensorSlice, shard_of
 from megacore.engine.flat_buffer import LossScale
-from megacore.engine.optimizer_states import STATES
-from megacore.engine.optimizers import UPDATES, ParameterShards
+from megacore.engine.held_tensors import HeldTensors, MasterRange
+from megacore.engine.optimizers import GroupedUpdate
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.spike_detector import SpikeGuard
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
+from megacore.model.stage import Stage
 
 
 class OptimizerStep(Engine, ABC):
@@ -29,35 +31,28 @@ class OptimizerStep(Engine, ABC):
     """
 
     mesh: Mesh
+    groups: ParameterGroups
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        masters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        *,
-        decay: Sequence[bool],
-        row_weights: Sequence[Tensor],
-        over: Group,
-        copies: Sequence[Tensor] | None = None,
-    ) -> None:
-        """`device` computes, and has the figures; masters may be elsewhere. `decay`: for each master, whether weight decay applies.
-        `row_weights`: see `SumOfSquares`; its result is summed `over` all ranks, so that they decide alike. `copies`: see
-        `rules.ParameterShards`."""
+    def __init__(self, config: Config, mesh: Mesh, stages: Sequence[Stage], ranges: Sequence[MasterRange]) -> None:
+        """The mesh's device computes, and has the figures; masters may be elsewhere. An engine first sets `groups`, for its ranges."""
         optim, train = config.optim, config.train
         self.module_buffers = buffers_of(self.modules)
-        self.device, self.over, self.clip = device, over, optim.grad_clip
+        self.device, self.over, self.clip = mesh.device, mesh.world, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
-        self.held = {"model": list(masters)}  # for every kind of tensor in a checkpoint, one a master
-        self.held |= {kind: [torch.zeros_like(master) for master in masters] for kind in STATES[optim.kind]}
-        self.optimizer = UPDATES[optim.kind](optim, ParameterShards(masters, gradients, self.held, decay, copies), kernels)
-        self.squares = SumOfSquares(gradients, row_weights, implementation=kernels)
+        shards = {name: shard_of(parameter) for stage in stages for name, parameter in stage.named_parameters()}
+        self.held = HeldTensors(ranges, shards, self.groups, self.pieces, mesh.device)
+
+        def divided_among(shard: Shard) -> list[Group]:
+            groups = [*(mesh.group(axis) for axis in shard.split_over), self.divided_over(shard)]
+            return [group for group in groups if group.size > 1]
+
+        self.optimizer = GroupedUpdate(self.held, divided_among, mesh.device, kernels)
+        self.squares = SumOfSquares([r.gradient for r in ranges], [r.row_weights for r in ranges], implementation=kernels)
         # Gradients are of the mean over the global batch. The scale starts so that a microbatch's own would be 2^16.
         microbatches = train.global_batch_size // train.micro_batch_size
-        self.loss_scale = LossScale(train.precision == "fp16", 2.0**16 * microbatches, device)
-        self.skipped = torch.zeros((), device=device, dtype=torch.float64)
-        self.spikes = SpikeGuard(optim.spike_threshold, device) if optim.spike_threshold is not None else None
+        self.loss_scale = LossScale(train.precision == "fp16", 2.0**16 * microbatches, self.device)
+        self.skipped = torch.zeros((), device=self.device, dtype=torch.float64)
+        self.spikes = SpikeGuard(optim.spike_threshold, self.device) if optim.spike_threshold is not None else None
 
     def loss_gradient(self, scale: float | Tensor) -> Tensor:
         return self.loss_scale.value * scale
@@ -83,13 +78,16 @@ class OptimizerStep(Engine, ABC):
             self.spikes.remember(norm, refused)
         skip = refused.float()
         coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
-        rest = self.optimizer.updates.device
-        self.optimizer.step(lr, (self.loss_scale.value / coefficient).to(rest), skip.to(rest))
+        self.optimizer.step(lr, self.loss_scale.value / coefficient, skip)
         self.skipped += skip
         update_buffers(self.module_buffers, self.mesh, skip)
         self.loss_scale.update(overflow.float())
         self.behind_step()
         return StepStatistics(norm, self.skipped.clone())
+
+    @abstractmethod
+    def divided_over(self, shard: Shard) -> Group:
+        """The ranks among which the engine divides what it keeps of a parameter, besides those over which the parameter is split."""
 
     @abstractmethod
     def behind_step(self) -> None:
@@ -109,7 +107,7 @@ class OptimizerStep(Engine, ABC):
         return named if self.spikes is None else named | {"norms": self.spikes.state()}
 
     def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
-        self.optimizer.updates.fill_(state["updates"])
+        self.optimizer.set_updates(state["updates"])
         self.skipped.fill_(state["skipped"])
         if self.loss_scale.dynamic and "loss_scale" in state:  # else the checkpoint is of a run that did not scale
             self.loss_scale.value.fill_(state["loss_scale"])
@@ -122,11 +120,11 @@ class OptimizerStep(Engine, ABC):
         """See `Engine`: every parameter's master and optimizer state, and every buffer."""
         self.settle()  # a gather that ends later would put back the values that it began with
         buffers = {f"{BUFFERS}{name}": buffer.piece for name, buffer in self.module_buffers.items()}
-        return {key: piece for kind, tensors in self.held.items() for key, piece in self.pieces(f"{kind}/", tensors).items()} | buffers
+        return self.held.tensors() | buffers
 
     @abstractmethod
-    def pieces(self, prefix: str, tensors: Sequence[Tensor]) -> dict[str, tuple[Tensor, TensorSlice]]:
-        """This rank's pieces of `tensors`, one tensor for each master, by prefix and name (see `shard.piece_key`)."""
+    def pieces(self, prefix: str, tensors: Sequence[Tensor | None]) -> dict[str, tuple[Tensor, TensorSlice]]:
+        """This rank's pieces of `tensors`, one for each range or None, by prefix and name (see `shard.piece_key`)."""
 
     def close(self) -> None:
         self.settle()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megacore.config.optim_groups import ParameterGroup, ParameterGroups
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
@@ -116,22 +117,32 @@ def mark_parameters(module: nn.Module, mesh: Mesh) -> None:
         parameter.ds_pipe_replicated = last is not None and last.rank > 0  # type: ignore[attr-defined]
 
 
-def group_parameters(module: nn.Module, weight_decay: float, mesh: Mesh) -> list[dict[str, Any]]:
-    """Groups parameters that are treated alike, for an optimizer; collective. DeepSpeed makes one flat tensor of each group.
+def group_parameters(module: nn.Module, groups_of: ParameterGroups, mesh: Mesh) -> list[dict[str, Any]]:
+    """Groups parameters that are treated alike, for an AdamW; collective. DeepSpeed makes one flat tensor of each group. `factor` is
+    that on the rate.
 
     Those that are summed over tensor ranks, or between stages, have their own groups, so that the ranks that sum divide them alike.
     """
-    alike: dict[tuple[bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
-    for parameter in module.parameters():
+    alike: dict[tuple[ParameterGroup, bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in module.named_parameters():
         shard = shard_of(parameter)
-        alike[shard.decay, shard.partial_over].append(parameter)
-    groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay if decay else 0.0} for (decay, *_), own in alike.items()]
+        alike[groups_of.of(name), shard.decay, shard.partial_over].append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": own, "factor": group.factor, "weight_decay": group.weight_decay if decay else 0.0} | adamw_options(group)
+        for (group, decay, _), own in alike.items()
+    ]
     # DeepSpeed's norm is one collective a group, over the model's ranks. All ranks need equally many groups, or they hang.
     count = all_reduce(torch.tensor(len(groups), device=mesh.device), mesh.model_group, dist.ReduceOp.MAX)
     for _ in range(int(count) - len(groups)):
         largest = max(groups, key=lambda group: len(group["params"]))
         groups.append(largest | {"params": [largest["params"].pop()]})
     return groups
+
+
+def adamw_options(group: ParameterGroup) -> dict[str, Any]:
+    """The settings of a group as PyTorch's AdamW and DeepSpeed's call them."""
+    settings = group.rule.settings
+    return {"lr": group.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
 
 
 def swap_folders(settings: dict[str, Any]) -> list[Path]:

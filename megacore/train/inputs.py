@@ -6,13 +6,13 @@ from pydantic import ValidationError
 
 from megacore import checkpoint
 from megacore.checkpoint.entries import RunState
-from megacore.checkpoint.weights import check_weights, recorded_sections
+from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
+from megacore.config.optim_groups import KEY, ParameterGroups
 from megacore.config.schema import resolved
 from megacore.config.validation import MOST_SAMPLES
 from megacore.data.indexed import Sidecar
 from megacore.data.samples import EvalSamples, training_stream
-from megacore.engine.optimizer_states import STATES
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
 from megacore.model.stage import whole_model
@@ -104,17 +104,30 @@ class Inputs:
             wrong = "holds weights alone, without a run to go on with"
             raise CheckpointError(str(reader.path), wrong, f"checkpoint.weights={reader.path}, with a log.dir of its own")
         reader.check_model(self.config.model.model_dump(mode="json"), "another log.dir, or checkpoint.resume=never")
-        kinds, kind = {name.partition("/")[0] for name in reader.names}, self.config.optim.kind
-        if lacking := [state for state in STATES[kind] if state not in kinds]:
-            wrong = f"holds no {' and no '.join(lacking)}, which optim.kind={kind} goes on with"
-            right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
-            raise CheckpointError(str(reader.path), wrong, right)
+        self._check_state(reader)
         self._check_samples(self.config, reader)
         self._check_counts(reader)
         steps = self.config.train.steps
         if reader.step > steps:
             wrong = f"is of step {reader.step}, beyond train.steps {steps}"
             raise CheckpointError(str(reader.path), wrong, "more steps, or checkpoint.resume=never")
+
+    def _check_state(self, reader: checkpoint.Reader) -> None:
+        """Refuses a checkpoint without the state of a parameter's optimizer."""
+        groups, names = ParameterGroups(self.config.optim), set(reader.names)
+        for name in reader.names:
+            kind, _, parameter = name.partition("/")
+            if f"{kind}/" != WEIGHTS:
+                continue
+            group = groups.of(parameter)
+            state = group.state(reader.manifest.tensors[name].shape)
+            if lacking := [kind for kind in state if f"{kind}/{parameter}" not in names]:
+                saved = [kind for kind in lacking if any(name.startswith(f"{kind}/") for name in names)]
+                of = f" of {parameter}" if saved else ""
+                by = f"{KEY}[{group.number - 1}]" if group.number else f"optim.kind={group.rule.name}"
+                wrong = f"holds no {' and no '.join(lacking)}{of}, which {by} goes on with"
+                right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
+                raise CheckpointError(str(reader.path), wrong, right)
 
     def _check_counts(self, reader: checkpoint.Reader) -> None:
         """Refuses a state that is none, and counts that training cannot have reached by the checkpoint's step."""

@@ -1,6 +1,7 @@
 """The seams that later work builds on, each proved by something that is no feature: another axis, two chunks a rank, another optimizer."""
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo, place_from_environment
-from megacore.distributed.shard import Shard, new_parameter, shard_of, split
+from megacore.distributed.shard import Shard, TensorSlice, new_parameter, shard_of, split
 from megacore.distributed.topology import Topology
+from megacore.engine.held_tensors import HeldTensors
+from megacore.engine.optimizers import WholeUpdate
 from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
@@ -231,3 +234,81 @@ def test_momentum_sgd_moves_between_engines_and_layouts(pool: Any, tmp_path: Pat
     for steps, ranks, overrides in moves:
         pool.run(ranks, training.run_rank, config, [*common, *overrides, f"train.steps={steps}"], str(tmp_path / "moved"))
     assert training.difference(training.figures(tmp_path / "moved"), training.figures(tmp_path / "whole")) < 1e-10
+
+
+# An optimizer that needs whole matrices, with state of another shape, for some parameters; others have other settings or AdamW.
+WHOLE = [
+    'optim.groups=[{"match": ["*norm*", "blocks.2.*.bias"], "lr": 0.01, "beta2": 0.8}, '
+    '{"match": ["blocks.*.weight", "embedding.weight"], "kind": "orthogonal", "lr": 0.02}, '
+    '{"match": ["position"], "kind": "sgd", "momentum": 0.5}]'
+]
+
+
+def with_whole_matrices(config_path: str, overrides: list[str], planted: bool = False) -> Found:
+    """Training with `tests.whole_rule`; `planted`: what a rank holds is taken for whole."""
+    importlib.import_module("tests.whole_rule")  # registers the rule, in this process alone
+    place = place_from_environment()
+    config = load(config_path, [*WHOLE, *overrides], place.world_size).config
+    fault = mock.patch.object(WholeUpdate, "_whole", lambda self, pieces, shard: pieces[0][0]) if planted else contextlib.nullcontext()
+    with fault:
+        return train(config, Mesh(config, place, CPU))
+
+
+WHOLE_LAYOUTS = {
+    "dp2": (2, []),
+    "sharded": (2, ["engine.shard_optimizer=true"]),
+    "tp2": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "fsdp": (2, ["engine.kind=fsdp"]),
+    "tp2 fsdp": (4, ["parallel.tensor=2", "engine.kind=fsdp", "engine.cpu_offload=true"]),
+    "tp2 sharded": (4, ["parallel.tensor=2", "engine.shard_optimizer=true"]),
+}
+
+
+@pytest.mark.parametrize("layout", WHOLE_LAYOUTS)
+def test_a_rule_gets_whole_matrices_in_every_layout(pool: Any, config_path: str, layout: str) -> None:
+    """Cut anywhere, or put together in another order, a matrix would have another update, and a state of its own shape another value."""
+    ranks, overrides = WHOLE_LAYOUTS[layout]
+    (one,) = pool.run(1, with_whole_matrices, config_path, [])
+    found = pool.run(ranks, with_whole_matrices, config_path, overrides)
+    key = "orthogonal_rows/blocks.0.attention.output.weight"
+    rows = [rank.pieces[key] for rank in found if key in rank.pieces]
+    assert {piece.shape for piece in rows} == {(32,)} and sum(piece.saved for piece in rows) == 1
+    assert {key.partition("/")[0] for key in one.pieces} == {"model", "adam_m", "adam_v", "momentum", "orthogonal_m", "orthogonal_rows"}
+    assert apart(found, one) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp"])
+def test_a_rule_that_is_given_a_piece_is_noticed(pool: Any, config_path: str, layout: str) -> None:
+    """The planted fault: what a rank holds of a matrix is taken for all of it."""
+    ranks, overrides = WHOLE_LAYOUTS[layout]
+    with pytest.raises(Exception, match="a piece of"):
+        pool.run(ranks, with_whole_matrices, config_path, overrides, True)
+
+
+def run_with_whole_matrices(config_path: str, overrides: list[str], log_dir: str, planted: bool = False) -> int:
+    """A whole run; `planted`: state of other shapes is saved, and not restored."""
+    importlib.import_module("tests.whole_rule")
+    held, own = HeldTensors.tensors, ("orthogonal_rows/",)
+
+    def copied(self: HeldTensors) -> dict[str, tuple[Tensor, TensorSlice]]:
+        return {key: (tensor.clone() if key.startswith(own) else tensor, box) for key, (tensor, box) in held(self).items()}
+
+    with mock.patch.object(HeldTensors, "tensors", copied) if planted else contextlib.nullcontext():
+        return training.run_rank(config_path, [*WHOLE, *overrides], log_dir)
+
+
+def test_whole_matrices_move_between_engines_and_layouts(pool: Any, tmp_path: Path) -> None:
+    """State that is not saved, or comes back as another parameter's, would change every loss from there on."""
+    config = training.write_config(tmp_path, training.write_corpus(tmp_path), train={"precision": "fp64", "steps": 6})
+    common = ["optim.decay_steps=8", "checkpoint.every=20"]
+    pool.run(1, run_with_whole_matrices, config, common, str(tmp_path / "whole"))
+    right = training.figures(tmp_path / "whole")
+    moves = [(2, 2, ["engine.shard_optimizer=true"]), (4, 2, ["parallel.tensor=2"]), (6, 2, ["engine.kind=fsdp"])]
+    for steps, ranks, overrides in moves:
+        options = [*common, *overrides, f"train.steps={steps}"]
+        pool.run(ranks, run_with_whole_matrices, config, options, str(tmp_path / "moved"))
+    assert training.difference(training.figures(tmp_path / "moved"), right) < 1e-10
+    for steps in (3, 6):
+        pool.run(1, run_with_whole_matrices, config, [*common, f"train.steps={steps}"], str(tmp_path / "lost"), True)
+    assert training.difference(training.figures(tmp_path / "lost"), right) > 1e-6, "the planted fault: state of its own shape is lost"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megacore.config import Config, load
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import OptimConfig, resolved
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import SOLO, Group
@@ -22,11 +23,11 @@ from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
 from megacore.engine.flat_buffer import LossScale, fill_buffers, learning_rate
 from megacore.engine.native import NativeEngine
-from megacore.engine.optimizers import UPDATES
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.spike_detector import ENOUGH
 from megacore.model.batch import Microbatch
 from megacore.model.stage import Stage, whole_model
+from megacore.optimizers.rule import RULES
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
 from megacore.train.checkpointing import engine_state
@@ -195,7 +196,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(configure: Configure, pre
 
 
 @pytest.mark.parametrize("bad", ["weight", "loss", "gradient", "spike"])
-@pytest.mark.parametrize("kind", UPDATES)
+@pytest.mark.parametrize("kind", RULES)
 def test_a_step_that_is_not_taken_leaves_everything(configure: Configure, kind: str, bad: str) -> None:
     """By every rule and for every reason: no weight, moment or momentum moves, no norm is remembered, and one step is one skip, also
     where loss and gradient are both bad, as they are behind a weight that is not finite."""
@@ -298,7 +299,8 @@ def test_learning_rate_without_room() -> None:
 
 
 def reducer_of(config: Config, stage: Stage) -> GradientReducer:
-    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib), Mesh(config, RankInfo(), CPU)))
+    mesh = Mesh(config, RankInfo(), CPU)
+    return GradientReducer(fill_buffers([stage], resolved(config.engine.bucket_mib), ParameterGroups(config.optim), mesh))
 
 
 def test_buckets_hold_every_gradient_once_in_backward_order(configure: Configure) -> None:

@@ -113,11 +113,11 @@ def held_by(step: TrainStep, watch: MetaWatch) -> dict[str, int]:
         parameters = numbers(parameter for stage in step.stages for parameter in stage.parameters())
         gradients = numbers(buffer.gradients for buffer in engine.buffers) - parameters
     else:
-        for tensor in (*engine.held["model"], *(gradient for gradient, _ in engine.gradients().values())):
+        for tensor in (*(own.master for own in engine.held.ranges), *(gradient for gradient, _ in engine.gradients().values())):
             watch.note(tensor)  # made while FSDP2 divided, which was not seen
-        parameters = numbers(engine.held["model"])
+        parameters = numbers(own.master for own in engine.held.ranges)
         gradients = numbers(gradient for gradient, _ in engine.gradients().values()) - parameters
-    optimizer = numbers(tensor for tensors in engine.held.values() for tensor in tensors) - parameters - gradients
+    optimizer = numbers(engine.held.memory()) - parameters - gradients
     others = set(watch.numbers.values()) - parameters - gradients - optimizer
     sizes = [block.size for block in watch.journal.blocks]
     return {name: sum(sizes[i] for i in part) for name, part in zip(PARTS, (parameters, gradients, optimizer, others), strict=True)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config, resolved
-from megacore.engine.optimizer_states import ALIGNMENT
+from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of
 from megacore.tools.planner.parameters import Parameter, stage_list
 

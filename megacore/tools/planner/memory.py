@@ -28,7 +28,8 @@ from megacore.config.deepspeed import ds_settings
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import reshards
 from megacore.config.schema import Config
-from megacore.engine.optimizer_states import ALIGNMENT, STATES
+from megacore.engine.alignment import ALIGNMENT
+from megacore.optimizers.rule import RULES
 from megacore.pipeline.partition import placement_of
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
@@ -46,7 +47,7 @@ def optimizer_bytes(config: Config) -> int:
     """Bytes a parameter of optimizer state: the state of `optim.kind`, and the master weight if it is not the parameter itself."""
     wide = GRADIENT_BYTES[config.train.precision]
     masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
-    return masters + wide * len(STATES[config.optim.kind])
+    return masters + wide * len(RULES[config.optim.kind].kinds)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
         waiting = outermost + 2 * block if reshards(config) or config.num_microbatches == 1 else n
         on_device = 0 if config.engine.cpu_offload else accumulate
         own = on_device * sum(sum(unit.own.values()) for unit in units)
-        state = len(STATES[config.optim.kind]) * own
+        state = len(RULES[config.optim.kind].kinds) * own
         memories.append(RankMemory(own, own, state, activations, compute * gathered + accumulate * waiting))
     return memories
 

@@ -23,9 +23,9 @@ from typing import Any
 from megacore.config import Config, load
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import resolved
-from megacore.engine.optimizer_states import STATES
 from megacore.errors import UserError
 from megacore.files import ROOT
+from megacore.optimizers.rule import RULES
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.parameters import parameters
 
@@ -194,7 +194,7 @@ def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint: weights and optimizer state, wide; 0 for a run that saves none."""
     if not config.checkpoint.every and not config.checkpoint.last:
         return 0
-    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(STATES[config.optim.kind]))
+    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(RULES[config.optim.kind].kinds))
 
 
 def main() -> None:

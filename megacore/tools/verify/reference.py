@@ -1,8 +1,8 @@
 """Does the training steps in plain code, in fp64, on one process. Every layout must compute the same.
 
 It has no mesh, schedule, engine or loader. It runs the whole model on one microbatch after the other, with PyTorch's cross entropy,
-AdamW as in its paper, its own learning rate and rule of weight decay, and tokens read from the file as numbers. It computes
-attention by the plain formula (`model.attention=eager`), without recomputation or offload.
+each optimizer in plain numpy (`Rule.reference_state`), its own learning rate and rule of weight decay, and tokens read from the file
+as numbers. It computes attention by the plain formula (`model.attention=eager`), without recomputation or offload.
 
 It shares the following with the layouts, and other tests compare these parts with something independent:
 
@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.schema import MASK, OptimConfig
+from megacore.config.optim_groups import ParameterGroups
+from megacore.config.schema import MASK
 from megacore.data.shuffle import derive_key, permute
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.shard import Shard, shard_of
@@ -65,8 +66,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     record = ProofRecord(out)
     parameters, buffers = dict(model.named_parameters()), buffers_of([model])
     record.tensors("parameter 0", whole(parameters))
-    kinds = {"adamw": ("adam_m", "adam_v"), "sgd": ("momentum",)}[optim.kind]
-    state = {name: {kind: torch.zeros_like(p) for kind in kinds} for name, p in parameters.items()}
+    groups = {name: ParameterGroups(optim).of(name) for name in parameters}
+    state = {name: {kind: np.zeros(s) for kind, s in groups[name].state(tuple(p.shape)).items()} for name, p in parameters.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
     corpus = Corpus(config.data.train, config)
@@ -95,18 +96,20 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         record.figures(step, loss, norm)
         record.tensors(f"gradient {step}", whole(gradients))
         clip = min(1.0, optim.grad_clip / (norm + 1e-6)) if optim.grad_clip else 1.0
-        lr = rate(optim, step, train.steps)
-        with torch.no_grad():
-            for name, p in parameters.items():
-                p.mul_(1 - lr * optim.weight_decay * decays(name, p.dim()))
-                p.sub_(lr * direction(optim, step, gradients[name] * clip, state[name]))
-                p.grad = None
-            for buffer in buffers.values():
-                buffer.value.copy_(buffer.rule(buffer.value, buffer.take()))
+        for name, p in parameters.items():
+            group, gradient = groups[name], (gradients[name] * clip).numpy()
+            lr = rate(optim, step, train.steps, group.lr)
+            state[name] = group.rule.reference_state(state[name], gradient, step)
+            direction = group.rule.reference_direction(state[name], gradient, step)
+            p.data.copy_(p.data * (1 - lr * group.weight_decay * decays(name, p.dim())) - lr * torch.from_numpy(direction))
+            p.grad = None
+        for buffer in buffers.values():
+            buffer.value.copy_(buffer.rule(buffer.value, buffer.take()))
         record.tensors(f"parameter {step}", whole(parameters))
         record.tensors(f"buffer {step}", whole({name: buffer.value for name, buffer in buffers.items()}))
-        for kind in kinds:
-            record.tensors(f"{kind} {step}", whole({name: held[kind] for name, held in state.items()}))
+        for name, held in state.items():
+            for kind, numbers in held.items():
+                record.tensors(f"{kind} {step}", whole({name: torch.from_numpy(numbers)}))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()
 
@@ -121,15 +124,6 @@ def microbatch(batch: "Batch", sources: Mapping[str, FieldSource], key: int = 0)
     samples = Samples(batch.inputs.numpy(), batch.targets.numpy(), batch.documents[0])
     more = {name: torch.from_numpy(np.ascontiguousarray(source(samples))) for name, source in sources.items()}
     return Microbatch(batch.inputs, batch.targets, key, *batch.documents, more)
-
-
-def direction(optim: OptimConfig, step: int, g: Tensor, held: dict[str, Tensor]) -> Tensor:
-    """The update of a parameter with gradient `g`, at a rate of one and before its sign. Also updates the optimizer's state `held`."""
-    if optim.kind == "sgd":
-        return held["momentum"].mul_(optim.momentum).add_(g)
-    first = held["adam_m"].lerp_(g, 1 - optim.beta1) / (1 - optim.beta1**step)
-    second = held["adam_v"].mul_(optim.beta2).addcmul_(g, g, value=1 - optim.beta2) / (1 - optim.beta2**step)
-    return first / (second.sqrt() + optim.eps)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ numpy only, like `compare`.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import OptimConfig, resolved
 from megacore.tools.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
 
@@ -22,11 +23,11 @@ EXACT = 2.0**-16
 # of the master. So this part of the master is added to the size of which `EXACT` is a part.
 HELD = 2.0**-6
 
-State = dict[str, np.ndarray]  # of an optimizer, by kind
 
-
-def rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of `step` (from 1) of `steps`, independent of the engine's code."""
+def rate(optim: OptimConfig, step: int, steps: int, peak: float | None = None) -> float:
+    """The learning rate of `step` (from 1) of `steps`, independent of the engine's code; `peak`: of a group, in place of `optim.lr`."""
+    if peak is not None and peak != optim.lr:
+        return rate(optim, step, steps) / optim.lr * peak
     decay_steps = resolved(optim.decay_steps)
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -46,38 +47,6 @@ def decays(name: str, dims: int) -> bool:
     return dims > 1 and not name.endswith("bias")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An optimizer's rule in plain numpy, independent of the engine's code.
-
-    `state` gives the state behind a step from that before it and the clipped gradient. `direction` gives the update that follows from
-    the state of a step, at a rate of one, before its sign and without weight decay.
-    """
-
-    kinds: tuple[str, ...]  # of its state
-    state: Callable[[OptimConfig, State, np.ndarray], State]
-    direction: Callable[[OptimConfig, State, int], np.ndarray]
-
-
-def adamw_state(optim: OptimConfig, before: State, gradient: np.ndarray) -> State:
-    """The moments of AdamW (Loshchilov and Hutter 2019)."""
-    first = optim.beta1 * before["adam_m"] + (1 - optim.beta1) * gradient
-    return {"adam_m": first, "adam_v": optim.beta2 * before["adam_v"] + (1 - optim.beta2) * np.square(gradient)}
-
-
-def adamw_direction(optim: OptimConfig, state: State, step: int) -> np.ndarray:
-    """The first moment over the root of the second, without their bias."""
-    unbiased = np.sqrt(state["adam_v"] / (1 - optim.beta2**step)) + optim.eps
-    return np.asarray(state["adam_m"] / (1 - optim.beta1**step) / unbiased)
-
-
-# By `optim.kind`. A kind that is not here is not computed again, and the verdict says so.
-RULES = {
-    "adamw": Rule(("adam_m", "adam_v"), adamw_state, adamw_direction),
-    "sgd": Rule(("momentum",), lambda optim, b, g: {"momentum": optim.momentum * b["momentum"] + g}, lambda _, b, step: b["momentum"]),
-}
-
-
 class Replay:
     """Compares a run with what follows from its own records.
 
@@ -91,11 +60,10 @@ class Replay:
         self.exact: dict[str, np.ndarray] = {}  # what should be held, under the same names
         self.scales: dict[str, float] = {}
         self.found: list[Difference] = []
-        self.rule = RULES.get(config.optim.kind)
+        self.groups = ParameterGroups(config.optim)
         self.given = f"given 1|{names[0]}" in self.held
         kept = f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps where no hook sees them"
-        state = f"the state and updates of optim.kind={config.optim.kind}, which tools/verify/replay.py does not know"
-        self.lacking = " and ".join([kept] * (not self.given) + [state] * (self.rule is None))
+        self.lacking = "" if self.given else kept
 
     def differences(self) -> list[Difference]:
         """All differences, of kinds that begin with "own"."""
@@ -103,8 +71,7 @@ class Replay:
             if self.given:
                 self._sums(step)
             self._norm(step)
-            if self.rule is not None:
-                self._update(step, self.rule)
+            self._update(step)
         replayed = [{key: tensor for key, tensor in tensors.items() if logical(key) in self.exact} for tensors in self.run.ranks]
         apart = pieces_against(replayed, self.run.places, self.exact, self.scales)
         return [*self.found, *(replace(d, kind=f"own {d.kind}") for d in apart), *self._copies()]
@@ -123,22 +90,25 @@ class Replay:
             self.found.append(Difference("figure", step, "own norm", rank, apart))
         self.norm = norm
 
-    def _update(self, step: int, rule: Rule) -> None:
-        """Checks the optimizer's rule, from the recorded gradients, state and masters of the same run."""
+    def _update(self, step: int) -> None:
+        """Checks each optimizer's rule, from the recorded gradients, state and masters of the same run."""
         optim, steps = self.config.optim, self.config.train.steps
         clip = min(1.0, optim.grad_clip / (self.norm + 1e-6)) if optim.grad_clip else 1.0
-        lr = rate(optim, step, steps)
+        states: dict[str, np.ndarray] = {}
         updates = {}
         for name in self.names:
-            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", np.zeros(())) for kind in rule.kinds}
+            group = self.groups.of(name)
             gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
-            self.exact |= {f"{kind} {step}|{name}": state for kind, state in rule.state(optim, before, gradient).items()}
-            direction = rule.direction(optim, {kind: self.held[f"{kind} {step}|{name}"] for kind in rule.kinds}, step)
-            update = -lr * (direction + optim.weight_decay * decays(name, p.ndim) * p)
+            shapes, lr = group.state(p.shape), rate(optim, step, steps, group.lr)
+            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", np.zeros(shape)) for kind, shape in shapes.items()}
+            states |= {f"{kind} {step}|{name}": x for kind, x in group.rule.reference_state(before, gradient, step).items()}
+            held = {kind: self.held[f"{kind} {step}|{name}"] for kind in shapes}
+            direction = group.rule.reference_direction(held, gradient, step)
+            update = -lr * (direction + group.weight_decay * decays(name, p.ndim) * p)
             self.exact[f"parameter {step}|{name}"] = p + update
             updates[f"parameter {step}|{name}"] = update
-        for kind in rule.kinds:
-            self.scales |= scales_of({key: value for key, value in self.exact.items() if key.startswith(f"{kind} {step}|")})
+        self.exact |= states
+        self.scales |= scales_of(states)
         for key, size in scales_of(updates).items():
             self.scales[key] = size + HELD * rms(self.exact[key])
 
@@ -156,14 +126,15 @@ def cancelled(reference: Records, optim: OptimConfig, names: list[str]) -> dict[
     """By step and parameter, the size that the first moment would have if its gradients were unrelated, over the size that it has.
 
     The second moment has no signs, so it shows that size. The result is at least 1, and infinite if there is no moment at all.
+    Parameters of other optimizers are left out.
     """
-    found, step, held = {}, 1, reference.whole
-    while f"adam_m {step}|{names[0]}" in held:
-        for name in names:
+    found, held, groups = {}, reference.whole, ParameterGroups(optim)
+    for kind, step, name in map(parsed, held):
+        if kind == "adam_m" and step and name in names:
+            settings = groups.of(name).rule.settings
             size, of_squares = rms(held[f"adam_m {step}|{name}"]), float(held[f"adam_v {step}|{name}"].mean())
-            unrelated = (1 - optim.beta1) * math.sqrt(of_squares / (1 - optim.beta2))
+            unrelated = (1 - settings.beta1) * math.sqrt(of_squares / (1 - settings.beta2))
             found[step, name] = max(1.0, unrelated / size) if size else math.inf
-        step += 1
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megacore.config import Config, load
 from megacore.config.load import flatten, resolve, set_value
-from megacore.config.schema import MASK, resolved
+from megacore.config.schema import MASK, OptimGroup, resolved
 from megacore.data.indexed import IndexedTokens, IndexedWriter
 from megacore.data.samples import training_stream
 from megacore.model.flops import head_cost, layer_cost
@@ -65,6 +65,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
             "decay_steps": steps - 1 if user.optim.schedule == "wsd" else 2 * steps,
             "grad_clip": 0.1 if user.optim.grad_clip else 0.0,
             "weight_decay": DECAY if user.optim.weight_decay else 0.0,
+            "groups": [smaller_rate(entry, user.optim.lr) for entry in user.optim.groups],
         },
         "data": {"train": None, "valid": None, "tokenizer": None},
         "checkpoint": {"every": 0, "last": False, "resume": "never", "weights": None},
@@ -77,6 +78,12 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     }
     small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
     return what_differs(user, small)
+
+
+def smaller_rate(entry: OptimGroup, lr: float) -> dict[str, Any]:
+    """An entry of `optim.groups`, with its rate in the same proportion to that of others, which is `lr`."""
+    rate = {} if entry.lr is None else {"lr": RATE * entry.lr / (lr or 1.0)}
+    return entry.model_dump(mode="json") | rate
 
 
 def tokens_of(user: Config, layouts: list[Layout]) -> tuple[int, int]:

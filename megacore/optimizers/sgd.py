@@ -1,0 +1,39 @@
+"""Stochastic gradient descent with momentum (Polyak 1964) and decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from megacore.optimizers.rule import ParameterShard, Rule, State, register
+from megacore.section import Fraction, Section
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+
+class SGDSettings(Section):
+    """The settings of SGD."""
+
+    momentum: Fraction = Field(0.9, description="sgd: the part of the last update that is added to the next")
+
+
+@register
+class SGD(Rule[SGDSettings]):
+    """The gradient, and a part of the update before: ``b = momentum · b + g``."""
+
+    name = "sgd"
+    settings_type = SGDSettings
+    kinds = ("momentum",)
+
+    def direction(self, given: ParameterShard) -> tuple[Tensor, dict[str, Tensor]]:
+        moved = self.settings.momentum * given.state["momentum"] + given.gradient
+        return moved, {"momentum": moved}
+
+    def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
+        return {"momentum": self.settings.momentum * before["momentum"] + gradient}
+
+    def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
+        return state["momentum"]
