@@ -76,6 +76,11 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
     """Prints the plan."""
     from rich.console import Console
 
+    if config.model.source is not None:
+        from megacore.tools.dry_run import own_model
+
+        own_model.report(config)
+        return
     makespan, busy = step_times(config)
 
     train, parallel = config.train, config.parallel
@@ -279,7 +284,7 @@ def run(argv: list[str]) -> int:
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = load(args.config, args.overrides, world).config
     if config.model.source is not None:
-        check_source(config)
+        refuse_for_source(config, args)
     device = None if args.device is None else read_device(args.device)
     if device is not None and config.train.precision not in device.peak_flops:
         wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
@@ -315,12 +320,14 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def check_source(config: Config) -> None:
-    """Raises `ConfigError`: the planner counts what megacore's own blocks do."""
-    from megacore.model.stage import whole_model  # imports torch
+def refuse_for_source(config: Config, args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what is not known of a model of the user's own, and if its file is wrong."""
+    from megacore.tools.dry_run.own_model import NOT_PREDICTED, check  # imports torch
 
-    whole_model(config, "meta")  # what is wrong with the file comes first
-    raise ConfigError("model.source", "the planner knows megacore's own blocks alone", "null; or train some steps and measure")
+    check(config)
+    options = ("search", "device", "cluster", "calibrate", "compare_schedules")
+    if beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]:
+        raise ConfigError(beside[0], NOT_PREDICTED.rstrip("."), f"without {', '.join(beside)}, or without model.source")
 
 
 def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:
@@ -349,7 +356,7 @@ def search(args: argparse.Namespace) -> int:
     alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
     if config.model.source is not None:
-        check_source(config)
+        refuse_for_source(config, args)
     if config.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
     if args.plot is not None:

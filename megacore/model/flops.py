@@ -6,7 +6,8 @@ A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 
 from megacore.config.resolve_auto import attention_of
 from megacore.config.schema import Config, resolved
@@ -84,8 +85,34 @@ class Flops:
         return Flops(self.forward * count, self.backward * count, self.weight * count)
 
 
+def counted_layers(config: Config) -> tuple[Flops | None, ...] | None:
+    """What each layer of a model of the user's own (`model.source`) executes, see `model.counting`.
+
+    It runs layers, for which that file has imported torch already; without one nothing here does.
+    """
+    found: tuple[Flops | None, ...] | None = import_module("megacore.model.counting").counted_layers(config)
+    return found
+
+
+def model_flops(config: Config, causal: bool, pairs: float = 1.0) -> float | None:
+    """`flops_per_token`, or for a model of the user's own three times its products. Then None if they cannot be counted, and with
+    `causal` or a part of all `pairs`: nobody says which of its products are masked."""
+    if config.model.source is None:
+        return flops_per_token(config, causal, pairs)
+    layers = None if causal or pairs != 1.0 else counted_layers(config)
+    if layers is None:
+        return None
+    return 3 * (sum(layer.forward for layer in layers if layer is not None) + (head_flops(config) if layers[-1] is None else 0.0))
+
+
 def layer_cost(config: Config) -> Flops:
-    """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention."""
+    """The operations that one block really executes, with recomputation. SDPA skips the masked half of attention.
+
+    Of a model of the user's own: the mean of its layers. If they cannot be counted, stages are cut as if they were the GPT's.
+    """
+    if config.model.source is not None and (layers := counted_layers(config)) is not None:
+        mean = sum((layer for layer in layers[1:-1] if layer is not None), Flops()) * (1 / config.model.num_layers)
+        return replace(mean, backward=mean.backward + (mean.forward if config.train.recompute == "full" else 0.0))
     sdpa = attention_of(config) == "sdpa"
     forward = block_flops(config, causal=sdpa)
     weight = forward - attention_flops(config, causal=sdpa)  # attention has no weights

@@ -179,6 +179,8 @@ def _placed(schedule: str, ranks: int, chunks: int) -> Placement:
 def stage_layers(config: Config) -> list[range]:
     """The layers of every stage of a resolved config."""
     stages = config.parallel.pipeline * settled(config).chunks
+    if stages == 1:  # so nothing needs to be counted
+        return [range(config.model.num_layers)]
     layer, first, last = layer_cost(config).total, embedding_cost(config).total, head_cost(config).total
     return list(_split(config.model.num_layers, stages, layer, first, last))
 

@@ -13,7 +13,7 @@ from megacore.config import Config
 from megacore.config.devices import peak_flops
 from megacore.distributed.mesh import Mesh
 from megacore.model.batch import Microbatch
-from megacore.model.flops import flops_per_token
+from megacore.model.flops import model_flops
 from megacore.pipeline.partition import step_times
 
 
@@ -89,6 +89,7 @@ class Utilisation:
 
     None if the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
     attention over all pairs of positions, as is usual, or of positions in one document. `causal` counts the half that a causal model needs.
+    Both are None where a model of the user's own cannot be counted so.
     """
 
     def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
@@ -98,15 +99,16 @@ class Utilisation:
 
     def full(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
         """The usual MFU, as a fraction. `pairs`: the part of all pairs that attention needs (`PairsSeen`)."""
-        return self.of(flops_per_token(self.config, False, pairs) * tokens_per_second)
+        return self.of(tokens_per_second, False, pairs)
 
     def causal(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
         """MFU with causal attention counted as half."""
-        return self.of(flops_per_token(self.config, True, pairs) * tokens_per_second)
+        return self.of(tokens_per_second, True, pairs)
 
-    def of(self, flops_per_second: float) -> float | None:
-        """Some operations a second, as a fraction of the peak."""
-        return None if self.available is None else flops_per_second / self.available
+    def of(self, tokens_per_second: float, causal: bool, pairs: float) -> float | None:
+        """The model's operations a second, as a fraction of the peak. None too if they cannot be counted (`model_flops`)."""
+        flops = None if self.available is None else model_flops(self.config, causal, pairs)
+        return None if flops is None or self.available is None else flops * tokens_per_second / self.available
 
 
 class PairsSeen:

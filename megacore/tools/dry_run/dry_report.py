@@ -93,7 +93,9 @@ def progress(text: str) -> None:
 
 
 def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[str]:
-    """What a rank sends or holds that the formulas do not have, a line each."""
+    """What a rank sends or holds that the formulas do not have, a line each. Of a model of the user's own there are none."""
+    if config.model.source is not None:
+        return []
     found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, flow_of(config))[dry.stage])
     memory = rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage]
     for part in ("parameters", "gradients", "optimizer"):
@@ -116,8 +118,9 @@ def show(config: Config, whole: Sequence[DryRank]) -> None:
     for name in ("rank", "place", "parameters", *("weights", "grads", "optim.", "other"), "activ.", "peak", "formula", "calls", "seconds"):
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=True)
     for dry in whole:
-        formula = rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage].total
-        amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak, formula)]
+        amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak)]
+        known = config.model.source is None
+        amounts.append(f"{rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage].total / size:.3f}" if known else "–")
         table.add_row(str(dry.rank), dry.place, f"{dry.parameters:,}", *amounts, f"{len(dry.calls):,}", f"{dry.seconds:.1f}")
     console.print(table)
     for dry in whole:
