@@ -136,11 +136,21 @@ def recomputed_flops(config: Config, causal: bool) -> float:
 
 def embedding_cost(config: Config) -> Flops:
     """The cost of the embedding on the first stage: little elementwise work."""
+    if (own := _own_end(config, 0)) is not None:
+        return own
     work = float(EMBEDDING_OPS_PER_FEATURE * config.model.hidden_size)
     return Flops(work, work, work)
 
 
 def head_cost(config: Config) -> Flops:
     """The cost of LM head and loss on the last stage. They are never recomputed."""
+    if (own := _own_end(config, -1)) is not None:
+        return own
     product, loss = head_flops(config), LOSS_OPS_PER_LOGIT * config.model.vocab_size
     return Flops(product + loss, 2 * product + loss, product)
+
+
+def _own_end(config: Config, at: int) -> Flops | None:
+    """What the first or last layer of the user's own executes; None if it is megacore's, or cannot be counted."""
+    layers = None if config.model.source is None else counted_layers(config)
+    return None if layers is None else layers[at]

@@ -45,6 +45,9 @@ SOURCES = {
     "constructor": edited("        self.index = index", "        raise KeyError('rope')"),
     "no_module": edited("class Block(nn.Module)", "class Block(dict)"),
     "plain_weight": edited("        self.index = index", "        self.index, self.gate = index, nn.Linear(3, 3)"),
+    "few_layers": f"{RIGHT}\nfrom megacore.model.gpt import gpt\ndef layers(config):\n    return gpt(config, Block)[::2]\n",
+    "no_layers": f"{RIGHT}\ndef layers(config):\n    return None\n",
+    "unread": f"{RIGHT}\nfrom megacore.model.gpt import gpt\nBlock.reads = ('hidden', 'memory')\n",
 }  # fmt: skip
 
 
@@ -92,7 +95,16 @@ LINES: list[Row] = [
     *((script, source(name), f"config error: model.source: {line}") for script in ("pretrain", "plan") for name, line in (
         ("constructor", f"@constructor.py, line {line_of('constructor')}, block 0: KeyError: 'rope'"),
         ("no_module", "@no_module.py, block 0: TypeError: Block is no torch.nn.Module"),
+        ("few_layers", "@few_layers.py, layers: ValueError: 2 of them; model.num_layers=2 counts all but the first and the last"),
+        ("no_layers", "@no_layers.py, layers: TypeError"),
+        ("unread", "@unread.py, layers: ValueError: layer blocks.0 reads memory, which no layer before it writes"),
         ("plain_weight", "@plain_weight.py: gate.weight of block 0 does not say which part of the whole tensor it is (a layer of "),
+    )),
+    *(("plan", source("right", *words), f"config error: {line}") for words, line in (
+        (("parallel.schedule=auto",), "parallel.schedule: the search weighs what megacore's own blocks keep, and not those of mod"),
+        (("--device", "h100"), "--device: Memory, what is sent and the time of a step are not predicted for model.source; --dry-run"),
+        (("--search", "--world", "8"), "--search: Memory, what is sent and the time"),
+        (("--compare-schedules",), "--compare-schedules: Memory, what is sent and the time"),
     )),
     ("generate", ("--checkpoint", "@run", "--source", "@right.py"), "checkpoint error: @run/checkpoints/step_00000003: its model has no"),
     ("evaluate", ("--checkpoint", "@run", "--source", "@right.py"), "checkpoint error: @run/checkpoints/step_00000003: its model has no"),

@@ -1,0 +1,80 @@
+"""What is known of a model of the user's own without a device: its parameters, its products and their share of the peak, its dry run."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import plan
+from megacore.config import Config, load
+from megacore.distributed.shard import shard_of
+from megacore.model.flops import counted_layers, flops_per_token, layer_cost, model_flops
+from megacore.model.stage import whole_model
+from megacore.pipeline.partition import stage_costs
+from megacore.train.meters import Utilisation
+from tests import forks
+
+TINY = str(forks.ROOT / "configs/gpt_tiny.json")
+
+
+def with_source(text: str, folder: Path, *overrides: str, world: int = 1) -> Config:
+    (folder / "model.py").write_text(text)
+    return load(TINY, [f"model.source={folder}/model.py", *overrides], world).config
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.activation=gelu", "model.num_kv_heads=2", "model.tie_embeddings=false"]])
+def test_counted_products_are_those_of_the_formulas(tmp_path: Path, overrides: list[str]) -> None:
+    """megacore's own block, taken for one of the user's: a product that is missed, or counted twice, is another number."""
+    plain = load(TINY, ["model.attention=eager", *overrides]).config
+    own = with_source("from megacore.model.block import Block\n", tmp_path, "model.attention=eager", *overrides)
+    counted = counted_layers(own)
+    assert counted is not None and counted[0] is None and counted[-1] is None and set(counted[1:-1]) == {layer_cost(plain)}
+    assert model_flops(own, causal=False) == flops_per_token(plain, causal=False)
+    full = own.model_copy(update={"train": own.train.model_copy(update={"recompute": "full"})})
+    assert layer_cost(full).backward == layer_cost(plain).backward + layer_cost(plain).forward
+    assert stage_costs(own) == stage_costs(plain)
+
+
+def test_the_utilisation_is_that_of_the_own_layers(tmp_path: Path) -> None:
+    """Of the GPT's, it would be 15 % too high here; what nobody knows is null."""
+    own = with_source(forks.documented(), tmp_path)
+    model, h, f, s = own.model, own.model.hidden_size, own.model.ffn_size, own.train.seq_len
+    assert f is not None
+    of_token = 3 * (model.num_layers * (2 * 4 * h * h + 2 * 2 * h * f + 4 * s * h) + 2 * h * model.vocab_size)
+    peak = Utilisation(own, torch.device("cpu"), 1, peak=1e12)
+    assert peak.full(1e6) == pytest.approx(1e6 * of_token / 1e12, rel=1e-12) and of_token < flops_per_token(own, False)
+    assert peak.causal(1e6) is None and peak.full(1e6, pairs=0.5) is None
+
+
+def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel of the user's that torch cannot run without content: the plan says so, and MFU is null."""
+    text = forks.documented().replace("return self.down(", "assert x.sum().item() < 1e9\n        return self.down(")
+    own = with_source(text, tmp_path)
+    assert counted_layers(own) is None and model_flops(own, causal=False) is None
+    assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2"]) == 0
+    said = capsys.readouterr().out
+    assert "FLOPs and bubble unknown" in said and "GFLOP" not in said
+
+
+def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The GPT's formulas would count 1,377,408."""
+    own = with_source(forks.documented(), tmp_path)
+    whole = sum(math.prod(shard_of(p).global_shape) for p in whole_model(own, "meta").parameters())
+    source = f"model.source={tmp_path}/model.py"
+    assert plan.run(["--config", TINY, source, "parallel.pipeline=2", "parallel.tensor=2", "model.tie_embeddings=false"]) == 0
+    said = capsys.readouterr().out
+    untied = own.model.vocab_size * own.model.hidden_size
+    assert f"parameters    {whole + untied:,}, of the layers of" in said and "are not predicted for model.source" in said
+    held = [int(line.split()[2].replace(",", "")) for line in said.splitlines() if "–" in line]
+    norms = (2 * own.model.num_layers + 1) * own.model.hidden_size  # which tensor ranks hold alike
+    assert 2 * sum(held) - norms == whole + untied
+
+
+def test_a_dry_run_needs_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It holds ranks against each other, and shows what they hold and send."""
+    forks.written(tmp_path)
+    small = ["train.seq_len=16", "train.global_batch_size=8", "parallel.tensor=2", "parallel.sequence=true"]
+    assert plan.run(["--config", TINY, f"model.source={tmp_path}/my_model.py", "--dry-run", "0", *small]) == 0
+    out, err = capsys.readouterr()
+    assert "matched" in out and "by formula" not in err and "reduce_scatter" in out
