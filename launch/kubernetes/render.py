@@ -58,6 +58,8 @@ def checked(args: argparse.Namespace) -> Config:
     """The resolved config. Raises `ConfigError` unless it fits the ranks, and keeps what it writes on the volume."""
     config = load(args.config, args.overrides, args.nodes * max(1, args.gpus)).config
     data, checkpoint = config.data, config.checkpoint
+    if config.model.source is not None:
+        raise ConfigError("model.source", "a manifest holds the text of the config alone", "null, or a ConfigMap of your own")
     inside = {"log.dir": config.log.dir, "data.train": data.train, "data.valid": data.valid, "checkpoint.weights": checkpoint.weights}
     inside |= {"data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer}
     inside |= {"checkpoint.resume": None if checkpoint.resume in ("auto", "never") else checkpoint.resume}

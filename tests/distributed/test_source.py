@@ -9,12 +9,14 @@ import torch
 
 from launch.evaluate import run as evaluate
 from launch.generate import run as generate
+from megacore.checkpoint import Reader, locate
 from megacore.config import load
 from megacore.config.source import COPY
 from megacore.distributed.init import check_source
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.errors import CheckpointError, ConfigError, UserError
+from megacore.tools.interchange.export_hf import config_of
 from megacore.train.inputs import Inputs
 from tests import forks, training
 from tests.distributed.test_generate import text_of
@@ -93,6 +95,12 @@ def test_a_checkpoint_executes_nothing(folder: Path, tmp_path: Path, monkeypatch
     for script in (generate, evaluate):
         with pytest.raises(ConfigError, match=f"model.source_digest: {other} has the digest"):
             script([*checkpoint, "--source", str(other)], RankInfo())
+
+
+def test_no_other_project_has_the_model(folder: Path) -> None:
+    """An export would be some family's model, with other tensors."""
+    with pytest.raises(CheckpointError, match="a source of the user's own, which no other project has"):
+        config_of(Reader(locate(folder / "one")))
 
 
 def test_the_model_writes_and_is_evaluated_in_every_layout(pool: Any, folder: Path, tmp_path: Path) -> None:

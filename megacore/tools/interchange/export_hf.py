@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Layout, Reader, locate
-from megacore.checkpoint.weights import WEIGHTS, check_weights, sections_to_run
+from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.shard import Shard
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.tools.interchange.export_tokenizer import write_tokenizer
 from megacore.tools.interchange.families import family_for_config
@@ -73,7 +73,9 @@ def export_hf(
 
 def config_of(reader: Reader) -> Config:
     """The config of the checkpoint's model on one device. Raises `CheckpointError` if none is recorded, or it has a source."""
-    sections = sections_to_run(reader)
+    sections = recorded_sections(reader)
+    if sections["model"].get("source") is not None:
+        raise CheckpointError(str(reader.path), "its model is of a source of the user's own, which no other project has", "another model")
     return resolve({key: sections[key] for key in ("model", "train", "data") if key in sections}, [], "export", 1).config
 
 

@@ -15,7 +15,7 @@ from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.load import parse_override, resolve, set_value
 from megacore.distributed.shard import Shard
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.tools.interchange.export_tokenizer import FAST, SENTENCEPIECE, copy_tokenizer
 from megacore.tools.interchange.families import family_for_hf
@@ -113,6 +113,8 @@ def import_model(peer: Peer, output: Path, overrides: list[str], compare_layers:
     for override in overrides:
         set_value(sections, *parse_override(override))
     config = resolve(deepcopy(sections), [], output.name, 1).config
+    if config.model.source is not None:
+        raise ConfigError("model.source", f"the tensors of {peer.path} are those of megacore's own blocks", "null")
     if config.model.num_layers > len(peer.shapes):  # before so many are looked for
         wrong = f"has {len(peer.shapes)} tensors, too few for {config.model.num_layers} layers"
         raise CheckpointError(str(peer.path), wrong, f"a whole {peer.architecture} of the sizes in its configuration")
