@@ -18,7 +18,7 @@ from megacore.config.load import smallest_world
 from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
 from megacore.files import check_output, replaced
-from megacore.model.flops import flops_per_token
+from megacore.model.flops import counted_layers, flops_per_token
 from megacore.pipeline.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.pipeline.plan_file import write_plan
 from megacore.pipeline.simulate import Timeline
@@ -328,6 +328,8 @@ def refuse_for_source(config: Config, args: argparse.Namespace) -> None:
     options = ("search", "device", "cluster", "calibrate", "compare_schedules")
     if beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]:
         raise ConfigError(beside[0], NOT_PREDICTED.rstrip("."), f"without {', '.join(beside)}, or without model.source")
+    if args.plot and counted_layers(config) is None:
+        raise ConfigError("--plot", "the layers of model.source do not run on tensors without content: no action's work is known", "none")
 
 
 def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:

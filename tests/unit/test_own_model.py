@@ -9,9 +9,11 @@ import torch
 from launch import plan
 from megacore.config import Config, load
 from megacore.distributed.shard import shard_of
+from megacore.errors import ConfigError
 from megacore.model.flops import counted_layers, flops_per_token, layer_cost, model_flops
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import stage_costs
+from megacore.train.compiling import can_compile
 from megacore.train.meters import Utilisation
 from tests import forks
 
@@ -55,6 +57,8 @@ def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest
     assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2"]) == 0
     said = capsys.readouterr().out
     assert "FLOPs and bubble unknown" in said and "GFLOP" not in said
+    with pytest.raises(ConfigError, match="--plot: the layers of model.source do not run on tensors without content"):
+        plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2", "--plot", str(tmp_path / "a.png")])
 
 
 def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,3 +82,9 @@ def test_a_dry_run_needs_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert plan.run(["--config", TINY, f"model.source={tmp_path}/my_model.py", "--dry-run", "0", *small]) == 0
     out, err = capsys.readouterr()
     assert "matched" in out and "by formula" not in err and "reduce_scatter" in out
+
+
+def test_own_layers_are_compiled_only_if_told(tmp_path: Path) -> None:
+    """`auto` tries on every long run: code that does not compile would end it."""
+    assert can_compile(load(TINY, ["train.steps=1000000"]).config, torch.device("cpu"))
+    assert not can_compile(with_source(forks.documented(), tmp_path, "train.steps=1000000"), torch.device("cpu"))
