@@ -99,16 +99,20 @@ class Utilisation:
 
     def full(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
         """The usual MFU, as a fraction. `pairs`: the part of all pairs that attention needs (`PairsSeen`)."""
-        return self.of(tokens_per_second, False, pairs)
+        return self.of(self._model_flops(tokens_per_second, False, pairs))
 
     def causal(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
         """MFU with causal attention counted as half."""
-        return self.of(tokens_per_second, True, pairs)
+        return self.of(self._model_flops(tokens_per_second, True, pairs))
 
-    def of(self, tokens_per_second: float, causal: bool, pairs: float) -> float | None:
-        """The model's operations a second, as a fraction of the peak. None too if they cannot be counted (`model_flops`)."""
+    def of(self, flops_per_second: float | None) -> float | None:
+        """Some operations a second, as a fraction of the peak."""
+        return None if self.available is None or flops_per_second is None else flops_per_second / self.available
+
+    def _model_flops(self, tokens_per_second: float, causal: bool, pairs: float) -> float | None:
+        """The model's operations a second; None if they are not known, or nobody needs them."""
         flops = None if self.available is None else model_flops(self.config, causal, pairs)
-        return None if flops is None or self.available is None else flops * tokens_per_second / self.available
+        return None if flops is None else flops * tokens_per_second
 
 
 class PairsSeen:
