@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,11 +21,14 @@ from megacore.distributed.collectives import all_gather, enter_tensor_parallel, 
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
-from megacore.distributed.shard import Shard, new_parameter, replicated, split
+from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of, split
 from megacore.distributed.topology import Topology, alone
+from megacore.engine.deepspeed import DeepSpeedEngine
+from megacore.engine.fsdp import FSDPEngine
+from megacore.errors import ConfigError
 from megacore.model.block import Block
 from megacore.model.context import Context
-from megacore.model.gpt import BLOCKS
+from megacore.model.gpt import BLOCKS, Stage
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training
@@ -114,7 +119,10 @@ def joined(config: Config, sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) ->
     return mesh(config, place_from_environment(), CPU, OWN, sizes)
 
 
-def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) -> Found:
+def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh, hosts: str = "") -> Found:
+    """Training with experts. `hosts`: of every rank, a letter for the one where it is."""
+    if hosts:
+        os.environ["MEGACORE_HOST"] = hosts[place_from_environment().rank]
     config = config_of(path, overrides, place_from_environment().world_size)
     return train(config, joined(config, sizes, mesh))
 
@@ -147,6 +155,61 @@ def test_weights_split_over_ranks_with_other_tokens(pool: Any, config_path: str,
     overrides, sizes = CASES[case]
     (one,) = pool.run(1, with_experts, config_path, [], ONE)
     assert apart(pool.run(4, with_experts, config_path, overrides, sizes), one) < TOLERANCE
+
+
+TWO_LEVELS = ["parallel.data=4", "engine.reduce_levels=2"]
+
+
+@pytest.mark.parametrize("overrides", [TWO_LEVELS, [*TWO_LEVELS, "engine.shard_optimizer=true"]])
+def test_sums_in_two_levels(pool: Any, config_path: str, overrides: list[str]) -> None:
+    """What all ranks hold is summed within two hosts and between them, and experts within a host alone."""
+    (one,) = pool.run(1, with_experts, config_path, [], ONE)
+    found = pool.run(4, with_experts, config_path, overrides, {"dp": 2, "ep": 2}, Mesh, "aabb")
+    assert apart(found, one) < TOLERANCE
+
+
+@pytest.mark.parametrize("overrides", [DATA, SHARDED])
+def test_sums_in_16_bits(pool: Any, config_path: str, overrides: list[str]) -> None:
+    """Experts of one rank are not sent, others with the rounding of the wire; all ranks agree."""
+    (one,) = pool.run(1, with_experts, config_path, [], ONE)
+    for sizes in ({"dp": 2, "ep": 2}, {"dp": 1, "ep": 4}):
+        found = pool.run(4, with_experts, config_path, [*overrides, "engine.reduce_dtype=bf16"], sizes)
+        assert len({tuple(rank.figures) for rank in found}) == 1
+        assert 0 < training.difference(found[0].figures, one.figures) < 5e-3
+
+
+def on_meta(path: str, kind: str) -> tuple[Config, Topology, list[Stage]]:
+    settings = ["engine.config=" + json.dumps({"zero_optimization": {"stage": 1}})] if kind == "deepspeed" else []
+    config = config_of(path, ["parallel.data=4", "train.precision=bf16", f"engine.kind={kind}", *settings], 4)
+    topology = Topology(config, 0, OWN, {"dp": 2, "ep": 2})
+    stage = Stage(config, range(config.model.num_layers), topology, "meta")
+    for parameter in stage.parameters():
+        parameter.shard = topology.placed(shard_of(parameter))  # type: ignore[attr-defined]
+    return config, topology, [stage]
+
+
+def test_an_engine_refuses_sums_that_it_cannot_do(config_path: str) -> None:
+    """FSDP2 sums a module's gradients as one, and DeepSpeed all; it has no buffers."""
+    config, topology, stages = on_meta(config_path, "fsdp")
+    found = FSDPEngine._units(SimpleNamespace(mesh=topology), stages[0], sums_in(stages[0], topology))  # type: ignore[arg-type]
+    own = {name: over.tokens for name, module in stages[0].named_modules() if (over := found.get(module)) is not None}
+    assert {name: tokens for name, tokens in own.items() if name.endswith("experts")} == {
+        f"blocks.{i}.experts": ("dp", "cp") for i in range(config.model.num_layers)
+    }
+    stages[0].blocks["0"].experts.bias = stages[0].blocks["0"].norm1.weight
+    with pytest.raises(ConfigError, match=r"engine.kind: fsdp sums the gradients of a module as one, and those of blocks.0.experts differ"):
+        FSDPEngine._units(SimpleNamespace(mesh=topology), stages[0], sums_in(stages[0], topology))  # type: ignore[arg-type]
+    config, topology, stages = on_meta(config_path, "deepspeed")
+    with pytest.raises(ConfigError, match=r"engine.kind: DeepSpeed updates no buffers, and the model has blocks.0.experts.sent"):
+        DeepSpeedEngine(config, stages, topology)  # type: ignore[arg-type]
+    for block in stages[0].blocks.values():
+        del block.experts.sent, block.experts.seen
+    with pytest.raises(ConfigError, match=r"engine.kind: DeepSpeed sums all gradients over dp×ep×cp, and this model has some that are not"):
+        DeepSpeedEngine(config, stages, topology)  # type: ignore[arg-type]
+
+
+def sums_in(stage: Stage, topology: Topology) -> dict[str, GradientSum]:
+    return {name: topology.gradient_sum(shard_of(p)) for name, p in stage.named_parameters(remove_duplicate=False)}
 
 
 @pytest.mark.parametrize("fault", [TooWide, TooNarrow])
