@@ -23,6 +23,7 @@ CAUSES = {
     "adam_m": "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first {name}",
     "adam_v": "every gradient, the norm and the first moments agree; the second moments do not: first {name}",
     "parameter": "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first {name}",
+    "buffer": "every update agrees; a buffer (what is counted, or over which ranks) does not: first {name}",
     "own copy": "what computes is not the master weights, rounded: first {name}",
     "own gradient": "the gradients are not the sum of what backward gave, microbatch by microbatch: first {name}",
     "own norm": "the gradient norm is not that of the gradients",
