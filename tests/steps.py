@@ -52,7 +52,7 @@ def train(config: Config, mesh: Mesh, layers: Layers | None = None) -> Found:
     sources = fields_of(layers or ())
     for number in range(1, STEPS + 1):
         whole = batch_of(config, number, mesh.sample_group)
-        batch = [microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, sources=sources) for m in whole]
+        batch = [microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, m.key, sources=sources) for m in whole]
         done = step(number, batch)
         figures.append((done.loss.item(), done.grad_norm.item()))
     step.engine.settle()

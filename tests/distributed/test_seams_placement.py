@@ -27,8 +27,10 @@ from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.fsdp import FSDPEngine
 from megacore.errors import ConfigError
 from megacore.model.block import Block
+from megacore.model.choose import layers_of
 from megacore.model.context import Context
-from megacore.model.gpt import BLOCKS, Stage
+from megacore.model.gpt import BLOCKS
+from megacore.model.stage import Stage
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training
@@ -171,7 +173,8 @@ def test_sums_in_two_levels(pool: Any, config_path: str, overrides: list[str]) -
 @pytest.mark.parametrize("overrides", [DATA, SHARDED])
 def test_sums_in_16_bits(pool: Any, config_path: str, overrides: list[str]) -> None:
     """Experts of one rank are not sent, others with the rounding of the wire; all ranks agree."""
-    (one,) = pool.run(1, with_experts, config_path, [], ONE)
+    overrides = [*overrides, "train.precision=fp32"]
+    (one,) = pool.run(1, with_experts, config_path, ["train.precision=fp32"], ONE)
     for sizes in ({"dp": 2, "ep": 2}, {"dp": 1, "ep": 4}):
         found = pool.run(4, with_experts, config_path, [*overrides, "engine.reduce_dtype=bf16"], sizes)
         assert len({tuple(rank.figures) for rank in found}) == 1
@@ -182,7 +185,7 @@ def on_meta(path: str, kind: str) -> tuple[Config, Topology, list[Stage]]:
     settings = ["engine.config=" + json.dumps({"zero_optimization": {"stage": 1}})] if kind == "deepspeed" else []
     config = config_of(path, ["parallel.data=4", "train.precision=bf16", f"engine.kind={kind}", *settings], 4)
     topology = Topology(config, 0, OWN, {"dp": 2, "ep": 2})
-    stage = Stage(config, range(config.model.num_layers), topology, "meta")
+    stage = Stage(config, range(len(layers_of(config))), topology, "meta")
     for parameter in stage.parameters():
         parameter.shard = topology.placed(shard_of(parameter))  # type: ignore[attr-defined]
     return config, topology, [stage]
