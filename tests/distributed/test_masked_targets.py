@@ -61,7 +61,7 @@ def plain_loss(step: TrainStep, loader: Loader) -> float:
     """The mean over the first batch's learned targets, by PyTorch's own cross entropy."""
     (model,), losses = step.stages, []
     for batch in loader.step(1):
-        logits, targets = model.logits(model.hidden(batch.inputs, batch.key)), batch.targets.flatten()
+        logits, targets = model.logits(model.hidden(batch.tokens, batch.key)), batch.targets.flatten()
         losses.append(F.cross_entropy(logits.reshape(len(targets), -1), targets, reduction="none")[targets != IGNORED])
     return float(torch.cat(losses).mean())
 
