@@ -45,6 +45,7 @@ from tests.memory import Allocated
 LLAMA = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2", "model.qk_norm=true"]
 ROTARY = ["model.position=rope", "model.norm=rmsnorm", "model.activation=swiglu"]
 ON_A_GPU = ["train.precision=bf16", "train.device=cuda"]
+GROUPS = 'optim.groups=[{"match": ["blocks.1.*.weight", "*norm*"], "kind": "sgd"}, {"match": ["blocks.*.bias"], "lr": 0.1}]'
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tensor 2, pipeline 2, data 2": (8, ["parallel.tensor=2", "parallel.pipeline=2"]),
@@ -59,12 +60,14 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         4,
         ["parallel.context=2", "parallel.tensor=2", "model.chunked_loss=true", "train.seq_len=1280", "train.device=cuda"],
     ),
+    "groups": (4, [GROUPS, "engine.shard_optimizer=true", "engine.bucket_mib=0.02", "parallel.pipeline=2"]),
     "interleaved": (4, ["parallel.pipeline=2", "parallel.schedule=interleaved"]),
     "llama, untied": (4, [*LLAMA, "parallel.tensor=2", "parallel.pipeline=2", "model.tie_embeddings=false", "train.precision=bf16"]),
     "recomputed": (4, ["parallel.pipeline=4", "train.recompute=full", "model.chunked_loss=true", "parallel.schedule=gpipe"]),
 }
 
 FSDP: dict[str, tuple[int, list[str]]] = {
+    "fsdp, groups": (2, [GROUPS]),
     "fsdp": (4, ["model.norm=layernorm", "model.bias=true"]),
     "fsdp, 3 shards and 2 copies, whose rows do not divide": (6, ["engine.shard_size=3", "train.global_batch_size=24"]),
     "fsdp, kept whole": (4, ["engine.reshard=false", "train.recompute=full"]),

@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass, field
 
+from megacore.config.optim_groups import ParameterGroup, ParameterGroups
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config, resolved
 from megacore.engine.alignment import ALIGNMENT
@@ -14,8 +15,9 @@ from megacore.tools.planner.parameters import Parameter, stage_list
 
 @dataclass
 class Buffer:
-    """Parameters that are treated alike: of one chunk, decayed or not, and summed over the same further axes."""
+    """Parameters that are treated alike: of one chunk and group, decayed or not, and summed over the same further axes."""
 
+    group: ParameterGroup
     summed_over: tuple[str, ...]  # tp, tied
     buckets: list[int] = field(default_factory=list)  # elements of each, gaps included
     open: bool = False  # the last bucket may still grow
@@ -45,10 +47,12 @@ def buffers_of(config: Config, rank: int, tensor_rank: int = 0, host_size: int =
     divided = config.engine.shard_optimizer or config.engine.reduce_dtype == "bf16" or data_ranks_of_a_host(config, host_size) > 1
     limit = resolved(config.engine.bucket_mib) * 2**20 / GRADIENT_BYTES[config.train.precision]
     unit = ALIGNMENT * (config.token_ranks if divided else 1)  # every data rank has an equal part, of its own or on the wire
-    buffers: dict[tuple[int, bool, tuple[str, ...]], Buffer] = {}
+    groups = ParameterGroups(config.optim)
+    buffers: dict[tuple[int, ParameterGroup, bool, tuple[str, ...]], Buffer] = {}
     for chunk, parameter in reversed(owned.values()):
         over = (("tp",) if parameter.partial and tensor > 1 else ()) + (("tied",) if tied and parameter.name == "embedding.weight" else ())
-        buffer = buffers.setdefault((chunk, parameter.decays, over), Buffer(over))
+        group = groups.of(parameter.name)
+        buffer = buffers.setdefault((chunk, group, parameter.decays, over), Buffer(group, over))
         if not buffer.open:
             buffer.buckets.append(0)
         buffer.buckets[-1] += -(-parameter.local(tensor, tensor_rank) // ALIGNMENT) * ALIGNMENT

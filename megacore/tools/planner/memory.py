@@ -23,31 +23,32 @@ step, the whole gradients of the two parameters in which its part begins and end
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import prod
 
 from megacore.config.deepspeed import ds_settings
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import reshards
 from megacore.config.schema import Config
 from megacore.engine.alignment import ALIGNMENT
-from megacore.optimizers.rule import RULES
-from megacore.pipeline.partition import placement_of
+from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
-from megacore.tools.planner.parameters import block_parameters, rank_parameters
+from megacore.tools.planner.parameters import block_parameters, rank_parameters, stage_list
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
 CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)
 FRAGMENTATION = 0.05  # of what is not held from step to step: blocks between which the allocator finds no room
 
-_PADDED: dict[Hashable, list[int]] = {}
+_PADDED: dict[Hashable, list[tuple[int, int]]] = {}
 
 
 def optimizer_bytes(config: Config) -> int:
     """Bytes a parameter of optimizer state: the state of `optim.kind`, and the master weight if it is not the parameter itself."""
     wide = GRADIENT_BYTES[config.train.precision]
     masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
-    return masters + wide * len(RULES[config.optim.kind].kinds)
+    return masters + wide * max(len(group.rule.kinds) for group in ParameterGroups(config.optim).every)
 
 
 @dataclass(frozen=True)
@@ -130,21 +131,44 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> li
         return _deepspeed_memory(config)
     divisor = data if config.engine.shard_optimizer else 1
     memories = []
-    for n, activations in zip(padded_parameters(config, tensor_rank), rank_activations(config), strict=True):
-        state = n * optimizer_bytes(config) // divisor
+    wide = GRADIENT_BYTES[precision]
+    masters = wide if ELEMENT_BYTES[precision] < wide else 0
+    laid_out, own = _laid_out(config, tensor_rank), own_state_numbers(config)
+    for (n, numbers), whole, activations in zip(laid_out, own, rank_activations(config), strict=True):
+        state = (n * masters + numbers * wide) // divisor + whole * wide
         rows = n // ALIGNMENT * 8  # an fp64 number each
         memories.append(RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], state, activations, rows=rows))
     return memories
 
 
 def padded_parameters(config: Config, tensor_rank: int = 0) -> list[int]:
-    """What each rank of the pipeline holds in the native engine's buffers, gaps included. Equal layouts are laid out once."""
+    """What each rank of the pipeline holds in the native engine's buffers, gaps included."""
+    return [n for n, _ in _laid_out(config, tensor_rank)]
+
+
+def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int]]:
+    """For each rank of the pipeline `padded_parameters`, and the numbers of state that go with them. Equal layouts are laid out once."""
     engine = config.engine
     divides = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib
-    key = config.model, config.parallel, *divides, config.train.precision, config.train.seq_len, tensor_rank
+    optim = config.optim.kind, config.optim.groups
+    key = config.model, config.parallel, *divides, *optim, config.train.precision, config.train.seq_len, tensor_rank
     if key not in _PADDED:
-        _PADDED[key] = [sum(b.size for b in buffers_of(config, rank, tensor_rank)) for rank in range(config.parallel.pipeline)]
+        laid_out = [buffers_of(config, rank, tensor_rank) for rank in range(config.parallel.pipeline)]
+        _PADDED[key] = [(sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own)) for own in laid_out]
     return _PADDED[key]
+
+
+def own_state_numbers(config: Config) -> list[int]:
+    """For each rank of the pipeline, the numbers of state of shapes of their own, which it holds whole."""
+    groups = ParameterGroups(config.optim)
+    if not any(group.rule.whole for group in groups.every):
+        return [0] * config.parallel.pipeline
+    found = []
+    for stages in placement_of(config):
+        shapes = {parameter.name: parameter.shape for stage in stages for parameter in stage_list(config, stage)}
+        every = (groups.of(name).rule.own_state(shape) for name, shape in shapes.items())
+        found.append(sum(prod(shape) for own in every for shape in own.values()))
+    return found
 
 
 def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
@@ -157,6 +181,7 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
     precision, shards = config.train.precision, config.shard_size
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
     memories = []
+    groups, whole = ParameterGroups(config.optim), own_state_numbers(config)
     for rank, activations in enumerate(rank_activations(config)):
         units = units_of(config, rank, tensor_rank, shard_rank)
         block = shards * max((unit.padded for unit in units if unit.block), default=0)
@@ -166,7 +191,10 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
         waiting = outermost + 2 * block if reshards(config) or config.num_microbatches == 1 else n
         on_device = 0 if config.engine.cpu_offload else accumulate
         own = on_device * sum(sum(unit.own.values()) for unit in units)
-        state = len(RULES[config.optim.kind].kinds) * own
+        layers = iter(layer for stage in placement_of(config)[rank] for layer in stage_layers(config)[stage])
+        named = [(f"blocks.{next(layers)}." if unit.block else "", unit.own) for unit in units]
+        numbers = sum(n * len(groups.of(f"{of}{name}").rule.kinds) for of, elements in named for name, n in elements.items())
+        state = on_device * numbers + accumulate * whole[rank]
         memories.append(RankMemory(own, own, state, activations, compute * gathered + accumulate * waiting))
     return memories
 
