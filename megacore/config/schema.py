@@ -428,7 +428,8 @@ def take_in_rules() -> None:
         for key, field in rule.settings_type.model_fields.items():
             assert key not in OptimSchedule.model_fields, f"{rule.name} has a setting called {key}, and so has every optimizer"
             fields[key] = field
-            of_entry: Any = Annotated[field.annotation, *field.metadata] | None
+            bounded: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            of_entry: Any = bounded | None
             entry[key] = FieldInfo.from_annotated_attribute(of_entry, None)
     for section in (OptimGroup, OptimConfig, Config):
         section.model_rebuild(force=True)

@@ -12,6 +12,7 @@ from megacore.distributed.shard import shard_of
 from megacore.errors import ConfigError
 from megacore.model.flops import counted_layers, flops_per_token, layer_cost, model_flops
 from megacore.model.stage import whole_model
+from megacore.optimizers.rule import RULES, unregister
 from megacore.pipeline.partition import stage_costs
 from megacore.train.compiling import can_compile
 from megacore.train.meters import Utilisation
@@ -88,3 +89,32 @@ def test_own_layers_are_compiled_only_if_told(tmp_path: Path) -> None:
     """`auto` tries on every long run: code that does not compile would end it."""
     assert can_compile(load(TINY, ["train.steps=1000000"]).config, torch.device("cpu"))
     assert not can_compile(with_source(forks.documented(), tmp_path, "train.steps=1000000"), torch.device("cpu"))
+
+
+HEAVY = """
+
+from megacore.optimizers.sgd import SGD, SGDSettings
+from megacore.optimizers.rule import register
+
+
+class HeavySettings(SGDSettings):
+    mass: float = 2.0
+
+
+@register
+class Heavy(SGD):
+    name = "heavy"
+    settings_type = HeavySettings
+"""
+
+
+def test_an_optimizer_may_stand_in_the_file(tmp_path: Path) -> None:
+    """Its name and its settings are the config's, beside those of the model, and only where the file is named; an edit replaces it."""
+    try:
+        for mass in (2.0, 3.0):
+            own = with_source(forks.documented() + HEAVY.replace("2.0", str(mass)), tmp_path, "optim.kind=heavy", "model.window=3")
+            assert own.optim.kind == "heavy" and own.optim.mass == mass and own.model.window == 3  # type: ignore[attr-defined]
+    finally:
+        unregister(RULES["heavy"])
+    with pytest.raises(ConfigError, match='optim.kind: "heavy" is not valid'):
+        load(TINY, ["optim.kind=heavy"])
