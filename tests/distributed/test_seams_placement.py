@@ -1,6 +1,7 @@
 """What follows from a placement alone, proved by layers that are no feature: weights split over ranks with other tokens, further views."""
 
 import contextlib
+import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -123,6 +124,7 @@ def joined(config: Config, sizes: Mapping[str, int], mesh: type[Mesh] = Mesh) ->
 
 def with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], mesh: type[Mesh] = Mesh, hosts: str = "") -> Found:
     """Training with experts. `hosts`: of every rank, a letter for the one where it is."""
+    importlib.import_module("tests.whole_rule")  # registers the rule, in this process alone
     if hosts:
         os.environ["MEGACORE_HOST"] = hosts[place_from_environment().rank]
     config = config_of(path, overrides, place_from_environment().world_size)
@@ -157,6 +159,17 @@ def test_weights_split_over_ranks_with_other_tokens(pool: Any, config_path: str,
     overrides, sizes = CASES[case]
     (one,) = pool.run(1, with_experts, config_path, [], ONE)
     assert apart(pool.run(4, with_experts, config_path, overrides, sizes), one) < TOLERANCE
+
+
+WHOLE = ['optim.groups=[{"match": ["*norm*"], "lr": 0.01}, {"match": ["blocks.*.weight"], "kind": "orthogonal", "lr": 0.02}]']
+
+
+@pytest.mark.parametrize("case", ["an axis, sharded", "a view, copies"])
+def test_a_rule_over_whole_matrices(pool: Any, config_path: str, case: str) -> None:
+    """A weight is put together from the ranks of its own sum and split, and from no others."""
+    overrides, sizes = CASES[case]
+    (one,) = pool.run(1, with_experts, config_path, WHOLE, ONE)
+    assert apart(pool.run(4, with_experts, config_path, [*overrides, *WHOLE], sizes), one) < 1e-10
 
 
 TWO_LEVELS = ["parallel.data=4", "engine.reduce_levels=2"]
