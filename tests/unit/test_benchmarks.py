@@ -400,7 +400,7 @@ def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mappe
     theirs = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in mapping:
-            ours.get_parameter(tensor.name).copy_(tensor.join(theirs))  # type: ignore[arg-type]
+            dict(ours.named_parameters())[tensor.name].copy_(tensor.join(theirs))  # type: ignore[arg-type]
     loss = ours.loss(ours.hidden(microbatch.tokens, microbatch.key), microbatch.targets) / microbatch.targets.numel()
     loss.backward()
     other = model(microbatch.tokens, microbatch.targets)
@@ -408,7 +408,7 @@ def farthest_from_megacore(model: nn.Module, config: Config, mapping: list[Mappe
     found = float((other - loss).detach().abs() / loss.detach())
     gradients = {name: parameter.grad for name, parameter in theirs.items()}
     for tensor in mapping:
-        ours_gradient = ours.get_parameter(tensor.name).grad
+        ours_gradient = dict(ours.named_parameters())[tensor.name].grad
         assert ours_gradient is not None
         difference = (tensor.join(gradients) - ours_gradient).abs().max() / ours_gradient.abs().max()  # type: ignore[arg-type]
         found = max(found, float(difference))
