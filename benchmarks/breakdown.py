@@ -5,13 +5,12 @@ launched there and runs there, and how long the stream stands waiting for commun
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from statistics import mean
 from time import perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.profiler import record_function
@@ -21,26 +20,30 @@ from benchmarks.wire import Wire
 from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer
 from megacore.pipeline.schedule import Action, Op, Plan
 from megacore.pipeline.simulate import Span, Timeline, simulate
 from megacore.tools.planner.traffic import Transfer
-from megacore.train import step as train_step
 
 COMMUNICATION = ("tp", "cp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")
 COMPUTE = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+PHASES = {"data": "data", "optimizer step": "optimizer"}  # parts, by the phases that observers hear of
 # Where a stage waits for others because the schedule has nothing for it to do, in the order in which that is taken out:
 # for what it receives, and when it is done early, in the first sum that others join later.
 IDLE_IN = ("pp", "tied", "loss", "norm", "dp")
 
 
-class Stopwatch:
+class Stopwatch(Observer):
     """Marks in time, or in the computing stream; each begins a part, and the one behind it ends it."""
+
+    vital = True
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.marks: list[tuple[Any, str]] = []
         self.open = ["other"]
+        self.within: list[AbstractContextManager[None]] = []  # the plan's action that is being done
         self.spans: list[tuple[Action, int, int]] = []  # each action of the plan, its first mark, and the mark behind its last
 
     def mark(self) -> None:
@@ -50,6 +53,19 @@ class Stopwatch:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         self.marks.append((moment, self.open[-1]))
+
+    def phase_begins(self, phase: str) -> None:
+        self.open[0] = PHASES.get(phase, "other")
+        self.mark()
+
+    def action_begins(self, action: Action) -> None:
+        if action.op in COMPUTE:
+            self.within.append(self.part(action.op.value, action))
+            self.within[-1].__enter__()
+
+    def action_ends(self, action: Action) -> None:
+        if action.op in COMPUTE:
+            self.within.pop().__exit__(None, None, None)
 
     @contextmanager
     def part(self, name: str, action: Action | None = None) -> Iterator[None]:
@@ -102,13 +118,16 @@ def measured_step(training: Training, watch: Stopwatch | None = None) -> Breakdo
     watch = watch or Stopwatch(training.mesh.device)
     wire = Wire(training.mesh, watch.part)
     training.meet()
-    with wire, _named(training, watch, wire):
+    observers = training.mesh.observers
+    with wire:
+        observers.append(watch)
         started = perf_counter()
         watch.mark()
         training.work()
         watch.mark()
         training.wait()
         total = perf_counter() - started
+        observers.remove(watch)
     totals = watch.totals()
     seconds = dict.fromkeys(PARTS, 0.0) | {name: totals[name] for name in totals if name in PARTS}
     seconds["compute"] = sum(totals[op.value] for op in COMPUTE)
@@ -119,37 +138,6 @@ def measured_step(training: Training, watch: Stopwatch | None = None) -> Breakdo
         seconds["bubble"] += taken
         left -= taken
     return Breakdown(total, seconds, wire.transfers())
-
-
-@contextmanager
-def _named(training: Training, watch: Stopwatch, wire: Wire) -> Iterator[None]:
-    """Names what the runtime, the engine and the loader do, for as long as the block runs."""
-
-    def within(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def named(*args: Any) -> Any:
-            with watch.part(name):
-                return function(*args)
-
-        return named
-
-    def computing(method: Callable[[Action], None]) -> Callable[[Action], None]:
-        def named(action: Action) -> None:
-            with watch.part(action.op.value, action):
-                method(action)
-
-        return named
-
-    methods = training.train_step.runtime.methods
-    named: dict[Op, Callable[..., Any]] = {op: computing(methods[op]) for op in COMPUTE}
-    named[Op.REDUCE_TIED] = wire.summing("tied", methods[Op.REDUCE_TIED])
-    step = wire.summing("norm", within("optimizer", training.engine.step))
-    with (
-        patch.dict(methods, named),
-        patch.object(training.engine, "step", step),
-        patch.object(train_step, "all_reduce", wire.summing("loss", all_reduce)),
-        patch.object(training, "batch_of", within("data", training.batch_of)),
-    ):
-        yield
 
 
 def _idle(training: Training, watch: Stopwatch) -> float:

@@ -44,6 +44,10 @@ class ShardedBuffer(nn.Module):
         if self.training:
             self.noted[key] = counts.detach()
 
+    def note_outside_graphs(self) -> None:
+        """Lets compiled blocks call `note` as it is."""
+        self.note = torch.compiler.disable(self.note)  # type: ignore[method-assign]
+
     def take(self) -> Tensor:
         """The sum of what was noted since the last time."""
         noted, self.noted = self.noted, {}

@@ -73,7 +73,7 @@ class Stage(nn.Module):
         if compiles(config):
             keep_inductor_private()
             for buffer in buffers_of([self]).values():  # a graph would be compiled for every microbatch's key
-                buffer.note = torch.compiler.disable(buffer.note)  # type: ignore[method-assign]
+                buffer.note_outside_graphs()
             for layer in self.inner:
                 layer.compile(options=inductor_options(mesh.tp))
 

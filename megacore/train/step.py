@@ -98,6 +98,7 @@ class TrainStep:
         if self.threads is not None:
             self.threads.fit()
         weights = self.weights(batch)
+        self.mesh.observers.phase("forward and backward")
         sums = self.runtime.run(self.plan, batch, weights)
         return {name: self.own_part(loss, sums[loss.name] * weights[loss.name]) for name, loss in self.losses.items()}
 
@@ -150,6 +151,7 @@ class TrainStep:
         if field == "tokens":
             return 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)
         own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
+        self.mesh.observers.phase("loss")
         # Every stage has the batch, and so does every tensor rank, of which one counts.
         total = all_reduce(own if self.mesh.is_loss_rank else torch.zeros_like(own), self.mesh.world) / self.mesh.pp.size
         return 1.0 / total.clamp_(min=1.0)

@@ -1,5 +1,7 @@
 """What watches a run hears all that it does, changes none of it, and costs nothing where nobody watches."""
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from megacore.pipeline.schedule import Action
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.train.step import TrainStep
 from tests import training
+from tests.unit.test_floors import Source, read_source, sources
 
 CPU = torch.device("cpu")
 
@@ -71,7 +74,8 @@ def losses(tmp_path: Path, observers: list[Observer]) -> list[float]:
         own.heard.clear()  # of the construction
     found = [step(number, [Microbatch(tokens, tokens, key) for key in range(4)]).loss.item() for number in (1, 2)]
     actions = [(when, action) for action in step.plan.actions[0] for when in ("begins", "ends")]
-    assert [own.heard for own in listeners] == [[*actions, "loss", "optimizer step", "between steps"] * 2] * len(listeners)
+    heard = ["forward and backward", *actions, "loss", "optimizer step", "between steps"] * 2
+    assert [own.heard for own in listeners] == [heard] * len(listeners)
     return found
 
 
@@ -85,7 +89,7 @@ def test_what_an_observer_raises_keeps_nothing_from_the_others(tmp_path: Path, c
     assert losses(tmp_path, [Broken(), recorder := FlightRecorder(), Listener()]) == losses(tmp_path, [])
     said = capfd.readouterr().err
     assert said.count("WARNING: Broken failed, and may see less") == 1 and "RuntimeError: a mistake in a tool" in said
-    assert recorder.phase[0] == "between steps" and recorder.events >= 2 * (3 + 8)
+    assert recorder.phase[0] == "between steps" and recorder.events >= 2 * (4 + 8)
 
 
 def test_what_a_proof_raises_ends_its_run() -> None:
@@ -157,3 +161,75 @@ def test_who_knows_nothing_is_passed_over() -> None:
     both = Observers([Listener(), Knowing()])
     assert both.waits() == Waits(2.0) and both.stragglers([1.0], [0.0], 1.0) == {3: 1.5}
     assert Observers().waits() == Waits() and Observers().stragglers([1.0], [0.0], 1.0) == {}
+
+
+PATCHES = "megacore.tools.dry_run.torch_patches"  # the one module that may replace what is another library's
+# A head's logits and loss are methods, which no hook shows: a trace replaces these two, on the stage that it watches.
+SHOWN_BY_NO_HOOK = "megacore.tools.verify.trace"
+
+
+def replacing(source: Source, methods: set[str]) -> Iterator[str]:
+    """Where a module replaces a method of an object that is not its own, or a function of a library."""
+    functions = {node.name for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)}
+    aliases = [alias for node in ast.walk(source.tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+    for node in ast.walk(source.tree):
+        found = False
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            found = (function in ("setattr", "delattr") and ast.unparse(node.args[0]) != "self") or function.endswith(".methods.update")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found = "mock" in ast.unparse(node)
+        elif isinstance(node, ast.Assign):
+            found = any(replaced(target, node.value, functions, methods, imported) for target in node.targets)
+        if found:
+            yield f"{source.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def replaced(target: ast.expr, value: ast.expr, functions: set[str], methods: set[str], imported: set[str]) -> bool:
+    """Whether an assignment gives another's attribute a function, or another's table of methods an entry."""
+    if isinstance(target, ast.Subscript):
+        return ast.unparse(target.value).endswith(".methods")
+    if not isinstance(target, ast.Attribute) or ast.unparse(target.value) == "self":
+        return False
+    inside = list(ast.walk(value))
+    called = [node.func for node in inside if isinstance(node, ast.Call)]
+    given = [node for node in inside if node not in called]
+    function = any(isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in functions) for node in given)
+    wrapped = any(ast.unparse(node) == ast.unparse(target) for node in given)
+    return (function and ast.unparse(target).partition(".")[0] in imported) or ((function or wrapped) and target.attr in methods)
+
+
+def methods_of(files: list[Source]) -> set[str]:
+    """The names of all methods, but for properties."""
+    classes = [node for file in files for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
+    functions = [inner for node in classes for inner in node.body if isinstance(inner, ast.FunctionDef)]
+    return {function.name for function in functions if not function.decorator_list}
+
+
+def test_nobody_replaces_a_method() -> None:
+    """A reader of the loop would not know what runs: who wants to see it is an observer."""
+    files = [source for source in sources() if source.name.startswith("megacore.")]
+    methods = methods_of(files)
+    found = {source.name: list(replacing(source, methods)) for source in files}
+    assert len(found.pop(PATCHES)) == 1 and len(found.pop(SHOWN_BY_NO_HOOK)) <= 2, "the check reads these modules, which replace no more"
+    assert [line for lines in found.values() for line in lines] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "setattr(wire, 'send', traced)",
+        "def note(wire):\n    def sent(x): pass\n    watched = wire\n    watched.send = sent",
+        "from unittest import mock",
+        "import torch.distributed as dist\ndist.all_reduce = lambda x: x",
+        "runtime.methods.update({op: marked})",
+        "runtime.methods[op] = marked",
+        "trainer.engine.send = partial(noted, trainer.engine.send)",
+    ],
+)
+def test_a_replaced_method_is_found(code: str, tmp_path: Path) -> None:
+    (tmp_path / "megacore").mkdir()
+    path = tmp_path / "megacore/tool.py"
+    path.write_text(code)
+    assert len(list(replacing(read_source(path, tmp_path), {"send"}))) == 1
