@@ -21,8 +21,8 @@ from megacore.tools.preflight.judge import HostFinding, judge, judge_together
 from megacore.tools.preflight.launching import MARK, dry_run, launch_together
 from megacore.tools.preflight.patience import say
 from megacore.tools.preflight.rank_checks import Meeting, fresh_name, try_links
-from megacore.tools.preflight.reach import SSH, Hosts
-from megacore.tools.relaunch.hosts import check_ranks, chosen_hosts, read_hostfile
+from megacore.tools.preflight.reach import Hosts
+from megacore.tools.relaunch.hosts import SSH, check_ranks, chosen_hosts, read_hostfile
 
 EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
 MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks of any launcher look at their

@@ -40,6 +40,7 @@ PlanFile = Annotated[str, Field(pattern=r"^file:.", title="file:PLAN.json")]
 T = TypeVar("T")
 
 
+IGNORED = -100  # a target that no loss counts: padding, the first token of another document, a token that is not to be learned
 MASK = ".mask.bin"  # ends the name of the file beside a corpus that says which of its tokens are learned
 
 # The chunks of the model that a rank has under each schedule; under `interleaved` at least.

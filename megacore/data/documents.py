@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megacore.data.indexed import IGNORED, IndexedTokens
+from megacore.config.schema import IGNORED
+from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import Span
 
 Bounds = tuple[int, ...]

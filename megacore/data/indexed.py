@@ -35,7 +35,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 SCAN_BYTES = 256 << 20  # the most that a scan for ids beyond the vocabulary reads
 SCAN_BLOCK = 1 << 20
-IGNORED = -100  # a target that no loss counts: padding, the first token of another document, a token that is not to be learned
 PREPARE_AGAIN = "prepare or copy it again"
 
 

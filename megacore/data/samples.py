@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megacore.config import Config
-from megacore.config.schema import MASK
+from megacore.config.schema import IGNORED, MASK
 from megacore.data.documents import Bounds, document_bounds
-from megacore.data.indexed import IGNORED, IndexedTokens, Sidecar, check_vocabulary
+from megacore.data.indexed import IndexedTokens, Sidecar, check_vocabulary
 from megacore.data.packing import Consecutive, Cut, Span, WholeDocuments, learned, read_tokens
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError

@@ -71,3 +71,9 @@ def describe(axes: Sequence[Axis], sizes: Mapping[str, int]) -> str:
 def told(axis: Axis, sizes: Mapping[str, int]) -> bool:
     """Whether a text about the mesh names the axis."""
     return sizes[axis.name] > 1 or not axis.rare
+
+
+def divisors(number: int) -> list[int]:
+    """The sizes that an axis of so many ranks can have: the divisors, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

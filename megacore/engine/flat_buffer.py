@@ -87,11 +87,13 @@ class FlatBuffer:
         self.buckets[-1].slots.append(slot)
         self.size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         if (self.size - self.buckets[-1].start) * accumulation_dtype(parameter).itemsize >= self.bucket_bytes:
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Pads the last bucket to a size that can be divided."""
         bucket = self.buckets[-1]
+        if bucket.stop:
+            return
         unit = ALIGNMENT * self.parts
         self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
         bucket.stop = self.size
@@ -103,8 +105,6 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Moves the parameters into the buffer, where those on `meta` are zeros. The gaps between them stay zero."""
-        if not self.buckets[-1].stop:
-            self._close()
         first = self.slots[0].parameter
         dtype = accumulation_dtype(first)
         self.values = torch.zeros(self.size, dtype=first.dtype, device=self.device)
@@ -189,17 +189,42 @@ def fill_buffers(
         for name, parameter in stage.named_parameters():
             first, chunks = owned.get(parameter, (name, ()))
             owned[parameter] = first, (*chunks, chunk)
-    buffers: dict[tuple[int, ParameterGroup, bool, GradientSum], FlatBuffer] = {}
-    for position, (parameter, (name, chunks)) in enumerate(reversed(owned.items())):
-        shard = shard_of(parameter)
-        kind = chunks[0], groups.of(name), shard.decay, mesh.gradient_sum(shard)
-        levels = kind[-1].levels
-        owners = levels.owners if sharded and levels.size > 1 else SOLO
-        parts = levels.size if owners.size > 1 or narrow or levels.within.size > 1 else 1
-        fresh = FlatBuffer(*kind, owners, parts, bucket_mib * 2**20, stages[0].device)
-        buffers.setdefault(kind, fresh).add(name, parameter, position, chunks)
-    for buffer in buffers.values():
+    listed = [(name, parameter, shard_of(parameter), chunks) for parameter, (name, chunks) in owned.items()]
+    buffers = lay_out(listed, groups, bucket_mib, mesh, stages[0].device, sharded=sharded, narrow=narrow)
+    for buffer in buffers:
         buffer.allocate()
+    return buffers
+
+
+def lay_out(
+    owned: Sequence[tuple[str, nn.Parameter, Shard, tuple[int, ...]]],
+    groups: ParameterGroups,
+    bucket_mib: float,
+    mesh: Topology,
+    device: torch.device,
+    *,
+    sharded: bool = False,
+    narrow: bool = False,
+) -> list[FlatBuffer]:
+    """`fill_buffers` without memory, which is all that a plan needs.
+
+    `owned`: name, parameter, its completed record, and the chunks that use it, in the order of the stages; layers that are alike may be
+    one parameter under many names.
+    """
+    sums: dict[nn.Parameter, GradientSum] = {}
+    buffers: dict[tuple[int, ParameterGroup, bool, GradientSum], FlatBuffer] = {}
+    for position, (name, parameter, shard, chunks) in enumerate(reversed(owned)):
+        if parameter not in sums:
+            sums[parameter] = mesh.gradient_sum(shard)
+        kind = chunks[0], groups.of(name), shard.decay, sums[parameter]
+        if kind not in buffers:
+            levels = kind[-1].levels
+            owners = levels.owners if sharded and levels.size > 1 else SOLO
+            parts = levels.size if owners.size > 1 or narrow or levels.within.size > 1 else 1
+            buffers[kind] = FlatBuffer(*kind, owners, parts, bucket_mib * 2**20, device)
+        buffers[kind].add(name, parameter, position, chunks)
+    for buffer in buffers.values():
+        buffer.close()
     return list(buffers.values())
 
 

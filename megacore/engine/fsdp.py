@@ -33,7 +33,7 @@ from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import ROW
 from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
-from megacore.tensor_parallel.linear import ColumnLinear
+from megacore.tensor_parallel.linear import flatten_rows
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,7 @@ class FSDPEngine(OptimizerStep):
         shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
         sums = {name: self.mesh.gradient_sum(shard) for name, shard in shards.items()}
         units = self._units(stage, sums)
-        for module in stage.modules():
-            # FSDP2 divides rows, so logical dims (heads; gate and up) become rows, as in the layer's product.
-            if isinstance(module, ColumnLinear):
-                module.weight.data = module.weight.data.flatten(0, -2)
-                if module.bias is not None:
-                    module.bias.data = module.bias.data.flatten()
+        flatten_rows(stage)
         compute, offload = DTYPES[config.train.precision], config.engine.cpu_offload
         master = accumulation_dtype(next(stage.parameters()))
         for module, over in units.items():

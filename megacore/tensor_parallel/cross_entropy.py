@@ -4,14 +4,13 @@ from functools import partial
 
 from torch import Tensor
 
+from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import all_gather, enter_tensor_parallel
 from megacore.distributed.communicator import Group
 from megacore.kernels.cross_entropy import cross_entropy
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.linear_cross_entropy import linear_cross_entropy
 from megacore.tensor_parallel.gradient import main_gradient_of
-
-IGNORED = -100  # a target that is not counted: its loss and its gradient are zero
 
 
 def vocab_parallel_cross_entropy(

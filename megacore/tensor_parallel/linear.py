@@ -197,6 +197,15 @@ class ColumnLinear(nn.Module):
         return column_linear(x, self.weight, bias, self.group, self.sequence)
 
 
+def flatten_rows(model: nn.Module) -> None:
+    """Turns logical dims (heads; gate and up) of a model's weights into rows, as in the layers' products: FSDP2 divides rows."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear):
+            module.weight.data = module.weight.data.flatten(0, -2)
+            if module.bias is not None:
+                module.bias.data = module.bias.data.flatten()
+
+
 class RowLinear(nn.Module):
     """``y = activation(x) · Wᵀ + b`` with the inputs split over the tensor ranks, which sum their results.
 

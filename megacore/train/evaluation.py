@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.config.schema import IGNORED
 from megacore.data.samples import EvalSamples
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
@@ -15,7 +16,6 @@ from megacore.model.flow import CROSS_ENTROPY
 from megacore.pipeline.partition import placement_of
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import forward_only
-from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.loader import validation_batches
 
 

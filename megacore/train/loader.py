@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from megacore.config import Config
+from megacore.config.schema import IGNORED
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.documents import Bounds, document_positions, ignore_across, of_inputs
 from megacore.data.dp_sharding import dealt
-from megacore.data.indexed import IGNORED
 from megacore.data.samples import EvalSamples
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer

@@ -10,6 +10,7 @@ from torch import Tensor
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.resolve_auto import masks_targets
+from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.cpu import fitting_threads, own_cores
 from megacore.distributed.mesh import Mesh
@@ -23,7 +24,6 @@ from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layers, check, losses_of
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
-from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.drift import Drift
 
 

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from megacore.config import load
+from megacore.config.schema import IGNORED
 from megacore.data.dp_sharding import dealt
-from megacore.data.indexed import IGNORED, MASK
+from megacore.data.indexed import MASK
 from megacore.data.samples import EvalSamples, SampleStream, training_stream
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment

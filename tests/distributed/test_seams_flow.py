@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, load
+from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import own_part
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
@@ -27,7 +28,6 @@ from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.pipeline.runtime import Runtime
-from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.train.step import TrainStep
 from tests import training
 from tests.steps import Found, apart, train

@@ -14,12 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacore.config.schema import IGNORED
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.shard import shard_of
 from megacore.kernels.swiglu import swiglu
 from megacore.rng import key_of
 from megacore.tensor_parallel import embedding, linear
-from megacore.tensor_parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
+from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear, column_linear
 from tests.pieces import dim_of

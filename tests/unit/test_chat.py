@@ -10,7 +10,8 @@ import torch
 
 from launch import prepare as script
 from megacore.config import load
-from megacore.data.indexed import IGNORED, MASK, IndexedTokens, IndexedWriter, Sidecar
+from megacore.config.schema import IGNORED
+from megacore.data.indexed import MASK, IndexedTokens, IndexedWriter, Sidecar
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo

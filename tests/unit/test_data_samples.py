@@ -11,9 +11,9 @@ import torch
 
 from megacore.config import load
 from megacore.config.load import resolve
-from megacore.config.schema import MASK
+from megacore.config.schema import IGNORED, MASK
 from megacore.data.indexed import IndexedWriter
-from megacore.data.samples import IGNORED, EvalSamples, SampleStream, blend, training_stream
+from megacore.data.samples import EvalSamples, SampleStream, blend, training_stream
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo

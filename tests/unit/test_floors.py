@@ -45,7 +45,6 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.section", "megacore.config.",
     "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flops", "megacore.model.activations", "megacore.model.flow",
-    "megacore.tools.planner.",
     "megacore.distributed.rank_info", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
     "megacore.distributed.error_report", "megacore.distributed.crowd",
 )  # fmt: skip
@@ -254,8 +253,8 @@ def build(root: Path, files: dict[str, str]) -> None:
         ("megacore/attic.py", "", "stands on no floor"),
         ("megacore/attic/old.py", "", "stands on no floor"),
         ("megacore/pipeline/schedule.py", "import torch", "comes before torch and imports torch"),
-        ("megacore/tools/planner/plot.py", "import matplotlib.pyplot", "comes before torch and imports matplotlib"),
-        ("megacore/tools/planner/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
+        ("megacore/pipeline/plot.py", "import matplotlib.pyplot", "comes before torch and imports matplotlib"),
+        ("megacore/pipeline/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
         ("megacore/optimizers/sgd.py", "import torch", "comes before torch and imports torch"),
         (
             "megacore/cli.py",
@@ -298,7 +297,7 @@ def draw():
 """
     files = ("__init__", "errors", "distributed/comm", "model/__init__", "model/block")
     empty = [f"megacore/{name}.py" for name in files]
-    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/tools/planner/plot.py": plot}
+    full = {"megacore/model/gpt.py": gpt, "kernels/softmax.py": "import torch", "megacore/pipeline/plot.py": plot}
     build(tmp_path, dict.fromkeys(empty, "") | full)
     assert violations(sources(tmp_path)) == []
 

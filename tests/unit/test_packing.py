@@ -11,8 +11,9 @@ import torch
 
 from megacore.config import load
 from megacore.config.resolve_auto import masks_targets
+from megacore.config.schema import IGNORED
 from megacore.data import packing
-from megacore.data.indexed import IGNORED, MASK, IndexedTokens, IndexedWriter
+from megacore.data.indexed import MASK, IndexedTokens, IndexedWriter
 from megacore.data.packing import WholeDocuments, best_fit
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed.mesh import Mesh

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import Config, load
+from megacore.config.schema import IGNORED
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -24,7 +25,6 @@ from megacore.model.stage import Stage, whole_model
 from megacore.pipeline import generators, schedule
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.simulate import peak_live
-from megacore.tensor_parallel.cross_entropy import IGNORED
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 

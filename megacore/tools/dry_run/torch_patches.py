@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
+from megacore.model.activations import FLASH_HEAD
 
 FLASH = (torch.bfloat16, torch.float16)  # which PyTorch's flash attention takes
-WIDEST_HEAD = 256  # that it takes
 
 
 class DeviceOnMeta:
@@ -89,7 +89,7 @@ def attention(
     """The kernel that `scaled_dot_product_attention` takes on a GPU, which keeps no scores; on `meta` it would take the formula."""
     if q.dtype == torch.float64:
         return plain_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if q.dtype in FLASH and q.shape[-1] <= WIDEST_HEAD:
+    if q.dtype in FLASH and q.shape[-1] <= FLASH_HEAD:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megacore.config.schema import Config
-from megacore.pipeline.partition import placement_of, stage_layers
-from megacore.tools.planner.parameters import Parameter, block_list, ends_list
+from megacore.pipeline.partition import placement_of
+from megacore.tools.planner.parameters import Parameter, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,20 @@ def divides_parameters(config: Config) -> bool:
 
 def units_of(config: Config, rank: int, tensor_rank: int = 0, shard_rank: int = 0) -> list[Unit]:
     """The units of a rank of the pipeline, on one of its tensor ranks and of its shards, the first of which are the fullest."""
-    layers, found = stage_layers(config), []
-    block = _unit(config, True, block_list(config), tensor_rank, shard_rank)
+    found = []
     for stage in placement_of(config)[rank]:
-        ends = ends_list(config, stage)
-        found += [_unit(config, False, ends, tensor_rank, shard_rank)] if ends else []
-        found += [block] * len(layers[stage])
+        own = stage_parameters(config, stage, tensor_rank)
+        found += [_unit(config, False, own.ends, shard_rank)] if own.ends else []
+        found += [_unit(config, True, block, shard_rank) for block in own.blocks]
     return found
 
 
-def _unit(config: Config, block: bool, members: Iterable[Parameter], tensor_rank: int, shard_rank: int) -> Unit:
-    tensor, shards, padded, own, partial = config.parallel.tensor, config.shard_size, 0, {}, set()
+def _unit(config: Config, block: bool, members: Iterable[Parameter], shard_rank: int) -> Unit:
+    padded, own, partial = 0, {}, set()
     for parameter in members:
-        elements = parameter.local(tensor, tensor_rank)
-        # A product's rows: all dims but the last. A bias is a vector, whatever dims its layer gives it.
-        last = len(parameter.shape) - 1
-        row = Parameter("row", (parameter.shape[-1],), 0 if parameter.dim == last else None).local(tensor, tensor_rank)
-        width = 1 if last == 0 or parameter.name.endswith(".bias") else row
-        each = -(-(elements // width) // shards) * width
+        each = -(-parameter.rows // config.shard_size) * (parameter.elements // parameter.rows)
         padded += each
-        own[parameter.name] = min((shard_rank + 1) * each, elements) - min(shard_rank * each, elements)
-        if parameter.partial and tensor > 1:
+        own[parameter.name] = min((shard_rank + 1) * each, parameter.elements) - min(shard_rank * each, parameter.elements)
+        if parameter.partial:
             partial.add(parameter.name)
     return Unit(block, padded, own, frozenset(partial))

@@ -31,11 +31,11 @@ from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import reshards
 from megacore.config.schema import Config
 from megacore.engine.alignment import ALIGNMENT
-from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.pipeline.partition import placement_of
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
-from megacore.tools.planner.parameters import block_parameters, rank_parameters, stage_list
+from megacore.tools.planner.parameters import block_parameters, rank_parameters, stage_parameters
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
 CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)
@@ -165,7 +165,7 @@ def own_state_numbers(config: Config) -> list[int]:
         return [0] * config.parallel.pipeline
     found = []
     for stages in placement_of(config):
-        shapes = {parameter.name: parameter.shape for stage in stages for parameter in stage_list(config, stage)}
+        shapes = {parameter.name: parameter.shape for stage in stages for parameter in stage_parameters(config, stage).all}
         every = (groups.of(name).rule.own_state(shape) for name, shape in shapes.items())
         found.append(sum(prod(shape) for own in every for shape in own.values()))
     return found
@@ -191,9 +191,7 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
         waiting = outermost + 2 * block if reshards(config) or config.num_microbatches == 1 else n
         on_device = 0 if config.engine.cpu_offload else accumulate
         own = on_device * sum(sum(unit.own.values()) for unit in units)
-        layers = iter(layer for stage in placement_of(config)[rank] for layer in stage_layers(config)[stage])
-        named = [(f"blocks.{next(layers)}." if unit.block else "", unit.own) for unit in units]
-        numbers = sum(n * len(groups.of(f"{of}{name}").rule.kinds) for of, elements in named for name, n in elements.items())
+        numbers = sum(n * len(groups.of(name).rule.kinds) for unit in units for name, n in unit.own.items())
         state = on_device * numbers + accumulate * whole[rank]
         memories.append(RankMemory(own, own, state, activations, compute * gathered + accumulate * waiting))
     return memories
@@ -208,7 +206,7 @@ def _deepspeed_memory(config: Config) -> list[RankMemory]:
     masters = 4 if precision == "fp32" and stage > 0 else 0  # in 16 bits the table has them already
     divided = {"parameters": stage == 3, "gradients": stage >= 2 or (stage == 1 and precision != "bf16"), "optimizer": stage >= 1}
     divisors = {part: data if yes else 1 for part, yes in divided.items()}
-    block, layers = block_parameters(config, config.parallel.tensor), config.model.num_layers
+    block, layers = block_parameters(config), config.model.num_layers
     memories = []
     for n, activations in zip(rank_parameters(config), rank_activations(config), strict=True):
         parameters = 0 if away["param"] else n * ELEMENT_BYTES[precision] // divisors["parameters"]

@@ -1,142 +1,113 @@
-"""Lists every parameter of a model from its config: its shape, and how the tensor ranks hold it.
+"""The parameters of a model as its layers state them. The layers are built on `meta`, for any rank; those that are alike are built once."""
 
-The layers state the same when they are built, and a test compares both, name by name. The planner counts from this list what a rank
-holds, reduces and saves.
-"""
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from math import prod
+from megacore.config.schema import Config
+from megacore.pipeline.partition import layer_ranges, placement_of
 
-from megacore.config.schema import Config, resolved
-from megacore.pipeline.partition import placement_of, settled, stage_layers
+if TYPE_CHECKING:
+    from torch import nn
+
+_BUILT: dict[Hashable, list["Parameter"]] = {}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A logical tensor. The tensor ranks split its `dim`; without one each holds it whole, and if `partial` each has only a part of
-    its gradient."""
+    """A tensor of one of the tensor ranks, without content."""
 
     name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    partial: bool = False
+    tensor: "nn.Parameter"
+    shape: tuple[int, ...]  # of the logical tensor
+    elements: int
+    rows: int  # that FSDP2 divides
+    partial: bool  # tensor ranks sum its gradient
 
-    def local(self, tensor: int, rank: int = 0) -> int:
-        """Elements on a rank of `tensor`, the first of which are the fullest: pieces of ``ceil(size / tensor)``."""
+    def named(self, name: str) -> "Parameter":
+        """The same of another layer."""
+        return Parameter(name, self.tensor, self.shape, self.elements, self.rows, self.partial)
 
-        def piece(size: int) -> int:
-            each = -(-size // tensor)
-            return min((rank + 1) * each, size) - min(rank * each, size)
 
-        return prod(piece(size) if dim == self.dim else size for dim, size in enumerate(self.shape))
+@dataclass(frozen=True)
+class StageParameters:
+    """The parameters of a stage in the order in which it registers them: before its blocks, of each block, and behind them."""
+
+    before: list[Parameter]
+    blocks: list[list[Parameter]]
+    behind: list[Parameter]
 
     @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to biases and norms."""
-        return self.name == "position" or (self.name.endswith(".weight") and "norm" not in self.name)
+    def ends(self) -> list[Parameter]:
+        """Those outside of its blocks. What both ends share is one parameter."""
+        return list({p.name: p for p in (*self.before, *self.behind)}.values())
+
+    @property
+    def all(self) -> list[Parameter]:
+        """All of them, likewise."""
+        every = (*self.before, *(parameter for block in self.blocks for parameter in block), *self.behind)
+        return list({p.name: p for p in every}.values())
 
 
-def block_list(config: Config) -> list[Parameter]:
-    """The parameters of one transformer block: attention, feed-forward and two norms."""
-    model, h, f = config.model, config.model.hidden_size, resolved(config.model.ffn_size)
-    sequence = config.parallel.sequence
-    heads = (config.kv_heads, model.num_heads // config.kv_heads + 2, config.head_size)
-    up, up_dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
-    norms = ("query", "key") if model.qk_norm else ()  # of each head; a rank applies them to its own heads
-    return [
-        *norm_list(config, "norm1"),
-        Parameter("attention.qkv.weight", (*heads, h), 0),
-        *([Parameter("attention.qkv.bias", heads, 0)] if model.qkv_bias else []),
-        Parameter("attention.output.weight", (h, model.num_heads * config.head_size), 1),
-        *([Parameter("attention.output.bias", (h,), partial=sequence)] if model.bias else []),
-        *(Parameter(f"attention.{name}_norm.weight", (config.head_size,), partial=True) for name in norms),
-        *norm_list(config, "norm2"),
-        Parameter("feed_forward.up.weight", (*up, h), up_dim),
-        *([Parameter("feed_forward.up.bias", up, up_dim)] if model.bias else []),
-        Parameter("feed_forward.down.weight", (h, f), 1),
-        *([Parameter("feed_forward.down.bias", (h,), partial=sequence)] if model.bias else []),
-    ]
+def stage_parameters(config: Config, stage: int, tensor_rank: int = 0) -> StageParameters:
+    """A stage's parameters under their full names."""
+    own, last = layer_ranges(config)[stage], config.model.num_layers + 1
+    found = {layer: _layer(config, layer, tensor_rank) for layer in own}
+    blocks = [parameters for layer, parameters in found.items() if 0 < layer < last]
+    return StageParameters(found.get(0, []), blocks, found.get(last, []))
 
 
-def norm_list(config: Config, name: str) -> list[Parameter]:
-    """One norm: a weight, and a bias where layernorms have one."""
-    has_bias = config.model.norm == "layernorm" and config.model.bias
-    names = ("weight", "bias") if has_bias else ("weight",)
-    return [Parameter(f"{name}.{part}", (config.model.hidden_size,), partial=config.parallel.sequence) for part in names]
+def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
+    """The parameters of a layer, by its number in the model's list."""
+    # Between the ends megacore's own layers differ in their names alone; those of the user's own may differ in all.
+    alike = 1 if 0 < layer <= config.model.num_layers and config.model.source is None else layer
+    parallel = config.parallel
+    key = config.model, parallel.tensor, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
+    if key not in _BUILT:
+        from megacore.tools.planner.on_meta import logical_shape, stage_of, summed_over_tensor_ranks
 
-
-def ends_list(config: Config, stage: int) -> list[Parameter]:
-    """A stage's parameters outside its blocks: embeddings and positions, final norm and head, its copy of tied embeddings."""
-    model, last = config.model, config.parallel.pipeline * settled(config).chunks - 1
-    vocabulary = (model.vocab_size, model.hidden_size)
-    found = []
-    if stage == 0 and model.position == "learned":
-        found.append(Parameter("position", (config.max_positions, model.hidden_size), partial=config.parallel.sequence))
-    if stage == 0:
-        found.append(Parameter("embedding.weight", vocabulary, 0))
-    if stage == last:
-        found += norm_list(config, "norm")
-        if not (stage == 0 and model.tie_embeddings):
-            found.append(Parameter("embedding.weight" if model.tie_embeddings else "head.weight", vocabulary, 0))
-    return found
-
-
-def stage_list(config: Config, stage: int) -> list[Parameter]:
-    """A stage's parameters under their full names, in the order in which it registers them."""
-    ends, block, layers = ends_list(config, stage), block_list(config), stage_layers(config)[stage]
-    before = [parameter for parameter in ends if stage == 0 and parameter.name in ("position", "embedding.weight")]
-    blocks = [replace(parameter, name=f"blocks.{layer}.{parameter.name}") for layer in layers for parameter in block]
-    return [*before, *blocks, *(parameter for parameter in ends if parameter not in before)]
+        _BUILT[key] = [
+            Parameter(name, tensor, logical_shape(tensor), tensor.numel(), tensor.shape[0], summed_over_tensor_ranks(tensor))
+            for name, tensor in stage_of(config, range(alike, alike + 1), tensor_rank).named_parameters()
+        ]
+    if alike == layer:
+        return _BUILT[key]
+    return [parameter.named(parameter.name.replace(f".{alike - 1}.", f".{layer - 1}.", 1)) for parameter in _BUILT[key]]
 
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters of a rank of the pipeline: those of `blocks` blocks, and others."""
+    """The parameters of a rank of the pipeline: those of `blocks` blocks, and all."""
 
     blocks: int
-    block: list[Parameter]
-    ends: list[Parameter]
-
-    def elements(self, tensor: int) -> int:
-        """Numbers on the fullest of `tensor` ranks."""
-        return self.blocks * elements(self.block, tensor) + elements(self.ends, tensor)
-
-    def partial(self) -> int:
-        """Of them, those whose gradients are summed over the tensor ranks."""
-        return self.blocks * elements(p for p in self.block if p.partial) + elements(p for p in self.ends if p.partial)
+    all: list[Parameter]
 
 
-def held_by(config: Config) -> list[Held]:
+def held_by(config: Config, tensor_rank: int = 0) -> list[Held]:
     """The parameters of each rank of the pipeline. A parameter that two of its stages share counts once."""
-    layers, block = stage_layers(config), block_list(config)
-    return [
-        Held(
-            sum(len(layers[stage]) for stage in stages),
-            block,
-            list({p.name: p for stage in stages for p in ends_list(config, stage)}.values()),
-        )
-        for stages in placement_of(config)
-    ]
+    found = []
+    for stages in placement_of(config):
+        own = [stage_parameters(config, stage, tensor_rank) for stage in stages]
+        found.append(Held(sum(len(stage.blocks) for stage in own), list({p.name: p for stage in own for p in stage.all}.values())))
+    return found
 
 
-def elements(parameters: Iterable[Parameter], tensor: int = 1) -> int:
-    """The number of elements on the fullest of `tensor` ranks."""
-    return sum(parameter.local(tensor) for parameter in parameters)
+def elements(parameters: Iterable[Parameter]) -> int:
+    """The number of elements on a rank."""
+    return sum(parameter.elements for parameter in parameters)
 
 
-def block_parameters(config: Config, tensor: int = 1) -> int:
-    """Parameters of one transformer block on the fullest of `tensor` ranks."""
-    return elements(block_list(config), tensor)
+def block_parameters(config: Config) -> int:
+    """Parameters of the largest transformer block on the fullest tensor rank."""
+    return max(elements(block) for stage in range(len(layer_ranges(config))) for block in stage_parameters(config, stage).blocks)
 
 
 def parameters(config: Config) -> int:
     """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
-    last = config.parallel.pipeline * settled(config).chunks - 1
-    ends = {p.name: p for stage in (0, last) for p in ends_list(config, stage)}
-    return config.model.num_layers * block_parameters(config) + elements(ends.values())
+    alone = {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
+    return elements(stage_parameters(config.model_copy(update={"parallel": config.parallel.model_copy(update=alone)}), 0).all)
 
 
 def rank_parameters(config: Config) -> list[int]:
     """Parameters that each rank of the pipeline holds, on the fullest of its tensor ranks."""
-    return [held.elements(config.parallel.tensor) for held in held_by(config)]
+    return [elements(held.all) for held in held_by(config)]

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
+from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config
-from megacore.tools.planner.memory import optimizer_bytes
+from megacore.optimizers.rule import RULES
 from megacore.tools.planner.parameters import parameters
 
 DAY = 86400.0
@@ -74,6 +74,4 @@ def loss(interval: float, delta: float, between: float) -> float:
 
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint: masters and the optimizer's state, once."""
-    wide, precision = GRADIENT_BYTES[config.train.precision], config.train.precision
-    masters = 0 if ELEMENT_BYTES[precision] < wide else wide  # else `optimizer_bytes` has them
-    return parameters(config) * (optimizer_bytes(config) + masters)
+    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(RULES[config.optim.kind].kinds))

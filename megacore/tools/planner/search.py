@@ -15,6 +15,7 @@ from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import context_method_of
 from megacore.config.schema import CHUNKS, Config, resolved
 from megacore.config.validation import BUCKET_MIB, PART_MIB, check
+from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.model.flops import flops_per_token
 from megacore.tools.planner.devices import Cluster, DeviceSpec
@@ -228,12 +229,6 @@ def engines(token_ranks: int) -> Iterator[dict[str, Any]]:
 def replace_config(config: Config, section: str, **values: Any) -> Config:
     """The config with other values in one section."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending."""
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def lost(winner: Candidate, other: Candidate) -> str:

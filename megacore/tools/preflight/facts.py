@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import Config, load
-from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import resolved
 from megacore.errors import UserError
 from megacore.files import ROOT
-from megacore.optimizers.rule import RULES
 from megacore.tools.planner.memory import rank_memory
-from megacore.tools.planner.parameters import parameters
+from megacore.tools.planner.run_cost import checkpoint_bytes
 
 CODE = ("megacore", "kernels", "launch")  # the folders whose sources ranks run
 PACKAGES = ("torch", "deepspeed", "numpy")
@@ -60,7 +58,7 @@ def facts(question: Question, host: str, slots: int) -> dict[str, Any]:
         found["config"] = {"digest": digest(json.dumps(config.model_dump(mode="json", by_alias=True), sort_keys=True).encode())}
         ports += [config.log.prometheus_port] if config.log.prometheus_port else []
         device, log_dir = config.train.device, Path(resolved(config.log.dir))
-        found["needs"] = {"disk": checkpoint_bytes(config), "memory": slots * max(rank.total for rank in rank_memory(config))}
+        found["needs"] = {"disk": saved_bytes(config), "memory": slots * max(rank.total for rank in rank_memory(config))}
     except UserError as error:
         found["config"] = {"error": str(error)}
     found["ports"] = {str(port): taken(port) for port in ports}
@@ -190,11 +188,9 @@ def last_line(text: str) -> str:
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "nothing was said")
 
 
-def checkpoint_bytes(config: Config) -> int:
-    """Bytes of a checkpoint: weights and optimizer state, wide; 0 for a run that saves none."""
-    if not config.checkpoint.every and not config.checkpoint.last:
-        return 0
-    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(RULES[config.optim.kind].kinds))
+def saved_bytes(config: Config) -> int:
+    """Bytes of a checkpoint; 0 for a run that saves none."""
+    return checkpoint_bytes(config) if config.checkpoint.every or config.checkpoint.last else 0
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from megacore.files import ROOT, read_text
 from megacore.tools.preflight.facts import Question, asked, last_line
 from megacore.tools.preflight.host_report import readable
 from megacore.tools.preflight.patience import Count, Say
+from megacore.tools.relaunch.hosts import SSH
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
 AT_ONCE = 64  # connections
 REACH_SECONDS, FACTS_SECONDS = 15.0, 60.0
 FORWARDED = ("PYTHON", "MLFLOW", "MV2", "UCX", "NCCL")  # variables that the deepspeed launcher takes along (NCCL: where it sees GPUs)

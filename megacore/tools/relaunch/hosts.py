@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
+from megacore.distributed.axes import divisors
 from megacore.distributed.rank_info import HOSTFILE, named_hostfile
 from megacore.errors import ConfigError
 from megacore.files import read_text, write_whole
 from megacore.pipeline.partition import plan_of
 
-PROBE = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host} true"
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
+PROBE = f"{SSH} true"
 PROBE_SECONDS = 15.0
 FILTER = re.compile(r"(--include|--exclude|-i|-e)(=(.*))?")  # options of the deepspeed launcher
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
@@ -267,8 +269,3 @@ def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int
             continue
         return Planned(ranks, laid)
     return None
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a positive number, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.schema import MASK
+from megacore.config.schema import IGNORED, MASK
 from megacore.data.shuffle import derive_key, permute
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.shard import Shard, shard_of
@@ -35,7 +35,6 @@ from megacore.model.choose import layers_of
 from megacore.model.layers import DTYPES, fields_of, losses_of
 from megacore.model.stage import Stage, whole_model
 from megacore.rng import key_of
-from megacore.tensor_parallel.cross_entropy import IGNORED
 from megacore.tools.verify.record import ProofRecord, noise
 from megacore.tools.verify.replay import decays, rate
 from megacore.tools.verify.trace import Trace

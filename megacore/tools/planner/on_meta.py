@@ -1,0 +1,62 @@
+"""What the planner asks of the layers and the engine themselves: they are built on `meta`, without content and without other ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
+from megacore.config.schema import resolved
+from megacore.distributed.communicator import Group
+from megacore.distributed.hierarchical_reduce import Levels
+from megacore.distributed.shard import Shard, shard_of
+from megacore.distributed.topology import Topology
+from megacore.engine.flat_buffer import FlatBuffer, lay_out
+from megacore.model.stage import Stage
+from megacore.tensor_parallel.linear import flatten_rows
+
+META = torch.device("meta")
+
+
+class Hosts(Topology):
+    """Where a rank of the pipeline stands on hosts, the first of its data ranks."""
+
+    def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, ranks_within: int = 1) -> None:
+        """`ranks_within`: those that sum gradients within a host."""
+        self.ranks_within = ranks_within
+        super().__init__(config, pipeline_rank * config.token_ranks * config.parallel.tensor + tensor_rank)
+
+    def levels_along(self, *axes: str) -> Levels:
+        """See `Topology`."""
+        size = self.group(*axes).size
+        within, between = (Group("", tuple(range(ranks)), 0) for ranks in (self.ranks_within, size // self.ranks_within))
+        return Levels(within, between)
+
+
+def stage_of(config: Config, layers: range, tensor_rank: int) -> Stage:
+    """A stage with these layers. Its weights are the matrices whose rows FSDP2 divides."""
+    stage = Stage(config, layers, Hosts(config, 0, tensor_rank), META)
+    flatten_rows(stage)
+    return stage
+
+
+def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of the whole tensor."""
+    return shard_of(parameter).global_shape
+
+
+def summed_over_tensor_ranks(parameter: nn.Parameter) -> bool:
+    """Whether a gradient is one tensor rank's part of a sum."""
+    return "tp" in shard_of(parameter).partial_over
+
+
+def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]]) -> list[FlatBuffer]:
+    """The native engine's buffers of these parameters (see `lay_out`), without memory."""
+    engine, shards = config.engine, dict[nn.Parameter, Shard]()
+    for name, parameter, _ in owned:
+        if parameter not in shards:
+            shards[parameter] = where.placed(shard_of(parameter), name)
+    placed = [(name, parameter, shards[parameter], chunks) for name, parameter, chunks in owned]
+    sharded, narrow = engine.shard_optimizer, engine.reduce_dtype == "bf16"
+    return lay_out(placed, ParameterGroups(config.optim), resolved(engine.bucket_mib), where, META, sharded=sharded, narrow=narrow)
