@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megacore.distributed import collectives as comm
 from megacore.engine import native, stepper
-from megacore.engine import optimizers as rules
+from megacore.kernels.adamw import AdamW
 from megacore.model import context, norm
 from megacore.pipeline import runtime
 from tests.faults import fault
@@ -142,13 +142,13 @@ def weight_decay_on_norms() -> Any:
     "every gradient and moment agrees; the update (rate, weight decay, bias correction) does not: first embedding.weight",
 )
 def no_bias_correction() -> Any:
-    step = rules.AdamW.step
+    step = AdamW.step
 
     def late(self: Any, *rest: Any) -> None:
         self.updates.fill_(1e6)
         step(self, *rest)
 
-    return patch(rules.AdamW, "step", late)
+    return patch(AdamW, "step", late)
 
 
 @fault(
@@ -157,11 +157,11 @@ def no_bias_correction() -> Any:
     "every gradient and the norm agree; the first moments (clipping, decay rates) do not: first embedding.weight",
 )
 def moments_in_low_precision() -> Any:
-    step = rules.AdamW.step
+    step = AdamW.step
 
     def rounded(self: Any, *rest: Any) -> None:
         step(self, *rest)
         for moment in chain(self.first_moments, self.second_moments):
             moment.copy_(moment.float())
 
-    return patch(rules.AdamW, "step", rounded)
+    return patch(AdamW, "step", rounded)

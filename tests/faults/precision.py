@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore.engine import native
-from megacore.engine import optimizers as rules
+from megacore.engine.optimizers import RangeUpdate
 from megacore.kernels import adamw
 from megacore.tensor_parallel import gradient
 from tests.faults import fault
@@ -75,8 +75,8 @@ def weight_decay_missing_in_fp32() -> Any:
     precision="bf16",
 )
 def momentum_not_clipped() -> Any:
-    step = rules.SGD.step
-    return patch(rules.SGD, "step", lambda self, lr, scale=None, skip=None: step(self, lr, None, skip))
+    step = RangeUpdate.step
+    return patch(RangeUpdate, "step", lambda self, lr, scale=None, skip=None: step(self, lr, None, skip))
 
 
 @fault(
