@@ -164,8 +164,13 @@ def test_who_knows_nothing_is_passed_over() -> None:
 
 
 PATCHES = "megacore.tools.dry_run.torch_patches"  # the one module that may replace what is another library's
-# A head's logits and loss are methods, which no hook shows: a trace replaces these two, on the stage that it watches.
-SHOWN_BY_NO_HOOK = "megacore.tools.verify.trace"
+# Where attributes of others are set else, how many such lines there are, and why.
+KNOWN = {
+    PATCHES: 1,  # imports mock
+    "megacore.tools.verify.trace": 2,  # a head's logits and loss are methods, which no hook shows
+    "megacore.tools.verify.reference": 1,  # the reference's own model computes its loss in plain code
+    "megacore.model.layers": 1,  # gives a layer what its class declares, which is no method
+}
 
 
 def replacing(source: Source, methods: set[str]) -> Iterator[str]:
@@ -211,9 +216,8 @@ def test_nobody_replaces_a_method() -> None:
     """A reader of the loop would not know what runs: who wants to see it is an observer."""
     files = [source for source in sources() if source.name.startswith("megacore.")]
     methods = methods_of(files)
-    found = {source.name: list(replacing(source, methods)) for source in files}
-    assert len(found.pop(PATCHES)) == 1 and len(found.pop(SHOWN_BY_NO_HOOK)) <= 2, "the check reads these modules, which replace no more"
-    assert [line for lines in found.values() for line in lines] == []
+    found = {source.name: lines for source in files if (lines := list(replacing(source, methods)))}
+    assert {name: len(lines) for name, lines in found.items()} == KNOWN, found
 
 
 @pytest.mark.parametrize(
