@@ -134,12 +134,13 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
     from megacore.tools.diagnosis.guardians import Guardians
-    from megacore.train.evaluation import evaluate
+    from megacore.train.evaluation import check_measurable, evaluate
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
         config = evaluation_config(sections_to_run(reader, args.source), args, place.world_size)
         check_weights(reader, config)
+        check_measurable(config)
         assert config.data.valid is not None
         scan = place.local_rank == 0
         samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan, config.data.packing)

@@ -1,7 +1,7 @@
 """The schema of a run's config: every section and key with its type, default and meaning.
 
 Its classes hold values and check one section alone. Rules over several sections (does the batch divide, does the world fit) are in
-`rules.py`. Files and overrides are in `load.py`.
+`validation.py`. Files and overrides are in `load.py`.
 """
 
 from math import prod
@@ -49,7 +49,7 @@ V_SHAPED = ("zb_v", "v_half", "v_min")  # the chunks go there and back: the firs
 
 
 def resolved(value: T | None) -> T:
-    """A value that `rules.derive` has set, because the config may leave it open."""
+    """A value that `validation.derive` has set, because the config may leave it open."""
     assert value is not None, "config was not resolved"
     return value
 

@@ -50,7 +50,7 @@ class SampleStream:
     """The training samples of a run, by global index: the first epoch's, then the second's, and so on.
 
     A sample is ``seq_len + 1`` tokens of a corpus: consecutive ones, or with `packing` "best_fit" whole documents (`packing.py`). Every
-    epoch has its own order of samples (`order.permute`). In a blend each corpus has its own epochs, and its k-th sample in the run is the
+    epoch has its own order of samples (`shuffle.permute`). In a blend each corpus has its own epochs, and its k-th sample in the run is the
     k-th of its order: no sample repeats before all were seen.
 
     Raises:

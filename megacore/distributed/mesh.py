@@ -73,7 +73,7 @@ class Mesh(Topology):
 
         If you add to `axes` or `views`, give the `sizes` that `config.parallel` does not have. `used`: further products of axes, for
         layers that communicate along more than one axis at once.
-        `store`: in which the ranks have met, if they have (`meeting.meet`). `backend`: one that no config can name.
+        `store`: in which the ranks have met, if they have (`rendezvous.meet`). `backend`: one that no config can name.
         `observers`: those who watch this rank, from here on if there are some already.
         """
         p = config.parallel

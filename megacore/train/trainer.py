@@ -25,7 +25,7 @@ from megacore.train.async_metrics import AsyncMetrics, StepMetrics
 from megacore.train.checkpointing import Saving, choose, engine_state
 from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
-from megacore.train.evaluation import evaluate
+from megacore.train.evaluation import check_measurable, evaluate
 from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
@@ -47,6 +47,8 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Monitor] = ()) -> None:
         config, self.compile_choice = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
         self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, monitors
+        if inputs.validation is not None:
+            check_measurable(config)
         for monitor in monitors:
             monitor.start(mesh)
         self.is_writer = mesh.place.rank == 0
