@@ -53,9 +53,9 @@ def run(argv: list[str], place: RankInfo) -> int:
 
 
 def refuse_overwriting(path: str, loaded: Resolved) -> None:
-    """Raises `ConfigError` if the run would write its record, `config.json`, over the user's file. A record holds every value."""
+    """Raises `ConfigError` if the run would write its record, `config.json`, over the user's file. A record states what is derived."""
     record = f"{resolved(loaded.config.log.dir)}/config.json"
-    if "default" in loaded.origins.values() and os.path.exists(record) and os.path.samefile(record, path):
+    if "derived" in loaded.origins.values() and os.path.exists(record) and os.path.samefile(record, path):
         raise ConfigError("log.dir", f"the run would write its record over {path}", "another folder, or another name for the file")
 
 

@@ -98,6 +98,28 @@ def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, byt
         at_start = part.endswith(b"\n")
 
 
+# What every line of metrics.jsonl has, or a validation's; a model's losses need other names.
+FIGURES = frozenset(
+    [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "mfu",
+        "mfu_causal",
+        "save_seconds",
+        "memory_bytes",
+        "memory_reserved_bytes",
+        "skipped",
+        "stragglers",
+        "valid_loss",
+    ]
+)
+
+
 def as_json(figures: dict[str, Any]) -> str:
     """Figures as JSON, with null for NaN, which JSON does not have."""
     return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})

@@ -72,7 +72,8 @@ def check_paths(config: Config) -> None:
     """Refuses paths that no file can have."""
     for section, values in config.model_dump(by_alias=True).items():
         for name, value in values.items():
-            texts = [prefix for _, prefix in value] if isinstance(value, list) else [value]
+            blend = section == "data" and isinstance(value, list)
+            texts = [prefix for _, prefix in value] if blend else value if isinstance(value, list) else [value]
             if any(isinstance(text, str) and "\0" in text for text in texts):
                 raise ConfigError(f"{section}.{name}", "holds a NUL, which no path can have", "a path")
 

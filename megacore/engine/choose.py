@@ -9,12 +9,14 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
+from megacore.distributed.topology import alone
 from megacore.engine.deepspeed import DeepSpeedEngine, check_machine
 from megacore.engine.native import NativeEngine
 from megacore.engine.protocol import Engine
+from megacore.errors import ConfigError
 from megacore.model.layers import Layers
 from megacore.model.stage import Stage, share_by_name, whole_model
-from megacore.pipeline.partition import layer_ranges, placement_of
+from megacore.pipeline.partition import layer_ranges, placement_of, shared_parameters
 
 
 def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> list[Stage]:
@@ -37,8 +39,30 @@ def check_engine(config: Config, device: torch.device) -> None:
     groups = ParameterGroups(config.optim)
     if config.optim.groups or groups.every[-1].rule.whole:
         groups.check(parameter_shapes(config))
+    if config.model.source is not None:
+        check_shared(config)
     if config.engine.kind == "deepspeed":
         check_machine(config, device)
+
+
+def check_shared(config: Config) -> None:
+    """Raises `ConfigError` if stages hold parameters of one name whose gradients nobody would sum, or wait for a sum that others do not
+    have: a file of the user's own may name its parameters as it likes."""
+    ranges, shared = layer_ranges(config), shared_parameters(config)
+    if len(ranges) == 1:
+        return
+    held: dict[str, list[int]] = {}
+    for number, own in enumerate(ranges):
+        for name, _ in Stage(config, own, alone(config), "meta").named_parameters():
+            held.setdefault(name, []).append(number)
+    for name, stages in shared.items():
+        if tuple(held.get(name, ())) != stages:
+            wrong = f"says that the first and the last layer share {name}, and they do not both have it"
+            raise ConfigError("model.tie_embeddings", wrong, "false, for layers that share nothing")
+    for name, numbers in held.items():
+        if len(numbers) > 1 and name not in shared:
+            wrong = f"layers in stages {' and '.join(map(str, numbers))} of the pipeline have a parameter of one name, {name}"
+            raise ConfigError("model.source", wrong, "names of their own, or parallel.pipeline=1")
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:

@@ -26,9 +26,9 @@ def layers_of(config: Config) -> Layers:
         return gpt(config)
     with source.blamed(", layers"):
         layers = source.layers(config) if source.layers else gpt(config, source.block)
-        check(layers)
         if len(layers) != config.model.num_layers + 2:
             raise ValueError(f"{len(layers)} of them; model.num_layers={config.model.num_layers} counts all but the first and the last")
+        check(layers)
     return [SourceSpec(spec.name, spec.kind, spec.arguments, source=source) for spec in layers]
 
 

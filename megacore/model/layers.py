@@ -15,6 +15,7 @@ from megacore.config import Config
 from megacore.distributed.topology import Topology
 from megacore.model.batch import FieldSource
 from megacore.model.flow import HIDDEN, Flow, Loss
+from megacore.records import FIGURES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -99,6 +100,14 @@ def check(layers: Layers) -> None:
         for name, declared in pairs:
             if known.setdefault(name, declared) != declared:
                 raise ValueError(f"two layers declare the {what} {name} differently")
+    losses, fields = losses_of(layers), fields_of(layers)
+    if not losses:
+        raise ValueError("no layer gives a loss")
+    for loss in losses.values():
+        if loss.over not in ("tokens", "targets", *fields):
+            raise ValueError(f"the loss {loss.name} is over {loss.over}, a field of the batch that no layer declares")
+        if loss.name in FIGURES:
+            raise ValueError(f"a loss is called {loss.name}, as a figure of every record is")
     names = [spec.name for spec in layers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two layers are named {twice[0]}")

@@ -199,7 +199,8 @@ def run(layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], contex
     read = *(flow[name] for name in layer.reads), context
     found = checkpoint(layer, *read, use_reentrant=False, preserve_rng_state=False) if recompute else layer(*read)
     found = found if isinstance(found, tuple) else (found,)
-    flow.update(zip(layer.writes, found, strict=False))
+    for (name, declared), x in zip(layer.writes.items(), found, strict=False):
+        flow[name] = x if declared.gradient else x.detach()  # as where a pipeline is cut
     for loss, value in zip(layer.losses, found[len(layer.writes) :], strict=True):
         losses[loss.name] = losses[loss.name] + value if loss.name in losses else value
 

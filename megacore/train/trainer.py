@@ -15,6 +15,7 @@ from megacore.checkpoint.commit import set_aside
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.schema import resolved
+from megacore.distributed.buffers import BUFFERS
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
@@ -267,7 +268,7 @@ class Trainer:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         tensors = self.engine.tensors()
         for key, (tensor, box) in tensors.items():
-            if not weights_alone or key.startswith(WEIGHTS):
+            if not weights_alone or key.startswith((WEIGHTS, BUFFERS)):
                 self.mesh.observers.phase("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # This also rounds the weights just read into the parameters that compute.

@@ -6,6 +6,7 @@ from unittest import mock
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megacore.records import FIGURES
 from megacore.train.reporting import Reporter
 from tests import training
 
@@ -24,6 +25,7 @@ def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
         training.run_rank(path, ["log.tensorboard=true"], str(tmp_path / "run"))
     logged = [figures["halved_loss"] for figures in training.metrics(tmp_path / "run")]
     assert logged == [figures["loss"] / 2 for figures in training.metrics(tmp_path / "run")]
+    assert training.metrics(tmp_path / "run")[0].keys() <= FIGURES | {"halved_loss"}, "a model's loss might have such a name"
     shown = EventAccumulator(str(tmp_path / "run/tensorboard"))
     shown.Reload()
     assert [event.step for event in shown.Scalars("halved_loss")] == [1, 2]

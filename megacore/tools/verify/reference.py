@@ -32,6 +32,7 @@ from megacore.distributed.buffers import buffers_of
 from megacore.distributed.shard import Shard, shard_of
 from megacore.model.batch import FieldSource, Microbatch, Samples
 from megacore.model.choose import layers_of
+from megacore.model.head import Head
 from megacore.model.layers import DTYPES, fields_of, losses_of
 from megacore.model.stage import Stage, whole_model
 from megacore.rng import key_of
@@ -76,7 +77,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         loss, of_step = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size]
         together = microbatch(corpus.batch(corpus.training[i] for i in of_step), sources)
         counts = {name: int((together[of.over] != IGNORED).sum()) for name, of in losses.items()}
-        for head in model.behind:
+        for head in (layer for layer in model.behind if getattr(type(layer), "loss", None) is Head.loss):  # else it is the user's own
             head.loss = partial(plain_loss, head)  # type: ignore[assignment]
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
