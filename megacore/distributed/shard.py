@@ -76,8 +76,8 @@ class Shard:
     """The position of a local parameter in its logical tensor of `global_shape`, and what it is along each axis of the mesh.
 
     `along` alone decides which slice is drawn, over which axes its gradient is summed, how it counts in the norm, and which ranks
-    hold copies. A layer states the axes that it knows, also those of one rank; `Mesh.placed` adds the others. If two axes split one dim,
-    the second cuts the pieces of the first.
+    hold copies. A layer states the axes that it knows, also those of one rank; `Topology.placed` adds the others. If two axes split
+    one dim, the second cuts the pieces of the first.
     """
 
     global_shape: tuple[int, ...]
@@ -256,5 +256,5 @@ def materialise(parameters: Iterable[nn.Parameter], device: torch.device) -> Non
 def shard_of(parameter: Tensor) -> Shard:
     """The `Shard` record of a parameter. Every parameter of a megacore model has one."""
     shard = getattr(parameter, "shard", None)
-    assert shard is not None, "parameter without a shard record: create it with tensor_parallel.new_parameter"
+    assert shard is not None, "parameter without a shard record: create it with distributed.shard.new_parameter"
     return shard

@@ -54,8 +54,8 @@ class ParameterGatherer:
 
 
 def start_gather(x: Tensor, levels: Levels) -> Work:
-    """Begins to fill `x` ``[levels.size · n]`` with every rank's own ``[n]`` of it (`levels.owners`): between hosts first, so that each
-    link between hosts carries a part once."""
+    """Begins to fill `x` ``[levels.size · n]`` with every rank's own ``[n]`` of it (`hierarchical_reduce.Levels.owners`): between hosts
+    first, so that each link between hosts carries a part once."""
     within, between = levels.within, levels.between
     if within.size == 1:
         return all_gather_inside(x, between)

@@ -141,7 +141,7 @@ class GradientReducer:
 
 def start_sum(x: Tensor, levels: Levels, narrow: torch.dtype | None, *, whole: bool) -> Staged:
     """Begins to sum `x` ``[levels.size · n]`` over all ranks of `levels`. Afterwards `x` holds the sum, or with `whole` false this rank's
-    ``[n]`` of it (`levels.owners`); the rest is undefined. All ranks get the same bits.
+    ``[n]`` of it (`hierarchical_reduce.Levels.owners`); the rest is undefined. All ranks get the same bits.
 
     within     reduce-scatter: a rank sums its part of the host's gradients
     between    sum of that part over hosts

@@ -67,7 +67,7 @@ HIDDEN = Flow()
 
 @dataclass(frozen=True)
 class ModelFlow:
-    """What a model's layers declare, as plans and predictions need it (`model.gpt.flow_of`). By default a GPT's: hidden states cross
+    """What a model's layers declare, as plans and predictions need it (`model.choose.flow_of`). By default a GPT's: hidden states cross
     every cut, and there is one loss."""
 
     cuts: tuple[Mapping[str, Flow], ...] = ()  # what crosses the cut behind each stage

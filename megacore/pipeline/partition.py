@@ -186,7 +186,7 @@ def stage_layers(config: Config) -> list[range]:
 
 
 def layer_ranges(config: Config) -> list[range]:
-    """The numbers of every stage's layers in the model's list (`model.gpt.layers_of`), whose first and last go with their neighbours."""
+    """The numbers of every stage's layers in the model's list (`model.choose.layers_of`), whose first and last go with their neighbours."""
     split = stage_layers(config)
     return [range(own.start + (i > 0), own.stop + 1 + (i == len(split) - 1)) for i, own in enumerate(split)]
 

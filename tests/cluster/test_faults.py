@@ -37,11 +37,11 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch.distributed as dist
-from megacore.distributed.rank_info import Place
-from megacore.tools.diagnosis.heartbeat_client import Pulse
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.diagnosis.heartbeat_client import HeartbeatClient
 rank = int(sys.argv[1])
 store = dist.TCPStore("node0", 29700, 2, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-pulse = Pulse(store, Place(rank, 2, 0, 1, "node0", 29700), 3.0, Path(sys.argv[2]))
+pulse = HeartbeatClient(store, RankInfo(rank, 2, 0, 1, "node0", 29700), 3.0, Path(sys.argv[2]))
 while not store.check(["doctor/heartbeat/hub"]) or pulse.connection is None:
     time.sleep(0.1)
 time.sleep(2)

@@ -119,7 +119,7 @@ IMPORTS_TORCH = {
     "generate.py": ["--checkpoint", "nothing"],
     "verify.py": TINY,
 }
-WITHOUT_TORCH = {"figures", "heartbeats", "planner"}
+WITHOUT_TORCH = {"figures", "heartbeats", "planner", "planner_against"}
 IMPORTS = [  # compare.py imports nothing before it has read the runs
     *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in {*IMPORTS_TORCH, "prepare.py", "compare.py"}),
     ("numpy", ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"]),

@@ -30,7 +30,7 @@ LATE = 10 * SECONDS  # a verdict that is not there by then never comes
 
 
 class Rank:
-    """A rank that says to its host's process what `pulse.HeartbeatClient` does."""
+    """A rank that says to its host's process what `heartbeat_client.HeartbeatClient` does."""
 
     def __init__(self, door: str, rank: int, pid: int = 0) -> None:
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

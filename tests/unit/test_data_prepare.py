@@ -337,7 +337,7 @@ def test_empty_split(tmp_path: Path, prefix: str) -> None:
         (tmp_path / f"{i}.txt").write_text("a document")
     with pytest.raises(ConfigError, match="--valid-fraction: no document falls to the validation split"):
         prepare([str(tmp_path / "*.txt")], prefix, "bytes", valid_fraction=1e-6)
-    assert not os.listdir(os.path.dirname(prefix))
+    assert not os.path.exists(os.path.dirname(prefix))
 
 
 def test_unwritable_output(text: Path) -> None:

@@ -13,7 +13,7 @@ KEPT = 4096  # pieces of work that are remembered where nobody asks for them
 
 
 class DeviceEvent(Protocol):
-    """A mark in a device's work, as `torch.cuda.DeviceEvent` with timing is one."""
+    """A mark in a device's work, as `torch.cuda.Event` with timing is one."""
 
     def record(self) -> object:
         """Sets the mark behind all that the device was given so far."""

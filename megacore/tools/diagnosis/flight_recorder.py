@@ -2,7 +2,7 @@
 
 A note costs about a microsecond and touches no device. The line of code where a thread is, is not recorded but looked up when
 needed (`line_of`). With NCCL an operation has begun when it is enqueued, and only the host's waits are noted. Events say
-how far the device is (`device.DeviceWork`).
+how far the device is (`device_work.DeviceWork`).
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Finds in the ledgers of all ranks which rank holds up the others, and says it in one sentence."""
+"""Finds in the flight recorders of all ranks which rank holds up the others, and says it in one sentence."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's ledger as it published it; plain JSON values."""
+    """A rank's flight recorder as the rank published it; plain JSON values."""
 
     rank: int
     step: int
@@ -33,7 +33,7 @@ class Snapshot:
     line: str  # the line of code that its main thread is in
     idle: float  # seconds in which it noted nothing
     waiting: tuple[str, int] | None = None  # channel, number of the operation that it waits for
-    # By channel (`ledger.ranks_of`): how many operations this rank has begun, and the last of them in words, the newest last
+    # By channel (`flight_recorder.ranks_of`): how many operations this rank has begun, and the last of them in words, the newest last
     # (`operation_text`). One string each: thousands of ranks have hundreds of thousands, and they are read within seconds.
     channels: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
     processes: dict[str, str] = field(default_factory=dict)  # state of every rank's process on this host
