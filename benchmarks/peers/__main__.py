@@ -72,7 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def begin(args: argparse.Namespace, output: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """A new report, or an interrupted one of the same setting."""
-    setting = config_of(args, tuple(args.overrides), 1).model_dump(by_alias=True, include={"model", "train", "optim"})
+    setting = config_of(args, tuple(args.overrides), 1).model_dump(mode="json", by_alias=True, include={"model", "train", "optim"})
     fresh = machine.describe() | {
         "peers": {name: " ".join(REQUIREMENTS[PEERS[name].environment]) for name in args.peers},
         "setting": setting,

@@ -30,7 +30,7 @@ def rows() -> list[dict[str, Any]]:
         for j, layout in enumerate(LAYOUTS):
             row: dict[str, Any] = {"schedule": schedule, "layout": layout, "tied": (i + j) % 2 == 0, "few": (i + j // 2) % 2 == 0}
             row |= {"recompute": ("none", "full")[(i // 2 + j) % 2], "layers": (5, 8)[(i + j // 3) % 2]}
-            if row["layers"] < parse(layout).pipeline * CHUNKS[schedule]:
+            if row["layers"] < parse(layout).size("pipeline") * CHUNKS[schedule]:
                 row["layers"] = 8
             found += [row | {"engine": engine} for engine in (ENGINES if layout == "pp2dp2" else ["native"])]
     for i, row in enumerate(found):  # fsdp cannot divide an embedding that both ends of a V on one rank share

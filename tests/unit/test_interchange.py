@@ -128,7 +128,7 @@ def test_other_dtypes_come_in(dtype, tmp_path):
     peers.build("qwen2").to(dtype).save_pretrained(folder)
     run = take_in(folder, tmp_path / "run", "train.precision=fp64")
     weights = stored(folder)
-    assert torch.equal(model_of(run).embedding.weight, weights["model.embed_tokens.weight"].double())
+    assert torch.equal(model_of(run).embedding.embedding.weight, weights["model.embed_tokens.weight"].double())
 
 
 def test_tied_heads_may_be_stored_twice_if_they_agree(theirs, tmp_path):
