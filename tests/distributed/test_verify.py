@@ -140,11 +140,11 @@ def with_parameters_of_other_kinds() -> Iterator[None]:
 
     init, forward = Block.__init__, Block.forward
 
-    def more(self, index, config, group, dtype, device):  # type: ignore[no-untyped-def]
-        init(self, index, config, group, dtype, device)
-        along = (replicated(group, partial=config.parallel.sequence),)
+    def more(self, index, config, mesh, dtype, device):  # type: ignore[no-untyped-def]
+        init(self, index, config, mesh, dtype, device)
+        along = (replicated(mesh.tp, partial=config.parallel.sequence),)
         self.gate = new_parameter(Shard((), along, fill=1.0), dtype, device)
-        self.unused = new_parameter(Shard((5,), (replicated(group),)), dtype, device)
+        self.unused = new_parameter(Shard((5,), (replicated(mesh.tp),)), dtype, device)
 
     gated = mock.patch.object(Block, "forward", lambda self, x, context: forward(self, x, context) * self.gate)
     with mock.patch.object(Block, "__init__", more), gated:

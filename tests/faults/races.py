@@ -114,6 +114,6 @@ def gather_not_awaited() -> Any:
                 mine = buffer.values[own].clone()
                 values.copy_(late)
                 buffer.values[own] = mine
-            self.work[i] = comm.all_gather_inside(arriving, self.levels.between), arriving
+            self.work[i] = comm.all_gather_inside(arriving, buffer.sum.levels.between), arriving
 
     return lost_at_first(gather.ParameterGatherer, {"start": start, "_wait": lambda self, wanted: None})

@@ -23,7 +23,6 @@ from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.tensor_parallel.gradient import MainGradient
-from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing
 from megacore.tools.verify.first_divergence import apart
 from megacore.tools.verify.flight import Flight, Flights, in_flight, memory_of
@@ -254,10 +253,9 @@ def test_what_was_in_flight_in_a_step() -> None:
 def test_an_operation_on_what_differs_is_named_first() -> None:
     """By its name alone the first would be an innocent one, such as the gather of a step that came before."""
     gradients, values = torch.zeros(8), torch.zeros(8)
-    flights = Flights(FlightRecorder())
+    flights = Flights()
     on = {"all_gather": values, "reduce_scatter 1": gradients[:4], "reduce_scatter 2": gradients[4:]}
-    for number, (what, x) in enumerate(on.items()):
-        flights.flights[0, number] = Flight(what, 1, "backward", 1, "forward", [memory_of(x)])
+    flights.flights = [Flight(what, 1, "backward", 1, "forward", [memory_of(x)]) for what, x in on.items()]
     noted = flights.spanning({"gradient|a": gradients[:4], "gradient|b": gradients[4:], "parameter|a": values})
     first = {name: in_flight(noted, Difference(kind, 1, name, 0, 1.0))[0] for kind, name in (("gradient", "b"), ("figure", "loss"))}
     assert {name: text.partition(" on what differs")[0] for name, text in first.items()} == {
