@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacore.distributed import collectives as comm
-from megacore.distributed.communicator import Communicator
+from megacore.distributed.communicator import Communicator, observed
 from megacore.engine import param_all_gather as gather
 from megacore.engine import reduce
 from tests.faults import both, fault
@@ -49,9 +49,9 @@ class Early:
 
 
 def begun_early() -> Any:
-    """Buckets are begun one gradient early; the operation itself is on the bucket's memory."""
+    """Buckets are begun one gradient early; what observers hear of is an operation on the bucket's memory."""
     rearm, start = reduce.GradientReducer._rearm, reduce.GradientReducer._start
-    all_reduce, reduce_scatter = Communicator.start_all_reduce, Communicator.start_reduce_scatter
+    all_reduce, reduce_scatter = (wrapped.__wrapped__ for wrapped in (Communicator.start_all_reduce, Communicator.start_reduce_scatter))
     now = [False]  # whether a bucket is begun
 
     def hasty(self: Any) -> None:
@@ -63,13 +63,15 @@ def begun_early() -> Any:
         start(self, buffer, bucket)
         now[0] = False
 
-    def summed(wire: Communicator, x: Tensor) -> Any:
+    @observed
+    def start_all_reduce(wire: Communicator, x: Tensor) -> Any:
         return Early(all_reduce, wire, x, x) if now[0] else all_reduce(wire, x)
 
-    def scattered(wire: Communicator, x: Tensor, out: Tensor) -> Any:
+    @observed
+    def start_reduce_scatter(wire: Communicator, x: Tensor, out: Tensor) -> Any:
         return Early(reduce_scatter, wire, x, out) if now[0] else reduce_scatter(wire, x, out)
 
-    in_wire = patch(Communicator, "start_all_reduce", summed), patch(Communicator, "start_reduce_scatter", scattered)
+    in_wire = (patch(Communicator, method.__name__, method) for method in (start_all_reduce, start_reduce_scatter))
     return both(*in_wire, lost_at_first(reduce.GradientReducer, {"_rearm": hasty, "_start": early}))
 
 

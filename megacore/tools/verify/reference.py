@@ -101,7 +101,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
             lr = rate(optim, step, train.steps, group.lr)
             state[name] = group.rule.reference_state(state[name], gradient, step)
             direction = group.rule.reference_direction(state[name], gradient, step)
-            p.data.copy_(p.data * (1 - lr * group.weight_decay * decays(name, p.dim())) - lr * torch.from_numpy(direction))
+            # NumPy makes a plain number of a scalar: `as_tensor` takes that too.
+            p.data.copy_(p.data * (1 - lr * group.weight_decay * decays(name, p.dim())) - lr * torch.as_tensor(direction))
             p.grad = None
         for buffer in buffers.values():
             buffer.value.copy_(buffer.rule(buffer.value, buffer.take()))
@@ -109,7 +110,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         record.tensors(f"buffer {step}", whole({name: buffer.value for name, buffer in buffers.items()}))
         for name, held in state.items():
             for kind, numbers in held.items():
-                record.tensors(f"{kind} {step}", whole({name: torch.from_numpy(numbers)}))
+                record.tensors(f"{kind} {step}", whole({name: torch.as_tensor(numbers)}))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()
 
