@@ -117,7 +117,7 @@ class Mesh(Topology):
         return self.groups[axes]
 
     def _create_groups(self, config: Config) -> None:
-        everyone = tuple(range(self.place.world_size))
+        everyone, self.made = tuple(range(self.place.world_size)), 0  # communicators that this process has made
         self.communicators[everyone] = dist.group.WORLD if len(everyone) > 1 else None
         self.world = self._create("world", everyone)
         for product in map(self._several, (*self._used(config), *self.used)):
@@ -153,6 +153,7 @@ class Mesh(Topology):
         Its members find each other by a name that PyTorch makes of the ranks and of how many groups this process has. So every rank
         makes equally many, in one order.
         """
+        self.made += 1
         return dist.new_group(
             ranks,
             timeout=self.timeout,
@@ -189,7 +190,10 @@ class Mesh(Topology):
                 assert found is not None
                 along = "dp" if product == self.token_axes else "×".join(product)
                 names = f"{along} within a host", f"{along} between hosts"
+                made = self.made
                 groups = [self._create(name, ranks) for name, ranks in zip(names, found, strict=True)]
+                while self.made < made + len(names):  # where a level is a group that is there already, which may be so on some ranks alone
+                    self._communicator("no level", (self.rank,))  # unused: it keeps the number of groups equal
                 self.groups |= {(group.name,): group for group in groups}
                 self.levels_of[own] = Levels(*groups)
 

@@ -144,6 +144,11 @@ class FSDPEngine(OptimizerStep):
                 right = "a module of its own for what is summed over other ranks, or engine.kind=native"
                 raise ConfigError("engine.kind", f"fsdp sums the gradients of a module as one, and those of {name} differ", right)
             if over and usual not in over:
+                if module in stage.inner:
+                    right = "a module within the layer for what is summed over other ranks, or engine.kind=native"
+                    raise ConfigError(
+                        "engine.kind", f"fsdp sums the gradients of a layer with its neighbours', and those of {name} differ", right
+                    )
                 units |= {module: next(iter(over.values()))}
         first = next(over for over in sums.values() if over.tokens == usual)
         return units | dict.fromkeys((*stage.inner, stage), first)

@@ -142,6 +142,15 @@ def test_hosts_divide_all_sums_or_none(tmp_path: Path) -> None:
     assert complaints(made) == [] and {len(own) for own in made.values()} == {3}, "dp, pp (which is tied too), and pp downward"
 
 
+def test_a_level_may_be_another_group_on_some_ranks_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the first stage's ranks two hosts hold mixed ones, of the second's neighbours: there one level has the ranks of another group."""
+    hosts = [0, 1, 0, 0, 1, 1, 0, 1, *[2] * 4, *[3] * 4]
+    monkeypatch.setattr(Mesh, "_hosts", lambda mesh: [(host, 0) for host in hosts])
+    config = config_of(training.write_config(tmp_path, "nothing"), "pipeline=2 data=4 context=2 levels")
+    made, _ = made_by(config, range(16))
+    assert complaints(made) == []
+
+
 def test_a_rank_that_makes_one_less_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The pipeline of three stages that hung: its middle rank made no group where the ends made theirs."""
     create = Mesh._communicator

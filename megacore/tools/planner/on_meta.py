@@ -8,7 +8,7 @@ from torch import nn
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
-from megacore.distributed.communicator import Group
+from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels
 from megacore.distributed.shard import Shard, shard_of
 from megacore.distributed.topology import Topology
@@ -29,6 +29,8 @@ class Hosts(Topology):
 
     def levels_along(self, *axes: str) -> Levels:
         """See `Topology`."""
+        if not axes:
+            return Levels(SOLO, SOLO)
         size = self.group(*axes).size
         within, between = (Group("", tuple(range(ranks)), 0) for ranks in (self.ranks_within, size // self.ranks_within))
         return Levels(within, between)
