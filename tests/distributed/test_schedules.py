@@ -61,7 +61,7 @@ def second_chunk_not_gathered() -> contextlib.AbstractContextManager[Any]:
     def start(self: ParameterGatherer) -> None:
         for i, (buffer, bucket) in enumerate(self.buckets):
             if buffer.chunk == 0:
-                self.work[i] = start_gather(buffer.values[bucket.start : bucket.stop], self.levels)
+                self.work[i] = start_gather(buffer.values[bucket.start : bucket.stop], buffer.sum.levels)
 
     return mock.patch.object(ParameterGatherer, "start", start)
 
