@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megacore.config import Config, load
+from megacore.errors import ConfigError
 
 if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
     from megacore.distributed.mesh import Mesh
@@ -23,11 +24,17 @@ def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -
 
 
 def one_process(config: Config) -> "Mesh":
-    """The mesh of this process alone, on `train.device`."""
-    from megacore.distributed.mesh import Mesh, pick_device
+    """The mesh of this process alone, on `train.device`; sets the process up as a run does, so call it before the first product."""
+    from megacore.distributed.determinism import compute_deterministically
+    from megacore.distributed.mesh import Mesh, pick_device, set_up_device
     from megacore.distributed.rank_info import RankInfo
 
-    return Mesh(config, RankInfo(), pick_device(config, RankInfo()))
+    place = RankInfo()
+    device = pick_device(config, place)
+    set_up_device(config, place, device)
+    if config.train.deterministic:
+        compute_deterministically()
+    return Mesh(config, place, device)
 
 
 def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tuple[int, list[Microbatch]]]":
@@ -82,6 +89,7 @@ def predict(config: Config, device: str = "h100", cluster: str = "dgx_h100") -> 
     from megacore.tools.planner.step_time import predict
     from megacore.tools.planner.workload import setting_of
 
+    refuse_own_model(config)
     return predict(setting_of(config), read_device(device), read_cluster(cluster), profile("megacore"))
 
 
@@ -89,4 +97,13 @@ def memory(config: Config) -> "list[RankMemory]":
     """Bytes at the peak of each rank of the pipeline, by what holds them."""
     from megacore.tools.planner.memory import rank_memory
 
+    refuse_own_model(config)
     return rank_memory(config)
+
+
+def refuse_own_model(config: Config) -> None:
+    """Raises `ConfigError` for a model of the user's own, as `launch/plan.py` does: the figures would be those of another model."""
+    if config.model.source is not None:
+        from megacore.tools.dry_run.own_model import NOT_PREDICTED
+
+        raise ConfigError("model.source", NOT_PREDICTED.rstrip("."), "a config without model.source")

@@ -1,27 +1,62 @@
 """megacore as a library: the cells of docs/library.md, one after the other, as a notebook would run them."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import megacore
+from megacore.config import Config
+from megacore.errors import ConfigError
+from megacore.tools.dry_run.own_model import NOT_PREDICTED
+from megacore.tools.verify import run
+from tests import forks
+from tests.commands import provers, run_script
 from tests.pool import ROOT
 
 CELLS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+BEFORE = """
+import torch
+from megacore.distributed import cpu
+cpu.WIDENED.add(torch.int8)  # as another set-up would
+"""
+AFTER = """
+assert torch.int8 not in cpu.WIDENED, "the process is not set up as that of a run"
+assert losses[-1] < losses[0] - 1.0, "a model that learns nothing"
+assert found.step > 0
+megacore.one_process(megacore.load_config("configs/gpt_tiny.json", [*small, "train.deterministic=true"]))
+assert torch.are_deterministic_algorithms_enabled()
+"""
 
 
-def test_the_documents_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A reader who types them one by one would stop at the first that does not."""
+def test_the_documents_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader who types them one by one would stop at the first that does not.
+
+    They have a process of their own, because what sets it up, and torch's threads, would stay in this one.
+    """
     monkeypatch.chdir(ROOT)
-    names: dict[str, Any] = {"folder": str(tmp_path)}
-    for cell in CELLS:
+    proofs = [cell for cell in CELLS if "megacore.prove(" in cell]
+    script, folder = tmp_path / "cells.py", f"folder = {str(tmp_path)!r}\n"
+    script.write_text("\n".join([folder, BEFORE, *(cell for cell in CELLS if cell not in proofs), AFTER]))
+    done = run_script(str(script))
+    assert done.returncode == 0, done.stderr
+    assert "The planner " in done.stdout and "backward 0" in done.stdout
+    (settings,) = (cell for cell in CELLS if "small = [" in cell)
+    monkeypatch.setattr(run, "ProofWorkers", lambda _: provers())  # which need not import torch
+    names: dict[str, Any] = {}
+    for cell in (folder, settings, *proofs):
         exec(compile(cell, "docs/library.md", "exec"), names)
-    said = capsys.readouterr().out
-    assert names["losses"][-1] < names["losses"][0] - 1.0, "a model that learns nothing"
-    assert "The planner " in said and "equal to one process" in said and "backward 0" in said
-    assert names["found"].step > 0 and names["proof"].holds
+    assert names["proof"].holds
+
+
+@pytest.mark.parametrize("predicted", [megacore.predict, megacore.memory])
+def test_nothing_is_predicted_for_a_model_of_the_users_own(predicted: Callable[[Config], Any], tmp_path: Path) -> None:
+    """The figures would be those of megacore's own blocks, and nobody would be told."""
+    config = megacore.load_config("configs/gpt_tiny.json", [f"model.source={forks.written(tmp_path)}"])
+    with pytest.raises(ConfigError, match=re.escape(f"model.source: {NOT_PREDICTED.rstrip('.')} (")):
+        predicted(config)
 
 
 def test_every_name_is_there_and_explained() -> None:
