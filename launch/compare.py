@@ -14,6 +14,7 @@ from pydantic import ValidationError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.cli import Parser, exit_with
+from megacore.config import Config
 from megacore.errors import ConfigError, LogError, shown
 from megacore.files import check_output, read_text, replaced, write_json
 from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
@@ -154,9 +155,11 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def differing(runs: list[Run]) -> dict[str, list[Any]]:
-    """The config keys whose values are not the same in all runs, with each run's value; where a run writes to is left out."""
+    """The config keys whose values are not the same in all runs, with each run's value; where a run writes to is left out.
+    A key that a run's record lacks, because it was written before there was the key, has its default."""
+    defaults = flat(Config().model_dump(mode="json", by_alias=True))
     keys = sorted({key for run in runs for key in run.config} - {"log.dir"})
-    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    values = {key: [run.config.get(key, defaults.get(key)) for run in runs] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 

@@ -62,6 +62,13 @@ def test_says_where_runs_part(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_record_of_before_there_was_a_key_has_its_default(tmp_path: Path) -> None:
+    """Every run of before would differ from every later one, in settings that nobody has changed."""
+    before, later = write_run(tmp_path / "before", LOSSES), write_run(tmp_path / "later", LOSSES, groups=[], momentum=0.5)
+    found, _ = compare(tmp_path, before, later)
+    assert found["config"] == {"optim.momentum": [0.9, 0.5]}
+
+
 def test_time_is_that_of_the_runs_own_steps(tmp_path: Path) -> None:
     """A run that went on from another one's checkpoint would be charged for the steps that the other did."""
     runs = [write_run(tmp_path / "a", LOSSES), write_run(tmp_path / "b", LOSSES)]
