@@ -7,10 +7,13 @@ therefore has as many threads as the system gives it cores, as it finds between 
 """
 
 import ctypes
+import math
 import os
+import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from math import floor
 from pathlib import Path
@@ -47,11 +50,35 @@ def watch(books: "Books", *, short: bool) -> None:
 
 def hold_team() -> None:
     """Gives the calling thread an OpenMP team that sleeps. With it the process has more OpenMP threads than the machine has cores, and
-    so long as it has, GCC's OpenMP lets none of them spin (``GOMP_SPINCOUNT`` in its manual)."""
+    so long as it has, GCC's OpenMP lets none of them spin (``GOMP_SPINCOUNT`` in its manual). Without room for that many it does nothing:
+    GCC's OpenMP ends the process if it cannot start a thread."""
+    team = len(os.sched_getaffinity(0)) + 1
+    if threads_left() < 2 * team:  # others start threads meanwhile
+        return
     mapped = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     for library in {line.split(maxsplit=5)[-1] for line in mapped if "libgomp" in line}:
         nothing = ctypes.CDLL(None).free  # of a null pointer
-        ctypes.CDLL(library).GOMP_parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
+        ctypes.CDLL(library).GOMP_parallel(nothing, None, team, 0)
+
+
+def threads_left(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup"), processes: Path = Path("/proc")) -> float:
+    """The threads that this process may still start: by its user's limit, and by each control group above the process."""
+    found = [math.inf]
+    if (most := resource.getrlimit(resource.RLIMIT_NPROC)[0]) != resource.RLIM_INFINITY:
+        found += [most - threads_of(os.getuid(), processes)]
+    for folder, _ in control_groups("pids", groups, mount):
+        if (folder / "pids.max").is_file() and (limit := (folder / "pids.max").read_text().strip()) != "max":
+            found += [int(limit) - int((folder / "pids.current").read_text())]
+    return min(found)
+
+
+def threads_of(user: int, processes: Path) -> int:
+    """The threads of all processes of a user."""
+    found = 0
+    for process in processes.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += len(os.listdir(process / "task")) if process.stat().st_uid == user else 0
+    return found
 
 
 def available_cores(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
@@ -63,19 +90,25 @@ def available_cores(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path
 def quotas(groups: Path, mount: Path) -> list[float]:
     """The cores that each control group above this process is allowed, where any is limited (Linux; containers are such groups)."""
     found = []
+    for folder, first_version in control_groups("cpu", groups, mount):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if first_version else ("cpu.max",)
+        if all((folder / name).is_file() for name in names):
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            found += [int(quota) / int(period)] if quota not in ("max", "-1") else []
+    return found
+
+
+def control_groups(controller: str, groups: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
+    """The folder of each control group above this process that may limit what `controller` counts, and whether it is one of version 1."""
     for line in groups.read_text().splitlines() if groups.is_file() else []:
         _, controllers, own = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
         base = mount / controllers  # of version 1; version 2 has one tree and names no controllers
         for folder in [base / own.lstrip("/"), *(base / own.lstrip("/")).parents]:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-            if all((folder / name).is_file() for name in names):
-                quota, period = " ".join((folder / name).read_text() for name in names).split()
-                found += [int(quota) / int(period)] if quota not in ("max", "-1") else []
+            yield folder, bool(controllers)
             if folder == mount:
                 break
-    return found
 
 
 class Books:

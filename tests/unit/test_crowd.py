@@ -1,18 +1,21 @@
 """A CPU that other programs use too: how many threads a process has there, and how they wait."""
 
+import math
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megacore.config.load import resolve
 from megacore.distributed import cpu, crowd
-from megacore.distributed.crowd import FittingThreads, available_cores
+from megacore.distributed.crowd import FittingThreads, available_cores, hold_team
 
 
 class Machine:
@@ -191,6 +194,36 @@ def test_threads_spin_until_cores_are_short_and_again_when_they_are_free(machine
         for look in looks:
             look()
     assert waits == [False, False, False, True, True, False, False] and len(teams) == 1
+
+
+def test_no_team_is_held_where_threads_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GCC's OpenMP ends the process if it cannot start a thread, and a run would be lost to be a little faster."""
+    (tmp_path / "groups").write_text("0::/pods/one\n3:pids:/x\n")
+    (tmp_path / "none").mkdir()
+    for name, content in {"pods/pids.max": "100", "pods/pids.current": "70", "pods/one/pids.max": "max", "pids/x/pids.max": "50"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    (tmp_path / "pids/x/pids.current").write_text("10\n")
+    for process in ("1", "22", "self"):
+        for task in "ab":
+            (tmp_path / "proc" / process / "task" / task).mkdir(parents=True)
+    places, limit = (tmp_path / "groups", tmp_path, tmp_path / "proc"), [resource.RLIM_INFINITY]
+    monkeypatch.setattr(crowd.resource, "getrlimit", lambda kind: (limit[0], resource.RLIM_INFINITY))
+    assert crowd.threads_left(*places) == 30 and crowd.threads_left(tmp_path / "absent", *places[1:]) == math.inf
+    limit[0] = 9
+    assert crowd.threads_left(*places) == 5, "two processes of two threads"
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    assert crowd.threads_left(*places) == 9, "another user's count for him"
+
+    began = list[str]()
+    monkeypatch.setattr(crowd.ctypes, "CDLL", lambda library: began.append(library) or SimpleNamespace(free=0, GOMP_parallel=lambda *_: 0))
+    monkeypatch.setattr(crowd.Path, "read_text", lambda path, **_: "1-2 r 0 0 0 /lib/libgomp.so.1\n")
+    team = len(os.sched_getaffinity(0)) + 1
+    for left in (2 * team - 1, 2 * team):
+        monkeypatch.setattr(crowd, "threads_left", lambda left=left: left)
+        assert not began
+        hold_team()
+    assert began
 
 
 SPINNING = """
