@@ -33,7 +33,7 @@ class Resolved:
 
     def table(self) -> str:
         """The text of `--print-config`: one line a value, with the value's origin."""
-        values = flatten(self.config.model_dump(by_alias=True))
+        values = flatten(self.config.model_dump(mode="json", by_alias=True))
         rows = [(key, json.dumps(value), self.origins[key]) for key, value in values.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}" for key, value, origin in rows)

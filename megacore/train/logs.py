@@ -136,7 +136,7 @@ class Logs:
         write_whole(self.directory / "config.json", config.model_dump_json(by_alias=True, indent=2) + "\n")
         self.metrics = open_metrics(self.file, first_step)
         for monitor in self.monitors:
-            monitor.open(self.directory, first_step, self.say)
+            monitor.open(self.config, self.directory, first_step, self.say)
 
     def _record(self, figures: dict[str, Any]) -> None:
         with self._recording(figures["step"]):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the process that talks to wandb needs no torch
+    from megacore.config import Config
     from megacore.distributed.mesh import Mesh
 
 
@@ -30,8 +31,9 @@ class Monitor:
     def start(self, mesh: "Mesh") -> None:
         """Before the first step. Collective."""
 
-    def open(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
-        """On rank 0, before the first record, and again if the run's `folder` was deleted. `say` prints a line."""
+    def open(self, config: "Config", folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """On rank 0, before the first record, and again if the run's `folder` was deleted. `config`: without any `auto` that the run has
+        settled. `say` prints a line."""
 
     def record(self, figures: dict[str, Any]) -> None:
         """On rank 0: a line of metrics.jsonl."""

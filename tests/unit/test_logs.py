@@ -81,7 +81,7 @@ def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> N
 
     for first, last, loss in ((1, 5, 3.0), (4, 6, 2.0)):
         board = Board()
-        board.open(tmp_path, first, lambda line: pytest.fail(line))
+        board.open(Config(), tmp_path, first, lambda line: pytest.fail(line))
         for step in range(first, last + 1):
             board.record({"step": step, "loss": loss})
         board.close()

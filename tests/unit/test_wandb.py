@@ -4,15 +4,22 @@ import importlib.util
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from megacore.config import load
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.monitoring import wandb as tracking
+from megacore.train.inputs import Inputs
+from megacore.train.trainer import Trainer
+from tests import forks
 from tests.commands import run_script
 from tests.training import write_config, write_corpus
 
@@ -83,14 +90,40 @@ def test_wandb_never_ends_or_stalls_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tracking, "GRACE", 0.3 if "sleep" in code else 20.0)
     config = load(write_config(tmp_path, write_corpus(tmp_path), log={"dir": str(tmp_path / "run"), "wandb": "online"})).config
     lines: list[str] = []
-    tracker = tracking.Tracker(config)
-    tracker.open(tmp_path / "run", 1, lines.append)
+    tracker = tracking.Tracker()
+    tracker.open(config, tmp_path / "run", 1, lines.append)
     process = tracker.process
     for step in range(300):  # more than a pipe holds
         tracker.record({"step": step, "loss": 1.0, "padding": "x" * 500})
     tracker.close()
     assert len(lines) == 1 and lines[0].startswith(said), lines
     assert process is not None and process.returncode not in (None, 0)
+
+
+ECHO = "import pathlib, sys; pathlib.Path('{}').write_text(sys.stdin.readline()); sys.stdin.read()"
+
+
+def config_told(path: str, folder: str) -> Any:
+    """What wandb's process is told of a run's config."""
+    config, told = load(path, [f"log.dir={folder}"]).config, Path(folder) / "told"
+    with mock.patch.object(tracking, "COMMAND", [sys.executable, "-c", ECHO.format(told)]):
+        trainer = Trainer(config, Mesh(config, RankInfo(), torch.device("cpu")), Inputs(config, 0), [tracking.Tracker()])
+        trainer.run()
+    trainer.mesh.close()
+    return json.loads(told.read_text())["config"]
+
+
+def test_the_config_is_that_of_the_run(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Runs would be sorted by `auto`, which says nothing; and settings of a source that JSON has no type for would end the run."""
+    settings = "class Settings(ModelConfig):"
+    source = forks.written(tmp_path, (settings, f"from pathlib import Path\n{settings}\n    at: Path = Path('x')"))
+    model = {"num_layers": 2, "source": str(source)}
+    path = write_config(tmp_path, write_corpus(tmp_path), model=model, train={"steps": 1, "compile": "auto"})
+    loaded = load(path)
+    assert loaded.config.train.compile == "auto" and '"x"' in loaded.table()
+    [told] = run_ranks(1, config_told, path, str(tmp_path / "run"))
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert told == recorded | {"model": recorded["model"] | {"source": str(source)}} and told["train"]["compile"] is False
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
     if place.rank == 0:
         check_wandb(config)
         found += [Board()] if log.tensorboard else []
-        found += [Tracker(config)] if log.wandb != "off" else []
+        found += [Tracker()] if log.wandb != "off" else []
     if log.prometheus_port is not None:
         found.append(Exporter(log.prometheus_port, place, device))
     return found

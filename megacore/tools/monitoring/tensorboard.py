@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megacore.config import Config
 from megacore.train.monitor import Monitor
 
 
@@ -13,7 +14,7 @@ class Board(Monitor):
 
     writer: Any = None
 
-    def open(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Removes what was written of `first_step` and later steps. `say` gets the one line about a failure."""
         self.say = say
         self.hook = threading.excepthook

@@ -36,22 +36,21 @@ def check_wandb(config: Config) -> None:
 class Tracker(Monitor):
     """Passes figures on to the process. No method waits for it but `close`, and that for `GRACE` seconds at most."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
         self.failed = False  # and said so
 
-    def open(self, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Starts the process. `say` gets the one line about a failure."""
         if self.process is not None:  # the run's folder was deleted, and wandb's run goes on
             return
         self.say, self.log = say, folder / "wandb" / "process.log"
         about = {
-            "mode": self.config.log.wandb,
+            "mode": config.log.wandb,
             "id": run_id(folder / "wandb", first_step),
             "name": folder.name,
             "dir": str(folder),
-            "config": self.config.model_dump(by_alias=True),
+            "config": config.model_dump(mode="json", by_alias=True),
         }
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self.log.open("w", encoding="utf-8") as log:
