@@ -36,17 +36,19 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return training.write_config(folder, training.write_corpus(folder), train={"steps": 5})
 
 
-def _command(arguments: list[str], out: str, err: str, nohup: bool) -> None:
+def _command(arguments: list[str], out: str, err: str, nohup: bool, report: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["TORCHELASTIC_ERROR_FILE"] = report
     play(["launch/pretrain.py", *arguments], environment, [Path(out), Path(err)], out if out.startswith("/dev/pts") else "")
 
 
 @contextlib.contextmanager
 def command(config: str, run: Path, *overrides: str, out: str, err: str, nohup: bool = False) -> Iterator[BaseProcess]:
-    """launch/pretrain.py in a session of its own, whose output goes to files, pipes or a terminal."""
+    """launch/pretrain.py in a session of its own, whose output goes to files, pipes or a terminal. `RUN.error` has
+    the traceback, if it ends with one: a closed terminal shows nothing."""
     arguments = ["--config", config, f"log.dir={run}", *overrides]
-    process = CONTEXT.Process(target=_command, args=(arguments, out, err, nohup))
+    process = CONTEXT.Process(target=_command, args=(arguments, out, err, nohup, f"{run}.error"))
     process.start()
     try:
         yield process
@@ -85,7 +87,7 @@ def test_a_closed_terminal_lets_the_run_save(config: str, tmp_path: Path) -> Non
         wait_for(shown_and_begun, process)
         os.close(slave)
         os.close(master)
-        assert ended(process) == STOPPED
+        assert ended(process) == STOPPED, Path(f"{run}.error").read_text() if Path(f"{run}.error").exists() else "without a traceback"
     assert find_latest(run) is not None
 
 
