@@ -16,7 +16,7 @@ PLACES = {
     "Stage": "megacore.model.stage",
     "TrainStep": "megacore.train.step",
     "plan_of": "megacore.pipeline.partition",
-} | dict.fromkeys(("load_config", "one_process", "batches", "generate", "prove", "predict", "memory"), "megacore.library")
+} | dict.fromkeys(("load_config", "one_process", "batches", "generate", "prove", "predict", "memory"), "megacore.tools.library")
 
 __all__ = sorted(PLACES)
 

@@ -1,6 +1,5 @@
-"""Flat buffers, loss scale and learning rate, for steps without a host synchronisation."""
+"""Flat buffers: parameters, gradients and masters end to end in one tensor each, as engines reduce and update them."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.optim_groups import ParameterGroup, ParameterGroups
-from megacore.config.schema import OptimConfig, resolved
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
@@ -226,44 +224,3 @@ def lay_out(
     for buffer in buffers.values():
         buffer.close()
     return list(buffers.values())
-
-
-class LossScale:
-    """Dynamic loss scaling (Micikevicius et al. 2018), kept on the device: halved when a gradient overflowed,
-    doubled after `INTERVAL` steps without. Constant 1 unless the precision is fp16."""
-
-    INTERVAL = 1000
-
-    def __init__(self, dynamic: bool, initial: float, device: torch.device) -> None:
-        self.dynamic = dynamic
-        self.value = torch.full((), initial if dynamic else 1.0, device=device, dtype=torch.float64)
-        self.good_steps = torch.zeros((), device=device, dtype=torch.float64)
-
-    def update(self, overflowed: Tensor) -> None:
-        """`overflowed` is 1 if this step's gradients were not finite, else 0."""
-        if not self.dynamic:
-            return
-        self.good_steps.add_(1.0).mul_(1.0 - overflowed)
-        grown = self.good_steps == self.INTERVAL
-        self.value.mul_(torch.where(overflowed > 0, 0.5, torch.where(grown, 2.0, 1.0)))
-        self.good_steps.masked_fill_(grown, 0.0)
-
-
-def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """The learning rate of `step` (from 1) of `steps`: linear warmup, then the schedule.
-
-    cosine and linear fall to `min_lr` at `decay_steps` and stay there; wsd holds `lr` and falls linearly over the last
-    `decay_steps` (Hu et al. 2024, MiniCPM); constant holds.
-    """
-    decay_steps = resolved(optim.decay_steps)
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
-    if optim.schedule == "constant":
-        return optim.lr
-    if optim.schedule == "wsd":
-        done = (step - (steps - decay_steps)) / decay_steps
-    else:
-        done = (step - optim.warmup_steps) / max(1, decay_steps - optim.warmup_steps)
-    done = min(max(done, 0.0), 1.0)
-    remaining = 0.5 * (1.0 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1.0 - done
-    return optim.min_lr + remaining * (optim.lr - optim.min_lr)

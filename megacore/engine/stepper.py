@@ -15,8 +15,8 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, shard_of
-from megacore.engine.flat_buffer import LossScale
 from megacore.engine.held_tensors import HeldTensors, MasterRange
+from megacore.engine.loss_scale import LossScale
 from megacore.engine.optimizers import GroupedUpdate
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.spike_detector import SpikeGuard

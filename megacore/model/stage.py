@@ -19,6 +19,7 @@ from megacore.distributed.buffers import buffers_of
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology, alone
+from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
 from megacore.model.cache import KeyValueCache
 from megacore.model.choose import layers_of
@@ -184,7 +185,10 @@ class Stage(nn.Module):
         return self({}, Microbatch(tokens, None, key, documents, positions))[0]["hidden"]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of the last layer, see `Head.logits`."""
+        """Of the last layer, see `Head.logits`. Raises `ConfigError` if it is of a user's own and has none."""
+        if not hasattr(self.behind[0], "logits"):
+            wrong = f"its last layer is a {type(self.behind[0]).__name__} without a method logits, which texts and proofs need"
+            raise ConfigError("model.source", wrong, "a method logits, as megacore.model.head.Head has it")
         return self.behind[0].logits(x)  # type: ignore[operator]
 
     def loss(self, x: Tensor, targets: Tensor, gradient: Tensor | None = None) -> Tensor:

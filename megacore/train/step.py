@@ -16,7 +16,7 @@ from megacore.distributed.cpu import fitting_threads, own_cores
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, shard_of
 from megacore.engine.choose import build_engine, build_stages
-from megacore.engine.flat_buffer import learning_rate
+from megacore.engine.learning_rate import learning_rate
 from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
 from megacore.model.flow import Loss

@@ -3,7 +3,7 @@
 from typing import Any
 from unittest import mock
 
-from megacore.engine.flat_buffer import learning_rate
+from megacore.engine.learning_rate import learning_rate
 from megacore.engine.native import NativeEngine
 from megacore.train import evaluation, step, trainer
 from tests.faults import both, fault

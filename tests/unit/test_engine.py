@@ -21,7 +21,9 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
-from megacore.engine.flat_buffer import LossScale, fill_buffers, learning_rate
+from megacore.engine.flat_buffer import fill_buffers
+from megacore.engine.learning_rate import learning_rate
+from megacore.engine.loss_scale import LossScale
 from megacore.engine.native import NativeEngine
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.spike_detector import ENOUGH

@@ -15,7 +15,7 @@ import torch
 from megacore.config import Config, load
 from megacore.config.optim_groups import ParameterGroups
 from megacore.engine.choose import check_engine, group_table, parameter_shapes
-from megacore.engine.flat_buffer import learning_rate
+from megacore.engine.learning_rate import learning_rate
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model

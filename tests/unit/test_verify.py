@@ -17,7 +17,7 @@ from launch.verify import changed_since
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS, OptimConfig
 from megacore.distributed.shard import Shard
-from megacore.engine.flat_buffer import learning_rate
+from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
 from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.stage import whole_model
