@@ -77,7 +77,7 @@ def smallest_world(path: str, overrides: list[str]) -> int:
     raw = read(path)
     apply(overrides, raw)
     parallel = validate(raw).parallel
-    return parallel.ranks_of_a_copy * (1 if parallel.data == "auto" else parallel.data)
+    return parallel.ranks_besides_data * (1 if parallel.data == "auto" else parallel.data)
 
 
 def read(path: str) -> dict[str, Any]:

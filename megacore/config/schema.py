@@ -184,9 +184,9 @@ class ParallelConfig(Section):
     )
 
     @property
-    def ranks_of_a_copy(self) -> int:
-        """The ranks that read the same samples: the product of all axes but the data ranks'."""
-        return prod(getattr(self, axis.title) for axis in AXES if not axis.samples)
+    def ranks_besides_data(self) -> int:
+        """The product of all axes but data, which has what remains of the world if it is `auto`."""
+        return prod(getattr(self, axis.title) for axis in AXES if axis.title != "data")
 
 
 class TrainConfig(Section):
@@ -350,9 +350,8 @@ class Config(Section):
 
     @property
     def data_size(self) -> int:
-        """Data-parallel ranks."""
-        assert isinstance(self.parallel.data, int), "config was not resolved"
-        return self.parallel.data
+        """The ranks that read different samples: those of `data`, and of every other axis of that kind."""
+        return prod(self.sizes[axis.name] for axis in AXES if axis.samples)
 
     @property
     def chunks(self) -> int:
@@ -373,8 +372,7 @@ class Config(Section):
     @property
     def token_ranks(self) -> int:
         """Ranks that hold the same parameters and compute on different tokens: data × context. They sum gradients."""
-        assert isinstance(self.parallel.data, int), "config was not resolved"
-        return prod(getattr(self.parallel, axis.title) for axis in AXES if axis.tokens)
+        return prod(self.sizes[axis.name] for axis in AXES if axis.tokens)
 
     @property
     def rank_tokens(self) -> int:

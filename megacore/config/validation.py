@@ -4,11 +4,13 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 """
 
 import json
+from math import prod
 from typing import Any
 
 from megacore.config.deepspeed import ds_settings
 from megacore.config.optim_groups import check_groups
 from megacore.config.schema import CHUNKS, V_SHAPED, Config, Llama3Rope, YarnRope, resolved
+from megacore.distributed.axes import AXES
 from megacore.errors import ConfigError
 from megacore.files import read_text
 
@@ -43,10 +45,11 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
     if parallel.chunks is None and parallel.schedule != "auto":
         derived["parallel.chunks"] = chunks_of(config)
     if parallel.data == "auto":
-        derived["parallel.data"] = max(1, world_size // parallel.ranks_of_a_copy)
+        derived["parallel.data"] = max(1, world_size // parallel.ranks_besides_data)
     if config.engine.bucket_mib is None:
         # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more ranks until latency rules.
-        ranks = derived.get("parallel.data", parallel.data) * parallel.context
+        others = prod(getattr(parallel, axis.title) for axis in AXES if axis.tokens and axis.title != "data")
+        ranks = derived.get("parallel.data", parallel.data) * others
         derived["engine.bucket_mib"] = max(BUCKET_MIB, PART_MIB * ranks)
     if config.optim.decay_steps is None:
         # A run cut short (train.steps=20) may end within its warmup.
@@ -225,15 +228,15 @@ def check_positions(config: Config) -> None:
 
 def check_world(config: Config, world_size: int) -> None:
     """Checks that the mesh has as many places as there are ranks."""
-    p, data = config.parallel, config.data_size
-    model_parallel = p.ranks_of_a_copy
-    if model_parallel * data != world_size:
-        context, factor = (f" × context {p.context}", " × context") if p.context > 1 else ("", "")
-        sizes = f"tensor {p.tensor} × pipeline {p.pipeline}{context} × data {p.data}"
-        wrong = f"{sizes} = {model_parallel * data} ranks, but there are {world_size}"
-        if world_size % model_parallel:
-            raise ConfigError("parallel", wrong, f"a multiple of tensor × pipeline{factor} = {model_parallel} ranks")
-        raise ConfigError("parallel.data", wrong, f"{world_size // model_parallel} or auto")
+    others, p = config.parallel.ranks_besides_data, config.parallel
+    if config.world_size != world_size:
+        told = [axis for axis in sorted(AXES[::-1], key=lambda axis: axis.rare) if axis.title != "data"]
+        told = [axis for axis in told if not axis.rare or getattr(p, axis.title) > 1]
+        sizes = " × ".join(f"{title} {getattr(p, title)}" for title in [*(axis.title for axis in told), "data"])
+        wrong = f"{sizes} = {config.world_size} ranks, but there are {world_size}"
+        if world_size % others:
+            raise ConfigError("parallel", wrong, f"a multiple of {' × '.join(axis.title for axis in told)} = {others} ranks")
+        raise ConfigError("parallel.data", wrong, f"{world_size // others} or auto")
 
 
 def check_batch(config: Config) -> None:

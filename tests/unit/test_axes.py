@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import load
-from megacore.distributed.axes import AXES, sums_of
+from megacore.config import load, schema, validation
+from megacore.distributed.axes import AXES, Axis, sums_of
 from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.topology import Topology, alone
+from megacore.errors import ConfigError
 from tests import training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,5 +95,27 @@ def test_sizes_and_their_product(tmp_path: Path) -> None:
     overrides = ["parallel.data=3", "parallel.context=2", "parallel.tensor=2", "train.global_batch_size=24"]
     config = load(training.write_config(tmp_path, "unused"), overrides, 12).config
     assert config.sizes == {"pp": 1, "dp": 3, "cp": 2, "tp": 2} and list(config.sizes) == [axis.name for axis in AXES]
-    assert (config.world_size, config.token_ranks, config.parallel.ranks_of_a_copy) == (12, 6, 4)
+    assert (config.world_size, config.token_ranks, config.parallel.ranks_besides_data) == (12, 6, 4)
     assert prod(alone(config).sizes.values()) == 1
+
+
+def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that read other samples are data ranks by another name: a product that knew `data` alone would read samples twice."""
+    expert = Axis("ep", "expert", samples=True, tokens=True)
+    for module in (schema, validation):
+        monkeypatch.setattr(module, "AXES", (*AXES[:3], expert, AXES[3]))
+
+    class Experts(schema.ParallelConfig):
+        expert: int = 2
+
+    class Run(schema.Config):
+        parallel: Experts = Experts()
+
+    raw = Run.model_validate({"parallel": {"tensor": 2}, "train": {"global_batch_size": 16}})
+    derived = validation.derive(raw, "run", 16)
+    assert derived["parallel.data"] == 4 and derived["engine.bucket_mib"] == max(validation.BUCKET_MIB, 8 * validation.PART_MIB)
+    config = raw.model_copy(update={"parallel": raw.parallel.model_copy(update={"data": 4})})
+    assert (config.data_size, config.token_ranks, config.world_size, config.num_microbatches) == (8, 8, 16, 2)
+    validation.check_world(config, 16)
+    with pytest.raises(ConfigError, match="tensor 2 × expert 2 × pipeline 1 × data 4 = 16 ranks, but there are 12 .3 or auto"):
+        validation.check_world(config, 12)

@@ -59,6 +59,7 @@ PROMISES = {
     "Another axis": "tests/distributed/test_seams.py · test_another_axis",
     "A new block": "tests/distributed/test_source.py",
     "Another loss": "tests/distributed/test_seams_flow.py · test_every_layout_is_one_process",
+    "A layer's own state, such as scales": "tests/distributed/test_seams_placement.py · test_buffers_move_between_layouts",
     "Another tokenizer": "tests/unit/test_data_tokenizer.py",
     "Another order of samples": "tests/unit/test_data_samples.py",
     "Another schedule of the rate": "tests/unit/test_verify.py",
