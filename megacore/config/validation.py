@@ -230,8 +230,8 @@ def check_world(config: Config, world_size: int) -> None:
     """Checks that the mesh has as many places as there are ranks."""
     others, p = config.parallel.ranks_besides_data, config.parallel
     if config.world_size != world_size:
-        told = [axis for axis in sorted(AXES[::-1], key=lambda axis: axis.rare) if axis.title != "data"]
-        told = [axis for axis in told if not axis.rare or getattr(p, axis.title) > 1]
+        told = [axis for axis in reversed(AXES) if axis.title != "data" and (not axis.rare or getattr(p, axis.title) > 1)]
+        told.sort(key=lambda axis: axis.rare)
         sizes = " × ".join(f"{title} {getattr(p, title)}" for title in [*(axis.title for axis in told), "data"])
         wrong = f"{sizes} = {config.world_size} ranks, but there are {world_size}"
         if world_size % others:
