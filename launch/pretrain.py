@@ -1,6 +1,7 @@
 """Trains a GPT: the script that a launcher starts once for every rank."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -26,9 +27,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    short = "a ds_config: short for engine.kind=deepspeed engine.config=FILE"
+    parser.add_argument("--deepspeed", "--deepspeed_config", metavar="FILE", help=short)
     parser.add_argument("--print-config", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.deepspeed is not None:
+        args.overrides = ["engine.kind=deepspeed", f"engine.config={json.dumps(args.deepspeed)}", *args.overrides]
+    return args
 
 
 def run(argv: list[str], place: RankInfo) -> int:

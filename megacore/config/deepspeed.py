@@ -1,4 +1,4 @@
-"""Reads a ds_config, checks it against the run's own config, and completes it.
+"""Reads a ds_config, checks it against the run's own config, and completes it. What it says of the run itself: `from_ds_config`.
 
 This does not need DeepSpeed. DeepSpeed itself reads its config late, ignores keys that it does not know, and with some combinations
 silently hangs or trains something else.
@@ -10,6 +10,7 @@ import math
 import sys
 from typing import Any
 
+from megacore.config.from_ds_config import taken_over
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
@@ -22,7 +23,8 @@ KNOWN = {
     "": """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler
         zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer bf16 fp16 data_types communication_data_type
         prescale_gradients gradient_predivide_factor aio steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level
-        timers disable_allgather disable_python_gc comms_logger flops_profiler tensorboard wandb csv_monitor comet""",
+        timers disable_allgather disable_python_gc comms_logger flops_profiler tensorboard wandb csv_monitor comet
+        activation_checkpointing""",
     "zero_optimization": """stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
         allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm offload_param offload_optimizer sub_group_size
         stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
@@ -37,13 +39,17 @@ KNOWN = {
     "data_types": "grad_accum_dtype",
     "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
     "optimizer": "type params",
+    "scheduler": "type params",
+    "scheduler.params": """warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio
+        cycle_min_lr cycle_max_lr cycle_first_step_size cycle_second_step_size cycle_momentum cycle_first_stair_count
+        cycle_second_stair_count decay_step_size decay_lr_rate cycle_min_mom cycle_max_mom decay_mom_rate""",
+    "activation_checkpointing": """partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints
+        synchronize_checkpoint_boundary profile""",
     "optimizer.params": "lr betas eps weight_decay adam_w_mode torch_adam bias_correction",
 }  # fmt: skip
 
 # Keys that DeepSpeed knows (or knew) and this engine does not pass on: why, and what to use instead.
 REFUSED = {
-    "scheduler": ("would set the learning rate a second time", "leave it out: optim.schedule decides"),
-    "activation_checkpointing": ("is read only by DeepSpeed's own checkpoint function", "train.recompute"),
     "checkpoint": ("is of DeepSpeed's own checkpoints, which are not written", "the section checkpoint of the run's config"),
     "pipeline": ("is of DeepSpeed's own pipeline", "parallel.pipeline"),
     "tensor_parallel": ("is DeepSpeed's own tensor parallelism", "parallel.tensor"),
@@ -81,19 +87,25 @@ VALUES = {
         enable_sanity_checks pin_memory pipeline_read pipeline_write fast_init check_grad_overflow immediate_grad_update
         consecutive_hysteresis single_submit overlap_events use_gds adam_w_mode torch_adam bias_correction
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients wall_clock_breakdown memory_breakdown dump_state
-        disable_allgather disable_python_gc""",
-    "a whole number above 0": """reduce_bucket_size steps_per_print block_size queue_depth intra_op_parallelism loss_scale_window
+        disable_allgather disable_python_gc partition_activations cpu_checkpointing contiguous_memory_optimization
+        synchronize_checkpoint_boundary profile cycle_momentum""",
+    "a whole number above 0": """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size number_checkpoints
+        reduce_bucket_size steps_per_print block_size queue_depth intra_op_parallelism loss_scale_window
         hysteresis zero_hpz_partition_size""",
     "a whole number, 0 or more": """allgather_bucket_size sub_group_size stage3_prefetch_bucket_size stage3_param_persistence_threshold
         stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold
         buffer_count buffer_size max_in_cpu initial_scale_power min_loss_scale""",
-    "a number, 0 or more": "loss_scale gradient_predivide_factor",
+    "a number, 0 or more": """loss_scale gradient_predivide_factor warmup_min_lr warmup_max_lr warmup_min_ratio cos_min_ratio
+        cycle_min_lr cycle_max_lr cycle_first_stair_count cycle_second_stair_count decay_step_size decay_lr_rate cycle_min_mom
+        cycle_max_mom decay_mom_rate""",
+    "log or linear": "warmup_type",
     "fp32, bf16 or fp16": "communication_data_type grad_accum_dtype",
     "an object": "timers comms_logger flops_profiler tensorboard wandb csv_monitor comet leaf_module",
     "a text": "nvme_path log_level",
 }
 RIGHT = {name: right for right, names in VALUES.items() for name in names.split()}
-NULL_TOO = ("overlap_comm", "nvme_path", "grad_accum_dtype")  # in a section; at the top null leaves a key out
+# Where null is a value; at the top it leaves a key out.
+NULL_TOO = ("overlap_comm", "nvme_path", "grad_accum_dtype", "warmup_max_lr", "cycle_second_step_size", "number_checkpoints")
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
@@ -104,8 +116,13 @@ def ds_settings(config: Config) -> dict[str, Any]:
     Raises `ConfigError` for the first key that is unknown, contradicts the run's config, or cannot work with it.
     """
     settings = read(config.engine.config)
-    for path, value in walk(settings):
-        check_key(path, value)
+    for key, (path, value) in stated(config).items():
+        group, name = key.split(".")
+        ours = getattr(getattr(config, group), name)
+        if not same(value, list(ours) if isinstance(ours, tuple) else ours):
+            raise contradiction(path, value, key, ours)
+    for name in ("scheduler", "activation_checkpointing"):
+        settings.pop(name, None)
     check_optimizer(settings.pop("optimizer", {}), config)
     fill(settings, config)
     for path, value in walk(settings):
@@ -113,6 +130,14 @@ def ds_settings(config: Config) -> dict[str, Any]:
             raise ConfigError(f"{KEY}: {path}", '"auto" has nothing to be filled from here', "a value, or leave it out")
     check_stage(settings, config)
     return settings
+
+
+def stated(config: Config) -> dict[str, tuple[str, Any]]:
+    """What the ds_config of a run says of keys of the run itself, by dotted key: the place there, and the value."""
+    settings = read(config.engine.config)
+    for path, value in walk(settings):
+        check_key(path, value)
+    return taken_over(settings, config.optim.lr)
 
 
 def read(source: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -153,6 +178,8 @@ def check_key(path: str, value: Any) -> None:
     if section in KNOWN and name not in KNOWN[section].split():
         nearest = difflib.get_close_matches(name, KNOWN[section].split(), 1, 0.0)[0]
         raise ConfigError(f"{KEY}: {path}", "DeepSpeed has no such key", f"did you mean {nearest}?")
+    if path in ("scheduler", "activation_checkpointing") and value in ("auto", None):
+        return
     if path in KNOWN and not isinstance(value, dict):
         raise ConfigError(f"{KEY}: {path}", f"{json.dumps(value)} is not valid", "an object")
     right = RIGHT.get(name) if not section or section in KNOWN else None
@@ -167,7 +194,8 @@ def fits(value: Any, right: str) -> bool:
         number = isinstance(value, int | float) and not isinstance(value, bool) and ("above 0" in right) <= value <= sys.maxsize
         return number and ("whole" not in right or value == int(value))
     kinds = {"true or false": bool, "an object": dict, "a text": str}
-    return isinstance(value, kinds[right]) if right in kinds else value in ("fp32", "bf16", "fp16")
+    choices = ("log", "linear") if right == "log or linear" else ("fp32", "bf16", "fp16")
+    return isinstance(value, kinds[right]) if right in kinds else value in choices
 
 
 def same(given: Any, ours: Any) -> bool:

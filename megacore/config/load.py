@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megacore.config.deepspeed import stated
 from megacore.config.schema import MOST_RANKS, Config
 from megacore.config.source import DIGEST, KEY, SETTINGS, beside, source_in, source_of
 from megacore.config.validation import check, check_paths, derive
@@ -26,7 +27,7 @@ BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checked config, and the origin of each dotted key: default, file, override or derived."""
+    """A checked config, and the origin of each dotted key: default, file, override, ds_config or derived."""
 
     config: Config
     origins: dict[str, str]
@@ -58,6 +59,16 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     origins = dict.fromkeys(flatten(type(config)().model_dump(by_alias=True)), "default")
     origins.update(dict.fromkeys((key for key in written if key in origins), "file"))
     origins.update(dict.fromkeys(overridden, "override"))
+    if config.engine.kind == "deepspeed":
+        taken = {key: found for key, found in stated(config).items() if origins[key] == "default"}
+        for key, (_, value) in taken.items():
+            set_value(raw, key, value)
+            origins[key] = "ds_config"
+        try:
+            config = validate(raw)
+        except ConfigError as error:
+            place = taken.get(error.where, (None, None))[0]
+            raise error if place is None else ConfigError(f"engine.config: {place}", error.wrong, error.right) from None
     check_paths(config)
     if world_size > MOST_RANKS:
         raise ConfigError("parallel", f"{str(world_size)[:LONGEST]} ranks are more than any run has", f"at most {MOST_RANKS:,}")

@@ -237,10 +237,13 @@ class OptimSchedule(Section):
     lr: NonNegative = 3e-4
     min_lr: NonNegative = 0.0
     warmup_steps: Whole = 0
+    warmup: Literal["linear", "log"] = Field("linear", description="log: the rate grows with the logarithm of the step, as DeepSpeed's do")
+    warmup_lr: NonNegative = Field(0.0, description="the rate that warmup begins from")
     decay_steps: Count | None = Field(
         None, description="cosine, linear: the step that reaches min_lr (null: train.steps); wsd: length of the last decay (null: a tenth)"
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    lag: tuple[Whole, Whole] = Field((0, 0), description="steps by which warmup and decay are late, as in libraries that count from 0")
     weight_decay: NonNegative = Field(0.1, description="on matrices only: not on biases, norms")
     groups: tuple[OptimGroup, ...] = Field(
         (), description="a list of {match, and a rule or settings of its own}, for the parameters that a pattern in `match` names"

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, load
+from launch import pretrain
+from megacore.config import Config, from_ds_config, load
 from megacore.config.deepspeed import KNOWN, ds_settings
+from megacore.config.load import flatten, parse_override
+from megacore.config.schema import OptimConfig
+from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
+from megacore.tools.verify.replay import rate
 from tests.training import write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +65,14 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "eps": "auto", "weight_decay": 0.1}}
+
+
+def warmup(**params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": "WarmupLR", "params": params}}
+
+
+CHECKPOINTING = "activation_checkpointing"
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}
 # What is refused: the ds_config, overrides, the key that is named, and what it says is wrong or right.
 REFUSALS: list[tuple[Any, str, str, str]] = [
     (zero(3), "parallel.pipeline=2", "zero_optimization.stage", "deadlocks with a pipeline"),
@@ -87,8 +100,14 @@ REFUSALS: list[tuple[Any, str, str, str]] = [
     (zero(2) | {"optimizer": ADAMW | {"type": "OneBitAdam"}}, "", "optimizer.type", "removed its 1-bit optimizers"),
     (zero(2) | {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "", "optimizer.type", "AdamW"),
     (zero(2) | {"optimizer": {"params": {"lr": 1e-4}}}, "", "optimizer.params.lr", "contradicts optim.lr 0.003"),
-    (zero(2) | {"optimizer": {"params": {"betas": [0.9, 0.999]}}}, "", "optimizer.params.betas", "contradicts optim.beta1, beta2"),
-    (zero(2) | {"scheduler": {"type": "WarmupLR"}}, "", "scheduler", "optim.schedule decides"),
+    (zero(2) | {"optimizer": {"params": {"betas": [0.9, 0.999]}}}, "optim.beta2=0.9", "optimizer.params.betas", "contradicts optim.beta2"),
+    (zero(2) | {"scheduler": {"type": "WarmupLR"}}, "optim.warmup_steps=10", "scheduler", "1000 contradicts optim.warmup_steps 10"),
+    (zero(2) | {"scheduler": {"type": "LRRangeTest"}}, "", "scheduler.type", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle"),
+    (zero(2) | {"scheduler": {"type": "WarmupDecayLR"}}, "", "scheduler.params.total_num_steps", "is missing"),
+    (zero(2) | warmup(cos_min_ratio=0), "", "scheduler.params.cos_min_ratio", "no such parameter"),
+    (zero(2) | warmup(warmup_type="slow"), "", "scheduler.params.warmup_type", "log or linear"),
+    (zero(2) | {"scheduler": CYCLE}, "", "scheduler.params", '"cycle_momentum": false'),
+    (zero(2) | {CHECKPOINTING: {"partition_activations": True}}, "", f"{CHECKPOINTING}.partition_activations", "parallel.sequence"),
     (zero(2) | {"managed_gradient_accumulation": False}, "", "managed_gradient_accumulation", "leave it out"),
     (zero(2) | {"gradient_cliping": 1.0}, "", "gradient_cliping", "did you mean gradient_clipping?"),
     (zero(2, overlap_com=True), "", "zero_optimization.overlap_com", "did you mean overlap_comm?"),
@@ -127,6 +146,82 @@ def test_no_key_takes_any_value(configure: Configure, section: str) -> None:
             with pytest.raises(ConfigError) as error:
                 configure(given | {"zero_optimization": {"stage": 3} | given.get("zero_optimization", {})} if "zero" in section else given)
             assert name in error.value.where and "\n" not in str(error.value), (name, wrong, error.value)
+
+
+def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
+    """People's files state batch, precision, optimizer and rates: a run that ignored one would train something else."""
+    path = tmp_path / "silent.json"
+    path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}}))
+    adamw = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-7, "weight_decay": 0.01}}
+    decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 500, "warmup_max_lr": 1e-4}}
+    ds_config = zero(2) | {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5, "steps_per_print": 7}
+    ds_config |= {
+        "bf16": {"enabled": True},
+        "optimizer": adamw,
+        "scheduler": decay,
+        CHECKPOINTING: {"cpu_checkpointing": True},
+    }
+    loaded = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps(ds_config)}"], 4)
+    taken = {key for key, origin in loaded.origins.items() if origin == "ds_config"}
+    values = {key: value for key, value in flatten(loaded.config.model_dump(mode="json")).items() if key in taken}
+    assert values == {
+        "train.global_batch_size": 128, "train.micro_batch_size": 2, "train.precision": "bf16", "train.recompute": "full",
+        "train.offload_activations": True, "optim.lr": 1e-4, "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-7,
+        "optim.weight_decay": 0.01, "optim.grad_clip": 0.5, "optim.schedule": "linear", "optim.warmup": "log", "optim.warmup_steps": 10,
+        "optim.warmup_lr": 0.0, "optim.min_lr": 0.0, "optim.decay_steps": 500, "optim.lag": [2, 2], "log.every": 7,
+    }  # fmt: skip
+    assert not {"scheduler", "optimizer", CHECKPOINTING} & set(ds_settings(loaded.config)), "the run does these"
+    with pytest.raises(ConfigError, match="^config error: engine.config: gradient_clipping: .* is not valid"):
+        load(str(path), ["engine.kind=deepspeed", 'engine.config={"gradient_clipping": "much"}'], 4)
+
+
+def test_the_flag_that_people_type() -> None:
+    """`--deepspeed FILE`, as scripts of DeepSpeed's users have it; what stands behind it still overrides."""
+    args = pretrain.parse(["--deepspeed", "zero 2.json", "--config", "c.json", "train.steps=3"])
+    assert args.overrides == ["engine.kind=deepspeed", 'engine.config="zero 2.json"', "train.steps=3"]
+    assert parse_override(args.overrides[1]) == ("engine.config", "zero 2.json")
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_min_lr": 1e-5, "warmup_max_lr": 2e-3}},
+    {"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_type": "linear"}},
+    {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 6, "total_num_steps": 15, "warmup_min_lr": 1e-5}},
+    {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 40, "warmup_type": "linear", "warmup_max_lr": 1e-4}},
+    {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 6, "total_num_steps": 15, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05}},
+    {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 4, "total_num_steps": 30, "warmup_type": "linear"}},
+    {"type": "OneCycle", "params": CYCLE["params"] | {"cycle_first_step_size": 5, "cycle_second_step_size": 9, "cycle_momentum": False}},
+    {"type": "OneCycle", "params": CYCLE["params"] | {"cycle_first_step_size": 7, "cycle_momentum": False}},
+]
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: its rates cannot be asked")
+def test_rates_of_a_ds_config_are_deepspeeds_own() -> None:
+    """Its warmup is logarithmic by default, and its steps count from 0: a rate a step late would train something else."""
+    program = """
+import json, os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+from deepspeed.runtime import lr_schedules
+for scheduler in json.load(sys.stdin):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
+    own = getattr(lr_schedules, scheduler["type"])(optimizer, **scheduler["params"])
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        own.step()
+    print("RATES", json.dumps(rates))
+"""
+    run = subprocess.run([sys.executable, "-c", program], input=json.dumps(SCHEDULES), capture_output=True, text=True, check=True)
+    theirs = [json.loads(line.removeprefix("RATES ")) for line in run.stdout.splitlines() if line.startswith("RATES")]
+    for scheduler, rates in zip(SCHEDULES, theirs, strict=True):
+        if scheduler["type"] == "WarmupCosineLR":
+            rates[0] = rates[1]  # it begins with a step of rate 0, wherever its warmup begins; the run does not
+        found = {"lr": 3e-3, "decay_steps": 100} | from_ds_config.rates(scheduler, 3e-3)
+        optim = OptimConfig.model_validate_json(json.dumps(found))
+        assert [learning_rate(optim, step, 100) for step in range(1, 21)] == pytest.approx(rates, rel=1e-12), scheduler
+        assert [rate(optim, step, 100) for step in range(1, 21)] == pytest.approx(rates, rel=1e-12), scheduler
+        late = optim.model_copy(update={"lag": (optim.lag[0] + 1, optim.lag[1] + 1)})
+        assert [learning_rate(late, step, 100) for step in range(1, 21)] != pytest.approx(rates, rel=1e-12), "a step late is seen"
 
 
 def test_an_equal_repetition_is_no_contradiction(configure: Configure) -> None:

@@ -29,8 +29,13 @@ def rate(optim: OptimConfig, step: int, steps: int, peak: float | None = None) -
     if peak is not None and peak != optim.lr:
         return rate(optim, step, steps) / optim.lr * peak
     decay_steps = resolved(optim.decay_steps)
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
+    warm, step = max(0, step - optim.lag[0]), max(0, step - optim.lag[1])
+    if 0 < optim.warmup_steps >= max(warm, step):
+        if optim.warmup == "linear":
+            missing = (optim.warmup_steps - warm) / optim.warmup_steps
+        else:
+            missing = 1 - min(1.0, math.log(1 + warm, max(2, optim.warmup_steps)))
+        return optim.lr - (optim.lr - optim.warmup_lr) * missing
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "wsd":

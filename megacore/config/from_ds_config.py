@@ -1,0 +1,101 @@
+"""What a ds_config says of the run itself: precision, batch, optimizer, rates. The run takes it over where its own config is silent.
+
+`config.deepspeed` checks what is left, which goes to DeepSpeed. The rates are those of DeepSpeed 0.19 (`runtime/lr_schedules.py`): its
+schedulers count from 0, step behind the optimizer, and begin with the first rate twice, so they are two steps late; see `optim.lag`.
+Only WarmupCosineLR's very first rate differs: that is 0 there, and here where warmup begins.
+"""
+
+import json
+from typing import Any
+
+from megacore.errors import ConfigError
+
+KEY = "engine.config"
+AUTO = "auto"
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": AUTO, "warmup_num_steps": 1000, "warmup_type": "log"}
+COSINE = {"warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, "warmup_num_steps": 1000, "warmup_type": "log", "total_num_steps": None}
+CYCLE = {"cycle_min_lr": None, "cycle_max_lr": None, "cycle_first_step_size": 2000, "cycle_second_step_size": None}
+# Parameters of the four schedulers with their defaults; None: it has none, or is another one's value.
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "WarmupLR": WARMUP,
+    "WarmupDecayLR": WARMUP | {"total_num_steps": None, "warmup_max_lr": 1e-3},
+    "WarmupCosineLR": COSINE,
+    "OneCycle": CYCLE | {"cycle_momentum": True} | dict.fromkeys(("decay_step_size", "decay_lr_rate", "cycle_first_stair_count"), 0),
+}
+# Of the section activation_checkpointing, what megacore does otherwise.
+CHECKPOINTING = {"partition_activations": "parallel.sequence", "contiguous_memory_optimization": "train.compile, or leave it out"}
+
+
+def taken_over(settings: dict[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
+    """The run's dotted keys that a ds_config states: the place there, and the value here. `lr`: the run's own peak rate.
+
+    Its keys and values are checked already (`config.deepspeed.check_key`). Raises `ConfigError` for a scheduler without an equal here.
+    """
+    found = {
+        "train.global_batch_size": ("train_batch_size", settings.get("train_batch_size", AUTO)),
+        "train.micro_batch_size": ("train_micro_batch_size_per_gpu", settings.get("train_micro_batch_size_per_gpu", AUTO)),
+        "optim.grad_clip": ("gradient_clipping", settings.get("gradient_clipping", AUTO)),
+        "log.every": ("steps_per_print", settings.get("steps_per_print", AUTO)),
+    }
+    for precision in ("bf16", "fp16"):
+        if section(settings, precision).get("enabled") is True:
+            found["train.precision"] = (f"{precision}.enabled", precision)
+    params = section(settings, "optimizer.params")
+    for name in ("lr", "eps", "weight_decay"):
+        found[f"optim.{name}"] = (f"optimizer.params.{name}", params.get(name, AUTO))
+    betas = params.get("betas", AUTO)
+    if isinstance(betas, list) and len(betas) == 2:
+        found |= {f"optim.beta{i + 1}": ("optimizer.params.betas", beta) for i, beta in enumerate(betas)}
+    if section(settings, "activation_checkpointing"):
+        found |= checkpointing(settings["activation_checkpointing"])
+    if section(settings, "scheduler"):
+        peak = found["optim.lr"][1]
+        found |= {f"optim.{key}": ("scheduler", value) for key, value in rates(settings["scheduler"], lr if peak == AUTO else peak).items()}
+    return {key: (path, value) for key, (path, value) in found.items() if value is not None and value != AUTO}
+
+
+def section(settings: dict[str, Any], path: str) -> dict[str, Any]:
+    """The object at a dotted path, or an empty one."""
+    found: Any = settings
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def checkpointing(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Recomputation with activations in host memory, if that is what the section asks for."""
+    for name, value in given.items():
+        if name != "cpu_checkpointing" and value not in (False, None, AUTO):
+            right = CHECKPOINTING.get(name, "leave it out; train.recompute decides")
+            raise ConfigError(f"{KEY}: activation_checkpointing.{name}", f"{json.dumps(value)} has no equal here", right)
+    path = "activation_checkpointing.cpu_checkpointing"
+    return {"train.recompute": (path, "full"), "train.offload_activations": (path, True)} if given.get("cpu_checkpointing") is True else {}
+
+
+def rates(scheduler: dict[str, Any], lr: float) -> dict[str, Any]:
+    """The keys of `optim` whose rates are those of a scheduler; `lr` is the peak where that does not say it."""
+    kind, params = scheduler.get("type"), section(scheduler, "params")
+    known = SCHEDULERS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise ConfigError(f"{KEY}: scheduler.type", f"{json.dumps(kind)} has no equal here", ", ".join(SCHEDULERS))
+    if strange := [name for name in params if name not in known]:
+        raise ConfigError(f"{KEY}: scheduler.params.{strange[0]}", f"{kind} has no such parameter here", ", ".join(known))
+    p = known | {name: value for name, value in params.items() if value != AUTO}
+    if missing := [name for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr") if name in p and p[name] is None]:
+        raise ConfigError(f"{KEY}: scheduler.params.{missing[0]}", "is missing", f"a number, as {kind} needs it")
+    if kind == "OneCycle":
+        if p["cycle_momentum"] or any(p[name] for name in ("decay_step_size", "decay_lr_rate", "cycle_first_stair_count")):
+            wrong = "OneCycle with moving betas, stairs or a decay behind the cycle has no equal here"
+            raise ConfigError(f"{KEY}: scheduler.params", wrong, '"cycle_momentum": false, without stairs and decay')
+        up, down = p["cycle_first_step_size"], p["cycle_second_step_size"]
+        low, peak, end = p["cycle_min_lr"], p["cycle_max_lr"], up + (up if down is None else down)
+        shape = {"schedule": "linear", "min_lr": low, "decay_steps": end, "lag": [1, 1]}
+        return shape | {"lr": peak, "warmup_lr": low, "warmup_steps": up, "warmup": "linear"}
+    steps = max(2, p["warmup_num_steps"])
+    warmup = {"warmup": p["warmup_type"], "warmup_steps": steps, "lag": [2, 2]}
+    if kind == "WarmupCosineLR":
+        ends = {"warmup_lr": lr * p["warmup_min_ratio"], "min_lr": lr * p["cos_min_ratio"], "decay_steps": p["total_num_steps"]}
+        return warmup | ends | {"schedule": "cosine", "lag": [2, 1]}  # its decay begins a step ahead of its warmup's end
+    low, peak = p["warmup_min_lr"], p["warmup_max_lr"]
+    found = warmup | {"warmup_lr": low, "schedule": "constant"} | ({} if peak in (AUTO, None) else {"lr": peak})
+    return found if kind == "WarmupLR" else found | {"schedule": "linear", "min_lr": low, "decay_steps": p["total_num_steps"]}
