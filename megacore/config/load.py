@@ -59,7 +59,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     origins = dict.fromkeys(flatten(type(config)().model_dump(by_alias=True)), "default")
     origins.update(dict.fromkeys((key for key in written if key in origins), "file"))
     origins.update(dict.fromkeys(overridden, "override"))
-    if config.engine.kind == "deepspeed":
+    if config.engine.kind == "deepspeed" and config.engine.config is not None:
         taken = {key: found for key, found in stated(config).items() if origins[key] == "default"}
         for key, (_, value) in taken.items():
             set_value(raw, key, value)
