@@ -26,7 +26,6 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.charts import lines_over_sizes
 from benchmarks.training import join
-from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megacore.distributed.communicator import Group
@@ -34,6 +33,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_output
+from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.planner.traffic import ring_share
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import machine
 from benchmarks.training import RandomStream, Training, join
-from megacore.cli import Parser, count, exit_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend
@@ -29,6 +28,7 @@ from megacore.data.packing import WholeDocuments
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.flops import document_attention_flops
+from megacore.tools.cli import Parser, count, exit_with
 
 EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"
 SEQ_LEN, LENGTHS = 8192, (256, 512, 1024, 2048, 4096, 8192)

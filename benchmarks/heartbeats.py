@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 
-from megacore.cli import Parser, count, exit_with
 from megacore.distributed.processes import stat_fields
+from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis.beats import Beat
 

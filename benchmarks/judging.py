@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megacore.cli import Parser, count, exit_with
 from megacore.distributed.axes import ranks_along
 from megacore.distributed.rank_info import RankInfo, free_port
+from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.diagnosis.flight_recorder import KEPT, FlightRecorder
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess
 from megacore.tools.diagnosis.watchdog import Watchdog

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.rounds import ROOT
-from megacore.cli import Parser, count, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, count, exit_with
 
 if TYPE_CHECKING:
     from benchmarks.kernel_bandwidth import Measured

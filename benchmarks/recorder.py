@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from megacore.cli import Parser, exit_rank_with
 from megacore.config import load
 from megacore.distributed.communicator import Observed
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import pick_device
 from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.train.inputs import Inputs

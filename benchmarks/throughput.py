@@ -22,7 +22,6 @@ from benchmarks import machine
 from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, beside_each_other, measured_step, shares
 from benchmarks.charts import stacked_bars
 from benchmarks.training import RandomStream, Training, join
-from megacore.cli import Parser, count, exit_rank_with
 from megacore.config import Config, load
 from megacore.data.samples import training_stream
 from megacore.distributed.collectives import all_reduce
@@ -32,6 +31,7 @@ from megacore.errors import ConfigError
 from megacore.files import check_output
 from megacore.model.flops import flops_per_token, recomputed_flops
 from megacore.model.layers import DTYPES
+from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.planner.plot import check_plot, draw
 from megacore.tools.planner.traffic import sent_by_group

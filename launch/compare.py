@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
 from megacore.config import Config
 from megacore.errors import ConfigError, LogError, shown
 from megacore.files import check_output, read_text, replaced, write_json
 from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
+from megacore.tools.cli import Parser, exit_with
 from megacore.tools.planner.plot import check_plot
 
 if TYPE_CHECKING:

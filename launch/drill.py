@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_rank_with, exit_with
 from megacore.config.load import load, smallest_world
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_folder, write_json
+from megacore.tools.cli import Parser, exit_rank_with, exit_with
 
 if TYPE_CHECKING:
     from tests.drills.drills import Drill, Outcome

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import check_output, write_json
+from megacore.tools.cli import Parser, exit_rank_with
 
 if TYPE_CHECKING:
     from megacore.checkpoint import Reader

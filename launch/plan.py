@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
-from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.context_method import DEVICE, METHODS
 from megacore.config.load import smallest_world
@@ -22,6 +21,7 @@ from megacore.model.flops import counted_layers, flops_per_token
 from megacore.pipeline.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.pipeline.plan_file import write_plan
 from megacore.pipeline.simulate import Timeline
+from megacore.tools.cli import Parser, exit_with
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.calibrate import calibrate
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, read_cluster, read_device

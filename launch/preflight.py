@@ -9,12 +9,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.preflight.facts import Question, facts
 from megacore.tools.preflight.host_report import as_json, lines, settings_lines, table, together_lines, verdict
 from megacore.tools.preflight.judge import HostFinding, judge, judge_together

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
 

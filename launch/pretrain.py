@@ -9,13 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_rank_with
 from megacore.config import Config, load
 from megacore.config.load import Resolved
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import plan_of
+from megacore.tools.cli import Parser, StandardStream, exit_rank_with
 from megacore.train.stopping import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
@@ -87,6 +87,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
+        if place.rank == 0:
+            StandardStream.go_on = "training"
         trainer = Trainer(config, mesh, inputs, monitors)
         if on_saved is not None:
             trainer.saving.on_saved = on_saved

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
 from megacore.files import check_output, write_json
+from megacore.tools.cli import Parser, exit_with
 
 if TYPE_CHECKING:
     from megacore.data.indexed import IndexedTokens

@@ -8,9 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
 from megacore.files import check_folder
+from megacore.tools.cli import Parser, exit_with
 from megacore.tools.relaunch.hosts import PROBE, Fleet, filters_in, hostfile_option, load_any
 from megacore.tools.relaunch.supervisor import Supervisor
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python launch/verify.py --config configs/gpt_1b.json --layouts tp2,pp2,tp2pp2dp2sp"
 MORE = """The config is made small and keeps its structure (kinds of layers, ties, biases, grouped heads, remainders, uneven stages,

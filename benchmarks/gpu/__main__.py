@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from benchmarks.gpu import wheels
 from benchmarks.gpu.parts import SLICES
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python3 -m benchmarks.gpu right --out results --wheels wheels"
 ROOT = Path(__file__).resolve().parents[2]

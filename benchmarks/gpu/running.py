@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts import SLICES, Part, Slice
-from megacore.cli import leave
+from megacore.tools.cli import leave
 
 CONTEXT = get_context("forkserver")  # torch is imported once, and no process inherits a device that another has opened
 CLIPPED, TAIL = 110, 4000  # characters of a cell in a table; of a log that JSON keeps

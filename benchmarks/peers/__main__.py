@@ -26,9 +26,9 @@ from benchmarks.peers.environments import REQUIREMENTS
 from benchmarks.peers.process import SETTINGS, expected
 from benchmarks.peers.report import summary, table, write
 from benchmarks.rounds import ROOT, race
-from megacore.cli import Parser, count, exit_with
 from megacore.distributed.cpu import WIDENED
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.verify.layouts import parse as parse_layout
 
 EXAMPLE = "python -m benchmarks.peers --quick"

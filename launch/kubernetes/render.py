@@ -8,10 +8,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
 
-from megacore.cli import Parser, exit_with
 from megacore.config import Config, load
 from megacore.errors import ConfigError
 from megacore.files import read_text
+from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = """python launch/kubernetes/render.py --config configs/gpt_7b.json --nodes 4 --gpus 8 --image megacore:1 \\
       --volume training data.train=data/train > run.yaml

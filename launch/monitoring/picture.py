@@ -15,8 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout that is not installed
 
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python launch/monitoring/picture.py --url http://localhost:9090 --minutes 30 --out dashboard.png"
 DASHBOARD = Path(__file__).parent / "dashboard.json"

@@ -14,7 +14,6 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megacore.cli import StandardStream
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.config.source import COPY, source_of
@@ -38,7 +37,6 @@ class Logs:
             return
         self.config, self.directory = config, Path(resolved(config.log.dir))
         self.file = self.directory / "metrics.jsonl"
-        StandardStream.go_on = "training"
         self.console = Console(highlight=False)
         self.metrics: IO[str]
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began

@@ -25,7 +25,7 @@ import sys, threading, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from megacore.cli import exit_rank_with
+from megacore.tools.cli import exit_rank_with
 
 class Late:
     groups = {}

@@ -1,8 +1,8 @@
 """The command line of the catalogue."""
 
 import tests.faults
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
 from tests.faults.checks import FAULTS, ROOT, Checks, document
 
 

@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 import tests.strict
-from megacore.cli import Parser, exit_with
 from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
 from tests.strict.cases import CASES
 from tests.strict.plants import PLANTS
 from tests.strict.report import DOCUMENT, document, run_case, run_plant

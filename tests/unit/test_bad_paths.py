@@ -17,12 +17,12 @@ import pytest
 
 from launch import checkpoint, generate, plan, prepare, pretrain
 from megacore.checkpoint.manifest import MANIFEST
-from megacore.cli import guarded
 from megacore.config import load
 from megacore.config.load import resolve
 from megacore.data.indexed import IndexedTokens, IndexedWriter
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
+from megacore.tools.cli import guarded
 from megacore.train.logs import Logs
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
 from tests.conftest import Refused
@@ -208,7 +208,7 @@ runpy.run_path("launch/pretrain.py", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("module", "number"), [("megacore.cli", "SIGTERM"), ("megacore.train.stopping", "SIGTERM"), ("megacore.config", "SIGHUP")]
+    ("module", "number"), [("megacore.tools.cli", "SIGTERM"), ("megacore.train.stopping", "SIGTERM"), ("megacore.config", "SIGHUP")]
 )
 def test_a_signal_during_imports_ends_what_has_begun_nothing(module: str, number: str, tmp_path: Path) -> None:
     """The system's own end, at once: a handler would have to wait for imports, and there is nothing to save."""

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megacore.distributed import error_report as reasons
 from megacore.distributed.rank_info import RankInfo, free_port, rank_environment
 from megacore.errors import DataError
+from megacore.tools import error_report as reasons
 from tests.pool import ROOT
 
 MISTAKE = "from megacore.errors import DataError; error = DataError('corpus', 'is missing', 'a corpus')"
 SAY = f"""
-from megacore.distributed import error_report as reasons
+from megacore.tools import error_report as reasons
 from megacore.distributed.rank_info import place_from_environment
 {MISTAKE}
 reasons.GRACE_SECONDS = 0.0
@@ -26,7 +26,7 @@ reasons.say_once(error, place_from_environment())
 """
 SPEAK_FOR_EVER = """
 import time
-from megacore.distributed import error_report as reasons
+from megacore.tools import error_report as reasons
 reasons.first_of_job(lambda: (print("speaking", flush=True), time.sleep(100)))
 """
 

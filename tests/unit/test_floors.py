@@ -24,12 +24,13 @@ ROOMS = [
     ["megacore.engine.alignment", "megacore.model.flops", "megacore.model.activations", "megacore.model.flow"],
     ["megacore.pipeline."],
     ["megacore.distributed."],
-    ["megacore.cli", "megacore.tensor_parallel.", "megacore.context_parallel.", "megacore.data."],
+    ["megacore.tensor_parallel.", "megacore.context_parallel.", "megacore.data."],
     ["megacore.model."],
     ["megacore.engine.", "megacore.checkpoint."],
     ["megacore.pipeline.runtime"],
     ["megacore.train."],
     # The core ends here, and imports no tool.
+    ["megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli"],
     ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
     ["megacore.tools.prepare.", "megacore.tools.interchange."],
     ["megacore.tools.diagnosis."],
@@ -43,10 +44,10 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
-    "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.cli", "megacore.section", "megacore.config.",
+    "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.section", "megacore.config.",
     "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flops", "megacore.model.activations", "megacore.model.flow",
     "megacore.distributed.rank_info", "megacore.distributed.environment", "megacore.distributed.axes", "megacore.distributed.processes",
-    "megacore.distributed.error_report", "megacore.distributed.crowd",
+    "megacore.distributed.crowd", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli",
 )  # fmt: skip
 # Read before torch too, but what it does comes later: inside its functions such a module may import what its floor allows.
 TORCH_LATE = ("megacore.optimizers.",)
@@ -256,7 +257,7 @@ def build(root: Path, files: dict[str, str]) -> None:
         ("megacore/pipeline/memory.py", "def f():\n    import numpy", "comes before torch and imports numpy, even if lazily"),
         ("megacore/optimizers/sgd.py", "import torch", "comes before torch and imports torch"),
         (
-            "megacore/cli.py",
+            "megacore/tools/cli.py",
             "from megacore.distributed import collectives",
             "comes before torch and imports megacore.distributed.collectives",
         ),

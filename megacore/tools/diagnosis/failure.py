@@ -8,12 +8,12 @@ import traceback
 
 import torch.distributed as dist
 
-from megacore.cli import INTERRUPTED
-from megacore.distributed.error_report import GRACE_SECONDS, record, say_once
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
+from megacore.tools.cli import INTERRUPTED
 from megacore.tools.diagnosis.watchdog import Watchdog, say
+from megacore.tools.error_report import GRACE_SECONDS, record, say_once
 
 # What gloo and NCCL say when the other side is gone.
 LOST_PEER = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket error", "remote process", "timed out")

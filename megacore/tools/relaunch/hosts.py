@@ -14,10 +14,10 @@ from typing import NamedTuple
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.distributed.axes import divisors
-from megacore.distributed.rank_info import HOSTFILE, named_hostfile
 from megacore.errors import ConfigError
 from megacore.files import read_text, write_whole
 from megacore.pipeline.partition import plan_of
+from megacore.tools.hostfile import HOSTFILE, named_hostfile
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
 PROBE = f"{SSH} true"

@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from megacore.cli import exit_with
 from megacore.errors import ConfigError, UserError
+from megacore.tools.cli import exit_with
 
 PROTOCOL = 1  # both sides of the pipe must agree on it; they may be of different versions of the code
 

@@ -14,9 +14,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from megacore.distributed.error_report import record, say_once
-from megacore.distributed.rank_info import RankInfo, missing_hostfile, place_from_environment
+from megacore.distributed.rank_info import RankInfo, place_from_environment
 from megacore.errors import ConfigError, UserError
+from megacore.tools.error_report import record, say_once
+from megacore.tools.hostfile import missing_hostfile
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
