@@ -22,9 +22,8 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend
 from megacore.context_parallel.sharding import pairs, parts, runs_by_rank
-from megacore.data.documents import Bounds
 from megacore.data.indexed import IndexedTokens
-from megacore.data.packing import WholeDocuments
+from megacore.data.packing import Bounds, WholeDocuments
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.flops import document_attention_flops

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.config import Config, load
 from megacore.context_parallel.sharding import positions_of, runs_of
-from megacore.data.documents import Bounds
+from megacore.data.packing import Bounds
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh, pick_device, set_up_device
 from megacore.distributed.rank_info import RankInfo

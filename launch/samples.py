@@ -98,7 +98,7 @@ def named(stream: "SampleStream", steps: range, config: Config, text: bool) -> l
     """Every sample of some steps, in the order of the global batch."""
     import numpy as np
 
-    from megacore.data.dp_sharding import dealt
+    from megacore.data.shuffle import dealt
 
     assert isinstance(config.parallel.data, int)
     show = beginning(config) if text else None

@@ -12,15 +12,11 @@ A document is one or more sequences. (Multimodal files end with one more byte a 
 ``PREFIX.json`` is megacore's own and optional. `launch/prepare.py` writes there what it knows about the text (`Sidecar`).
 """
 
-import contextlib
 import json
 import os
 import struct
-from array import array
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -203,85 +199,6 @@ class IndexedTokens:
         return document, position - int(self._pointers[self._boundaries[document]]) // self.dtype.itemsize
 
 
-class IndexedWriter:
-    """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream, and if `masked` ``PREFIX.mask.bin``. They appear, whole, when it is closed.
-
-    Until then the data is in temporary files beside them. A failure removes these. Use it in a `with` statement.
-    Memory: 4 bytes a sequence and 8 a document.
-    """
-
-    def __init__(self, prefix: str, dtype: npt.DTypeLike, masked: bool = False) -> None:
-        self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self.num_tokens, self.masked = 0, masked
-        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        self._sizes = array("i")
-        self._boundaries = array("q", [0])
-        self._temporary = {suffix: f"{prefix}{suffix}.{os.getpid()}.tmp" for suffix in (".bin", *([MASK] if masked else []), ".idx")}
-        self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 (closed by `close` or `abort`)
-        self._mask = open(self._temporary[MASK], "wb") if masked else None  # noqa: SIM115
-
-    @property
-    def num_documents(self) -> int:
-        """The number of finished documents."""
-        return len(self._boundaries) - 1
-
-    def write(self, tokens: np.ndarray, learned: np.ndarray | None = None) -> None:
-        """Appends one sequence [length] to the open document; an empty one is left out. `learned` [length], bool, is for a masked one."""
-        assert (learned is None) == (self._mask is None) and (learned is None or learned.shape == tokens.shape)
-        if tokens.size:
-            if self._mask is not None and learned is not None:
-                self._mask.write(learned.astype(np.uint8).tobytes())
-            self._bin.write(tokens.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
-            self._sizes.append(tokens.size)
-            self.num_tokens += tokens.size
-
-    def end_document(self) -> None:
-        """Closes the open document, unless nothing was written to it."""
-        if len(self._sizes) > self._boundaries[-1]:
-            self._boundaries.append(len(self._sizes))
-
-    def finish(self) -> None:
-        """Writes all data to the disk, still under temporary names. `close` then needs no more space."""
-        self.end_document()
-        _flush(self._bin)
-        if self._mask is not None:
-            _flush(self._mask)
-        with open(self._temporary[".idx"], "wb") as idx:
-            sizes = np.array(self._sizes, dtype="<i4")
-            ends = np.cumsum(sizes, dtype="<i8") * self.dtype.itemsize
-            idx.write(HEADER.pack(MAGIC, 1, self._code, len(sizes), len(self._boundaries)))
-            for part in (sizes, ends - sizes.astype("<i8") * self.dtype.itemsize, np.array(self._boundaries, dtype="<i8")):
-                idx.write(part.tobytes())
-            _flush(idx)
-
-    def close(self) -> None:
-        """Finishes both files if necessary, and gives them their names."""
-        if not self._bin.closed:
-            self.finish()
-        Path(self.prefix + MASK).unlink(missing_ok=True)  # an earlier corpus's
-        # .idx last: a reader that finds the new one also finds what it describes.
-        for suffix, temporary in self._temporary.items():
-            os.replace(temporary, self.prefix + suffix)
-
-    def abort(self) -> None:
-        """Removes what was written. Earlier files of that name stay."""
-        for temporary in self._temporary.values():
-            Path(temporary).unlink(missing_ok=True)
-        for file in filter(None, (self._bin, self._mask)):
-            with contextlib.suppress(OSError):  # a full disk, which does not take what is still in memory either
-                file.close()
-
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self.close()
-        finally:
-            self.abort()  # nothing is left to remove after a `close` that worked
-
-
 @dataclass(frozen=True)
 class Sidecar:
     """What ``PREFIX.json`` says about a prepared corpus.
@@ -363,9 +280,3 @@ def _size_of(path: str) -> int:
         right = "a prefix of .bin and .idx files, as launch/prepare.py writes them"
         wrong = "missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
         raise DataError(path, wrong, right) from None
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

@@ -6,9 +6,8 @@ import numpy as np
 
 from megacore.config import Config
 from megacore.config.schema import IGNORED, MASK
-from megacore.data.documents import Bounds, document_bounds
 from megacore.data.indexed import IndexedTokens, Sidecar, check_vocabulary
-from megacore.data.packing import Consecutive, Cut, Span, WholeDocuments, learned, read_tokens
+from megacore.data.packing import Bounds, Consecutive, Cut, Span, WholeDocuments, document_bounds, learned, read_tokens
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
 

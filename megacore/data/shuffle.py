@@ -1,10 +1,12 @@
-"""The order of samples: a keyed bijection on [0, n), computed for each index separately.
+"""The order of samples: a keyed bijection on [0, n), computed for each index separately; and which of them each data rank reads.
 
 A shuffled index would have to be built, stored and shared. A pseudorandom permutation needs none of this: any rank computes the
 position of any index, at any corpus size, and one integer is enough to resume a run.
 """
 
 import numpy as np
+
+from megacore.config.schema import TrainConfig
 
 ROUNDS = 8  # 4 do for wide halves (Luby and Rackoff 1988); on domains of a few bits more than 8 gain nothing
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads consecutive integers over all bits
@@ -59,3 +61,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def dealt(steps: range, data_size: int, train: TrainConfig) -> np.ndarray:
+    """The global sample indices that are read in `steps`: int64 ``[steps, data ranks, microbatches, micro_batch_size]``.
+
+    A step takes the next `global_batch_size` samples, cut into microbatches; microbatch j of data rank d is the step's
+    ``j · data_size + d``. So which samples share a microbatch does not depend on the layout. Steps count from 1.
+    """
+    size = train.global_batch_size
+    samples = np.arange((steps.start - 1) * size, (steps.stop - 1) * size)
+    return samples.reshape(len(steps), -1, data_size, train.micro_batch_size).swapaxes(1, 2)

@@ -11,9 +11,9 @@ import torch
 from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.context_parallel.sharding import positions_of, runs_of
-from megacore.data.documents import Bounds, document_positions, ignore_across, of_inputs
-from megacore.data.dp_sharding import dealt
+from megacore.data.packing import Bounds, document_positions, ignore_across, of_inputs
 from megacore.data.samples import EvalSamples
+from megacore.data.shuffle import dealt
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.distributed.rendezvous import use_device

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data.indexed import IndexedWriter
 from megacore.distributed.rank_info import free_port
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from tests import training
 from tests.commands import run_script
 from tests.pool import ROOT

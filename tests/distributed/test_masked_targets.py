@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from megacore.config import load
 from megacore.config.schema import IGNORED
-from megacore.data.dp_sharding import dealt
 from megacore.data.indexed import MASK
 from megacore.data.samples import EvalSamples, SampleStream, training_stream
+from megacore.data.shuffle import dealt
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import place_from_environment
 from megacore.pipeline.runtime import Runtime

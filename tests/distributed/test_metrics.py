@@ -11,7 +11,7 @@ import pytest
 
 from megacore.checkpoint import Saver
 from megacore.config import load
-from megacore.data.documents import of_inputs
+from megacore.data.packing import of_inputs
 from megacore.distributed.rank_info import place_from_environment
 from megacore.model.flops import flops_per_token
 from megacore.pipeline.runtime import Runtime

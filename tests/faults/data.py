@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacore import checkpoint
-from megacore.data import dp_sharding as batches
+from megacore.data import shuffle as batches
 from megacore.data.samples import EvalSamples
 from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO, Staged

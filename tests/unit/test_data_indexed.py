@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megacore.data import indexed
-from megacore.data.indexed import IndexedTokens, IndexedWriter, Sidecar, check_vocabulary
+from megacore.data.indexed import IndexedTokens, Sidecar, check_vocabulary
 from megacore.errors import DataError
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 
 # Written by megatron-core 0.16.1: int32, sequences of 3, 5 and 1 tokens, the first two in one document.
 MEGATRON_IDX = bytes.fromhex(

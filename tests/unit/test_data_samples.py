@@ -12,12 +12,12 @@ import torch
 from megacore.config import load
 from megacore.config.load import resolve
 from megacore.config.schema import IGNORED, MASK
-from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import EvalSamples, SampleStream, blend, training_stream
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.verify.reference import Corpus
 from megacore.train.loader import Loader, validation_batches
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from megacore.data import indexed
-from megacore.data.indexed import HEADER, IndexedTokens, IndexedWriter
+from megacore.data.indexed import HEADER, IndexedTokens
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.errors import DataError
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 
 LENGTHS = [3, 1, 12, 7, 30, 2, 5, 40, 9, 1, 1, 25]
 DOCUMENTS = len(LENGTHS)

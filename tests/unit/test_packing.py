@@ -13,12 +13,13 @@ from megacore.config import load
 from megacore.config.resolve_auto import masks_targets
 from megacore.config.schema import IGNORED
 from megacore.data import packing
-from megacore.data.indexed import MASK, IndexedTokens, IndexedWriter
+from megacore.data.indexed import MASK, IndexedTokens
 from megacore.data.packing import WholeDocuments, best_fit
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, DataError
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from tests.training import run_rank, write_config, write_corpus

@@ -17,7 +17,7 @@ from megacore.config import Config, load
 from megacore.config.devices import peak_flops
 from megacore.config.load import resolve
 from megacore.context_parallel import ring_blocks as blocks
-from megacore.data.documents import document_positions
+from megacore.data.packing import document_positions
 from megacore.distributed import cpu
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology

@@ -13,13 +13,13 @@ import torch
 
 from launch.samples import run
 from megacore.config import load
-from megacore.data import dp_sharding as batches
-from megacore.data.indexed import IndexedWriter
+from megacore.data import shuffle as batches
 from megacore.data.samples import SampleStream, training_stream, visits
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.errors import UserError
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.verify import coverage
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
 from megacore.train.loader import Loader

@@ -20,12 +20,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from megacore.data.indexed import MASK, IndexedWriter, Sidecar
+from megacore.data.indexed import MASK, Sidecar
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
 from megacore.files import made_folder
 from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.tools.prepare.chat import encode as encode_chat
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.input_files import LeftOut
 from megacore.tools.prepare.sources import Piece, TextBlock, Texts, line_number, read_block
 from megacore.tools.text.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size

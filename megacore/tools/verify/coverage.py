@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megacore.config.schema import TrainConfig
-from megacore.data.dp_sharding import dealt
 from megacore.data.samples import SampleStream, blend, visits
+from megacore.data.shuffle import dealt
 from megacore.errors import ConfigError
 
 BLOCK = 1 << 20  # samples that are checked at once, in about 100 MB

@@ -10,10 +10,11 @@ import numpy as np
 from megacore.config import Config, load
 from megacore.config.load import flatten, resolve, set_value
 from megacore.config.schema import MASK, OptimGroup, resolved
-from megacore.data.indexed import IndexedTokens, IndexedWriter
+from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import training_stream
 from megacore.model.flops import head_cost, layer_cost
 from megacore.pipeline.partition import stage_layers
+from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.verify.layouts import Layout
 
 HEAD_SIZE = 4
