@@ -22,8 +22,8 @@ from benchmarks.planner_fit import CASES, fit, steps
 from benchmarks.planner_rows import Row, read
 from benchmarks.planner_score import baseline, errors, regret
 from megacore.errors import ConfigError
-from megacore.files import check_output
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.output_files import check_output
 from megacore.tools.planner.profile import FITTED, Profile, fitted, profile
 from megacore.tools.planner.step_time import predict
 

@@ -20,8 +20,8 @@ from benchmarks.throughput import ROOT, start
 from megacore.config import Config, load
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.errors import ConfigError
-from megacore.files import check_output
 from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.output_files import check_output
 from megacore.tools.planner.calibrate import calibrated
 from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, read_cluster, read_device
 from megacore.tools.planner.profile import profile

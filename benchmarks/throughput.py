@@ -28,11 +28,11 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.files import check_output
 from megacore.model.flops import flops_per_token, recomputed_flops
 from megacore.model.layers import DTYPES
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
+from megacore.tools.output_files import check_output
 from megacore.tools.planner.plot import check_plot, draw
 from megacore.tools.planner.traffic import sent_by_group
 from megacore.tools.verify.layouts import parse as parse_layout

@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.config import Config
 from megacore.errors import ConfigError, LogError, shown
-from megacore.files import check_output, read_text, replaced, write_json
-from megacore.records import Count, Record, Training, Validation, complaint, read_metrics
+from megacore.files import read_text, write_json
+from megacore.records import Count, Record, complaint
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.metrics_file import Training, Validation, read_metrics
+from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.plot import check_plot
 
 if TYPE_CHECKING:

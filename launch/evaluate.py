@@ -12,8 +12,9 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
-from megacore.files import check_output, write_json
+from megacore.files import write_json
 from megacore.tools.cli import Parser, exit_rank_with
+from megacore.tools.output_files import check_output
 
 if TYPE_CHECKING:
     from megacore.checkpoint import Reader

@@ -16,12 +16,12 @@ from megacore.config.context_method import DEVICE, METHODS
 from megacore.config.load import smallest_world
 from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
-from megacore.files import check_output, replaced
 from megacore.model.flops import counted_layers, flops_per_token
 from megacore.pipeline.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
 from megacore.pipeline.plan_file import write_plan
 from megacore.pipeline.simulate import Timeline
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.calibrate import calibrate
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, read_cluster, read_device

@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 from megacore.config import Config, load
 from megacore.config.load import smallest_world
 from megacore.errors import ConfigError
-from megacore.files import check_output, write_json
+from megacore.files import write_json
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.output_files import check_output
 
 if TYPE_CHECKING:
     from megacore.data.indexed import IndexedTokens

@@ -6,8 +6,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +14,6 @@ from megacore.errors import ConfigError
 
 OUTPUT = "a file that can be written, in a folder that exists"
 ASIDE = ".{}.tmp"  # behind the name of a file that is being written; with the process's number
-NAME_BYTES = 255  # of a name on every common file system
 ROOT = Path(__file__).resolve().parents[1]  # of the checkout, or the folder into which megacore is installed
 MOST_BYTES = 256 << 20  # far above any config, hostfile, index or tokenizer
 
@@ -63,21 +61,6 @@ def read_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=once)
 
 
-def check_output(option: str, path: str) -> None:
-    """Raises `ConfigError`, naming the option, unless `path` can be written. It is called before work whose result would be lost."""
-    try:
-        if not path or path.endswith("/") or (os.path.lexists(path) and stat.S_ISDIR(os.stat(path).st_mode)):
-            raise OSError(errno.EINVAL, "Not a plain file")
-        if not stat.S_ISDIR(os.stat(os.path.dirname(path) or ".").st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if len(os.fsencode(os.path.basename(path))) > NAME_BYTES - len(ASIDE.format("")) - 10:
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        if not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ConfigError(option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT) from None
-
-
 def write_whole(path: str | Path, text: str) -> None:
     """Writes a file whole or not at all. Raises `OSError`, and then leaves what was there. A device or a pipe, such as /dev/stdout, is
     written to and not replaced."""
@@ -100,31 +83,6 @@ def write_json(option: str, path: str | Path, value: Any) -> None:
         write_whole(path, json.dumps(value, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(option, f"cannot write {path}: {error.strerror}", OUTPUT) from None
-
-
-@contextmanager
-def replaced(path: str) -> Iterator[str]:
-    """A path with the same ending, for a file that then takes the place of `path`. An exception leaves what was there before."""
-    aside = f"{path}{ASIDE.format(os.getpid())}{Path(path).suffix}"
-    try:
-        yield aside
-        os.replace(aside, path)
-    finally:
-        Path(aside).unlink(missing_ok=True)
-
-
-@contextmanager
-def made_folder(folder: Path) -> Iterator[None]:
-    """A context in which the folder is there. After an exception, those that were made for it are removed if they are empty."""
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for each in new:
-            with suppress(OSError):
-                each.rmdir()
-        raise
 
 
 def check_folder(key: str, folder: str | Path) -> None:

@@ -13,7 +13,6 @@ LARGEST = 2**53  # the largest whole number that all readers of JSON keep exact
 
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Figure = Annotated[float, Field(ge=-1e100, le=1e100)]  # a figure of a run that diverges may be large
 Amount = Annotated[float, Field(ge=0, le=1e30)]
 
 
@@ -30,49 +29,10 @@ def complaint(error: ValidationError) -> str:
     return f"{where}: {first['msg']}"[:200] if where else first["msg"][:200]
 
 
-class Training(Record):
-    """A step's figures that are read again. A loss or norm that is not finite is null."""
-
-    step: Count
-    loss: Figure | None
-    grad_norm: Figure | None
-    tokens: Whole
-    tokens_per_second: Amount
-    step_seconds: Amount
-    mfu: Amount | None
-    memory_bytes: Whole
-    skipped: Whole
-
-
-class Validation(Record):
-    """A validation's loss."""
-
-    step: Count
-    valid_loss: Figure | None
-
-
 class Step(Record):
     """What every record has."""
 
     step: Count
-
-
-def read_metrics(text: str) -> tuple[list[Training], list[Validation]]:
-    """The records of a metrics.jsonl, each kind in the order of its steps; of a step that stands twice the last. A last line that is being
-    written is left out. Raises `ValueError`, which names the line."""
-    training: dict[int, Training] = {}
-    validations: dict[int, Validation] = {}
-    for number, line in enumerate(text.rpartition("\n")[0].split("\n") if "\n" in text else [], 1):
-        try:
-            if '"valid_loss"' in line:
-                validation = Validation.model_validate_json(line)
-                validations[validation.step] = validation
-            else:
-                record = Training.model_validate_json(line)
-                training[record.step] = record
-        except ValidationError as error:
-            raise ValueError(f"line {number} is no record of a step: {complaint(error)}") from None
-    return [training[step] for step in sorted(training)], [validations[step] for step in sorted(validations)]
 
 
 def step_of(line: str | bytes) -> int | None:

@@ -30,7 +30,8 @@ ROOMS = [
     ["megacore.pipeline.runtime"],
     ["megacore.train."],
     # The core ends here, and imports no tool.
-    ["megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli"],
+    ["megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files", "megacore.tools.metrics_file"],
+    ["megacore.tools.cli"],
     ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
     ["megacore.tools.prepare.", "megacore.tools.interchange."],
     ["megacore.tools.diagnosis."],

@@ -11,9 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
-from megacore.files import check_output
 from megacore.pipeline.schedule import COMPUTE, SENDS, Op
 from megacore.pipeline.simulate import Span, Timeline, held_over, peak_live
+from megacore.tools.output_files import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

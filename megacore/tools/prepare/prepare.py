@@ -23,7 +23,7 @@ import numpy as np
 from megacore.data.indexed import MASK, Sidecar
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
-from megacore.files import made_folder
+from megacore.tools.output_files import made_folder
 from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.tools.prepare.chat import encode as encode_chat
 from megacore.tools.prepare.indexed_writer import IndexedWriter

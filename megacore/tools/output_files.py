@@ -1,0 +1,53 @@
+"""What a script writes where a user says: looked at before the work whose result it is, and there only once it is whole."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from megacore.errors import ConfigError
+from megacore.files import ASIDE, OUTPUT
+
+NAME_BYTES = 255  # of a name on every common file system
+
+
+def check_output(option: str, path: str) -> None:
+    """Raises `ConfigError`, naming the option, unless `path` can be written. It is called before work whose result would be lost."""
+    try:
+        if not path or path.endswith("/") or (os.path.lexists(path) and stat.S_ISDIR(os.stat(path).st_mode)):
+            raise OSError(errno.EINVAL, "Not a plain file")
+        if not stat.S_ISDIR(os.stat(os.path.dirname(path) or ".").st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if len(os.fsencode(os.path.basename(path))) > NAME_BYTES - len(ASIDE.format("")) - 10:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(option, f"cannot write {path or 'a file without a name'}: {error.strerror}", OUTPUT) from None
+
+
+@contextmanager
+def replaced(path: str) -> Iterator[str]:
+    """A path with the same ending, for a file that then takes the place of `path`. An exception leaves what was there before."""
+    aside = f"{path}{ASIDE.format(os.getpid())}{Path(path).suffix}"
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        Path(aside).unlink(missing_ok=True)
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """A context in which the folder is there. After an exception, those that were made for it are removed if they are empty."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in new:
+            with suppress(OSError):
+                each.rmdir()
+        raise
