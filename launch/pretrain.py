@@ -71,15 +71,16 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
     from megacore.tools.diagnosis.guardians import Guardians
+    from megacore.tools.folder_lock import FolderLock, apart_from_owner
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.train.inputs import Inputs
-    from megacore.train.lock import FolderLock
     from megacore.train.trainer import Trainer
 
     with own_mistakes():
         device = pick_device(config, place)
         check_engine(config, device)
-        lock = FolderLock(Path(resolved(config.log.dir))) if place.rank == 0 else None
+        folder = Path(resolved(config.log.dir))
+        lock = FolderLock(folder) if place.rank == 0 else None
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
@@ -89,7 +90,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
         if place.rank == 0:
             StandardStream.go_on = "training"
-        trainer = Trainer(config, mesh, inputs, monitors)
+        trainer = Trainer(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
         if on_saved is not None:
             trainer.saving.on_saved = on_saved
         return trainer.run(stop)

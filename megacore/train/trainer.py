@@ -30,7 +30,6 @@ from megacore.train.evaluation import check_measurable, evaluate
 from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
-from megacore.train.lock import apart_from_owner
 from megacore.train.logs import Logs
 from megacore.train.monitor import Monitor
 from megacore.train.reporting import Reporter, opening
@@ -45,7 +44,8 @@ FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job
 class Trainer:
     """One rank's part in a run. Construction and methods are collective over all ranks; `due`, `votes` and what is a property are not."""
 
-    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Monitor] = ()) -> None:
+    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Monitor] = (), apart: str = "") -> None:
+        """`apart`: in words, that the machines of the run do not share its folder, if somebody has found that."""
         config, self.compile_choice = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
         self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, monitors
         if inputs.validation is not None:
@@ -53,9 +53,9 @@ class Trainer:
         for monitor in monitors:
             monitor.start(mesh)
         self.is_writer = mesh.place.rank == 0
-        self.apart = apart_from_owner(Path(resolved(config.log.dir)), mesh)
-        if self.apart and (config.checkpoint.every or config.checkpoint.last):
-            raise ConfigError("log.dir", self.apart, SHARED)
+        self.apart = apart
+        if apart and (config.checkpoint.every or config.checkpoint.last):
+            raise ConfigError("log.dir", apart, SHARED)
 
         self.train_step = TrainStep(config, mesh, draw=False)
         self.engine = self.train_step.engine

@@ -13,7 +13,7 @@ from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import LAUNCHERS, place_from_environment
 from megacore.errors import ConfigError
-from megacore.train.lock import FolderLock, apart_from_owner
+from megacore.tools.folder_lock import FolderLock, apart_from_owner
 from tests.training import write_config
 
 
