@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the process that talks to wandb needs no torch
     from megacore.config import Config
     from megacore.distributed.mesh import Mesh
+    from megacore.distributed.observer import Waits
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Report:
 
     figures: dict[str, Any]  # a line of metrics.jsonl
     by_rank: Mapping[str, Sequence[float]]  # what each rank has of its own, by name
-    by_part: Mapping[str, Sequence[float]]  # seconds of each rank's step, by what they were spent on (`meters.StepParts`)
+    by_part: Mapping[str, Sequence[float]]  # seconds of each rank's step, by what they were spent on: what its monitors said (`parts`)
     saved_step: int  # of the newest checkpoint
     save_seconds: float  # that its save took
 
@@ -28,7 +29,7 @@ class Monitor:
     A monitor that fails says so once, and training goes on without it.
     """
 
-    def start(self, mesh: "Mesh") -> None:
+    def start(self, config: "Config", mesh: "Mesh") -> None:
         """Before the first step. Collective."""
 
     def open(self, config: "Config", folder: Path, first_step: int, say: Callable[[str], None]) -> None:
@@ -37,6 +38,11 @@ class Monitor:
 
     def record(self, figures: dict[str, Any]) -> None:
         """On rank 0: a line of metrics.jsonl."""
+
+    def parts(self, computed: float, waits: "Waits", steps: int) -> Mapping[str, float]:
+        """On every rank, before each report: seconds of this rank's step by what they were spent on, under names that all ranks have.
+        `computed`: seconds a step that it worked itself. `waits`: its waits in so many `steps`."""
+        return {}
 
     def report(self, report: Report) -> None:
         """On every rank: a logged step."""

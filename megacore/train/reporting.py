@@ -17,16 +17,16 @@ from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.train.async_metrics import StepMetrics
 from megacore.train.checkpointing import Saving
-from megacore.train.meters import PairsSeen, StepParts, StepTimer, Utilisation, peak_memory, reserved_memory
-from megacore.train.monitor import Report
+from megacore.train.meters import PairsSeen, StepTimer, Utilisation, peak_memory, reserved_memory
+from megacore.train.monitor import Monitor, Report
 
 
 class Reporter:
     """Measures steps, and gathers what all ranks have measured."""
 
-    def __init__(self, config: Config, mesh: Mesh, saving: Saving) -> None:
-        self.config, self.mesh, self.saving = config, mesh, saving
-        self.pairs, self.parts = PairsSeen(), StepParts(config, mesh)
+    def __init__(self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor] = ()) -> None:
+        self.config, self.mesh, self.saving, self.monitors = config, mesh, saving, monitors
+        self.pairs = PairsSeen()
         self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
 
     def start(self) -> None:
@@ -48,9 +48,9 @@ class Reporter:
         seconds = self.timer.read()
         waits = self.mesh.observers.waits()
         own, worked = seconds - waits.for_ranks / steps, waits.device_worked / steps
-        parts = self.parts.of(worked or own, waits.by_group, steps, waits.device_by_group)
+        parts = {part: value for monitor in self.monitors for part, value in monitor.parts(worked or own, waits, steps).items()}
         memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
-        of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts])
+        of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts.values()])
         seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
@@ -78,7 +78,7 @@ class Reporter:
             "rank_memory_reserved_bytes": of_all[5].tolist(),
             "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
         }
-        by_part = dict(zip(self.parts.names, of_all[7:].tolist(), strict=True))
+        by_part = dict(zip(parts, of_all[7:].tolist(), strict=True))
         return Report(figures, by_rank, by_part, saved_step, self.saving.took), stragglers
 
     def told_by_all(self, own: list[float]) -> torch.Tensor:

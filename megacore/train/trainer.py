@@ -51,7 +51,7 @@ class Trainer:
         if inputs.validation is not None:
             check_measurable(config)
         for monitor in monitors:
-            monitor.start(mesh)
+            monitor.start(config, mesh)
         self.is_writer = mesh.place.rank == 0
         self.apart = apart
         if apart and (config.checkpoint.every or config.checkpoint.last):
@@ -72,7 +72,7 @@ class Trainer:
         self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
         self.logs = Logs(config, self.is_writer, self.step + 1, monitors)
         self.saving = Saving(config, mesh, self.engine, self.logs)
-        self.reporter = Reporter(config, mesh, self.saving)
+        self.reporter = Reporter(config, mesh, self.saving, monitors)
 
     def loop(self, garbage: Garbage) -> None:
         """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""

@@ -31,12 +31,11 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo, free_port, place_from_environment
 from megacore.errors import ConfigError
 from megacore.tools.monitoring import prometheus as exporter_module
-from megacore.tools.monitoring import scrapes
+from megacore.tools.monitoring import scrapes, step_parts
 from megacore.tools.monitoring.prometheus import DEVICES, OTHERS, PARTS, RANKS, RUN, Exporter
 from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
-from megacore.train import meters
+from megacore.tools.monitoring.step_parts import StepParts
 from megacore.train.inputs import Inputs
-from megacore.train.meters import StepParts
 from megacore.train.monitor import Report
 from megacore.train.trainer import Trainer
 from tests.commands import run_script
@@ -310,13 +309,13 @@ def test_parts_of_a_step() -> None:
     parts = StepParts(config.config, mesh)
     parts.idle = 0.25
     waits = {"pp": 2.0, "dp between hosts": 2.0, "dp within a host": 4.0, "pp×tp": 1.0, "world": 1.0, "data": 0.5}
-    found = dict(zip(parts.names, parts.of(2.0, waits, 2, {"tp": 3.0}), strict=True))
+    found = parts.of(2.0, waits, 2, {"tp": 3.0})
     assert found == {"bubble": 0.5, "data": 0.25, "pp": 0.5, "tp": 3.0, "cp": 0.0, "dp": 3.0, "tied": 0.0, "world": 1.0}
-    found = dict(zip(parts.names, parts.of(8.0, waits, 2, {}), strict=True))  # the bubble is more than the waits for the pipeline
+    found = parts.of(8.0, waits, 2, {})  # the bubble is more than the waits for the pipeline
     assert found["bubble"] == 2.0 and found["pp"] == 0.0 and found["world"] == 0.0 and found["dp"] == 3.0
     with_more = resolve({"parallel": {"pipeline": 2}}, ["train.global_batch_size=64", "train.micro_batch_size=1"], "x", 2).config
     assert 0 < StepParts(with_more, mesh).idle < 0.2, "one round of two stages over 64 microbatches"
-    with mock.patch.object(meters, "step_times", lambda config: (12.0, [12.0, 4.0])):
+    with mock.patch.object(step_parts, "step_times", lambda config: (12.0, [12.0, 4.0])):
         assert StepParts(with_more, mesh).idle == 2.0, "of a rank that computes a third of the time, for each second of it"
 
 

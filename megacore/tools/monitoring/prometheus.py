@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from megacore.config import Config
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Waits
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.monitoring.scrapes import ScrapeServer
+from megacore.tools.monitoring.step_parts import StepParts
 from megacore.train.monitor import Monitor, Report
 
 # What `train.reporting` logs, by its key in metrics.jsonl.
@@ -85,8 +88,9 @@ class Exporter(Monitor):
             wrong = f"port {port} cannot be served: {os.strerror(error.errno or 0)}"
             raise ConfigError("log.prometheus_port", wrong, "a port that nobody uses on any machine of the run") from None
 
-    def start(self, mesh: Mesh) -> None:
+    def start(self, config: Config, mesh: Mesh) -> None:
         """Asks which ranks of the run are on this machine. Collective."""
+        self.step_parts = StepParts(config, mesh)
         self.watch(mesh.machine_ranks())
 
     def watch(self, ranks: Sequence[int]) -> None:
@@ -96,6 +100,10 @@ class Exporter(Monitor):
         self.ranks = ranks
         for index in gpus(len(ranks), self.device):
             self.gauges["rank_gpu_utilisation"].labels(ranks[index]).set_function(partial(gpu_utilisation, index))
+
+    def parts(self, computed: float, waits: Waits, steps: int) -> dict[str, float]:
+        """See `StepParts`; those of every rank, since this machine's first rank shows them for the others."""
+        return self.step_parts.of(computed, waits.by_group, steps, waits.device_by_group)
 
     def report(self, report: Report) -> None:
         """Shows a logged step's figures: the run's, and those of this machine's ranks."""
