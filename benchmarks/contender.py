@@ -19,7 +19,7 @@ from benchmarks.training import LoneStage, Training, join
 from megacore.config import load
 from megacore.distributed.rank_info import place_from_environment
 from megacore.tools.cli import Parser, exit_with
-from megacore.train.meters import peak_memory
+from megacore.train.metrics import peak_memory
 
 EXAMPLE = "yes | head -3 | python -m benchmarks.contender megacore benchmarks/speed.json train.precision=fp32"
 

@@ -36,7 +36,7 @@ from megacore.tools.output_files import check_output
 from megacore.tools.planner.plot import check_plot, draw
 from megacore.tools.planner.traffic import sent_by_group
 from megacore.tools.verify.layouts import parse as parse_layout
-from megacore.train.meters import Utilisation, peak_memory, reserved_memory
+from megacore.train.metrics import Utilisation, peak_memory, reserved_memory
 
 EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output throughput.json"
 MORE = """One layout, under a launcher:

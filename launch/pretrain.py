@@ -72,6 +72,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.engine.choose import check_engine
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
+    from megacore.tools.garbage import Garbage
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.train.inputs import Inputs
     from megacore.train.trainer import Trainer
@@ -87,7 +88,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
-    with joined(config, place, device, Guardians(config, place, device)) as mesh:
+    with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage:
+        mesh.observers.append(garbage)
         if place.rank == 0:
             StandardStream.go_on = "training"
         trainer = Trainer(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))

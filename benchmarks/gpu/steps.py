@@ -17,7 +17,7 @@ from megacore.config import Config
 from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.offload import ActivationOffload
-from megacore.train.async_metrics import AsyncMetrics
+from megacore.train.metrics import AsyncMetrics
 
 # --- no step waits -----------------------------------------------------------------------------------------------------
 

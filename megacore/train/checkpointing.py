@@ -20,14 +20,14 @@ from megacore.distributed.mesh import Mesh
 from megacore.engine.protocol import Engine
 from megacore.errors import CheckpointError
 from megacore.train.inputs import Inputs
-from megacore.train.logs import Logs
 
 
 class Saving:
     """Saves an engine's tensors in the run's folder. All methods but `read_seconds` are collective."""
 
-    def __init__(self, config: Config, mesh: Mesh, engine: Engine, logs: Logs) -> None:
-        self.config, self.engine, self.logs = config, engine, logs
+    def __init__(self, config: Config, mesh: Mesh, engine: Engine, say: Callable[[str], None]) -> None:
+        """`say` prints a line."""
+        self.config, self.engine, self.say = config, engine, say
         options = config.checkpoint
         self.saver = Saver(
             Path(resolved(config.log.dir)) / "checkpoints",
@@ -74,7 +74,7 @@ class Saving:
         except CheckpointError as error:
             if last or self.config.checkpoint.on_failure == "stop":
                 raise
-            self.logs.say(f"WARNING: {error}; training goes on without it")
+            self.say(f"WARNING: {error}; training goes on without it")
         else:
             if saved is not None:
                 self.latest, self.latest_step = saved.path, self.step
@@ -91,7 +91,7 @@ class Saving:
     def _say(self, saved: Saved) -> None:
         if saved.path != self.said:
             self.said, self.took = saved.path, saved.seconds
-            self.logs.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
+            self.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
             self.on_saved(saved.path)
 
     def read_seconds(self) -> float:

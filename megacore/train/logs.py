@@ -1,18 +1,16 @@
-"""A run's records, written by rank 0: config.json and metrics.jsonl, and the console. Monitors (`monitor.py`) are told what is recorded.
+"""A run's records, written by rank 0: config.json and metrics.jsonl, and lines on the console.
 
-A run goes on without console and monitors, but not without its records. If these cannot be written, `broken` says why, and
-the trainer saves and ends.
+Those who watch the figures besides are monitors, which whoever starts a run attaches (`tools/monitoring`). A run goes on without console
+and monitors, but not without its records. If these cannot be written, `broken` says why, and the trainer saves and ends.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import IO, TYPE_CHECKING, Any
 
 from megacore.config import Config
 from megacore.config.schema import resolved
@@ -20,11 +18,58 @@ from megacore.config.source import COPY, source_of
 from megacore.errors import LogError
 from megacore.files import open_plain, write_whole
 from megacore.records import as_json, recorded
-from megacore.train.async_metrics import StepMetrics
-from megacore.train.monitor import Monitor
+
+if TYPE_CHECKING:  # the process that talks to wandb needs no torch
+    from megacore.distributed.mesh import Mesh
+    from megacore.distributed.observer import Waits
+    from megacore.train.metrics import StepMetrics
 
 LONG_SECONDS = 30.0  # between lines within a first step that takes long
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a logged step brings, on every rank."""
+
+    figures: dict[str, Any]  # a line of metrics.jsonl
+    by_rank: Mapping[str, Sequence[float]]  # what each rank has of its own, by name
+    by_part: Mapping[str, Sequence[float]]  # seconds of each rank's step, by what they were spent on: what its monitors said (`parts`)
+    saved_step: int  # of the newest checkpoint
+    save_seconds: float  # that its save took
+
+
+class Monitor:
+    """Is told a run's figures. These methods do nothing: a monitor has those that it needs.
+
+    A monitor that fails says so once, and training goes on without it.
+    """
+
+    shows_steps = False  # whether it shows steps on the terminal, in place of lines
+
+    def start(self, config: Config, mesh: "Mesh") -> None:
+        """Before the first step. Collective."""
+
+    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """On rank 0, before the first record, and again if the run's `folder` was deleted. `config`: without any `auto` that the run has
+        settled. `say` prints a line."""
+
+    def record(self, figures: dict[str, Any]) -> None:
+        """On rank 0: a line of metrics.jsonl."""
+
+    def parts(self, computed: float, waits: "Waits", steps: int) -> Mapping[str, float]:
+        """On every rank, before each report: seconds of this rank's step by what they were spent on, under names that all ranks have.
+        `computed`: seconds a step that it worked itself. `waits`: its waits in so many `steps`."""
+        return {}
+
+    def report(self, report: Report) -> None:
+        """On every rank: a logged step."""
+
+    def validation(self, loss: float) -> None:
+        """On every rank: a validation's loss, nats a token."""
+
+    def close(self, *, quietly: bool = False) -> None:
+        """On every rank, at the end; on rank 0 also before `open` is called again, `quietly` then. It may be called twice."""
 
 
 class Logs:
@@ -37,7 +82,6 @@ class Logs:
             return
         self.config, self.directory = config, Path(resolved(config.log.dir))
         self.file = self.directory / "metrics.jsonl"
-        self.console = Console(highlight=False)
         self.metrics: IO[str]
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
         try:
@@ -45,28 +89,14 @@ class Logs:
         except OSError as error:
             right = "a folder with room, that can be written"
             raise LogError(str(self.directory), f"its records cannot be begun: {error.strerror}", right) from None
-        # mpirun gives rank 0 a terminal of its own, wherever its output goes.
-        self.live = self.console.is_terminal and "OMPI_COMM_WORLD_RANK" not in os.environ
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=self.console,
-            disable=not self.live,
-        )
-        self.task = self.progress.add_task("", total=config.train.steps, completed=first_step - 1)
         self.steps, self.started, self.first_step = config.train.steps, time.monotonic(), first_step  # since when time is counted
         self.last_line = 0.0
         self.named: set[int] = set()  # stragglers that were reported
-        self.progress.start()
 
     def say(self, text: str) -> None:
         """Prints a line on the console."""
         if self.writing:
-            self.console.print(text, markup=False, soft_wrap=True)
+            print(text, flush=True)
 
     def within(self, step: int, backwards: int, device: str) -> Callable[[], None]:
         """What to call behind each backward of a microbatch of a step with so many: says now and then how far the step is. It waits for
@@ -94,9 +124,8 @@ class Logs:
                 f"step {figures['step']}: rank {rank} holds up the others, busy for {seconds:.2f} s of {figures['step_seconds']:.2f} s"
             )
         text = f"loss {figures['loss']:.4f}  {figures['tokens_per_second']:,.0f} tokens/s"
-        self.progress.update(self.task, completed=figures["step"], description=text)
-        now = time.monotonic()
-        if not self.live and (now - self.last_line > CONSOLE_SECONDS or figures["step"] in (self.first_step, self.steps)):
+        now, shown = time.monotonic(), any(monitor.shows_steps for monitor in self.monitors)
+        if not shown and (now - self.last_line > CONSOLE_SECONDS or figures["step"] in (self.first_step, self.steps)):
             self.last_line = now
             left = (now - self.started) / (figures["step"] - self.first_step + 1) * (self.steps - figures["step"])
             self.say(f"step {figures['step']}/{self.steps}  {text}  {left:.0f} s left")
@@ -106,7 +135,7 @@ class Logs:
         if self.writing:
             self._record({"step": step, "valid_loss": loss})
 
-    def skipped(self, figures: StepMetrics, first: int, last: int) -> None:
+    def skipped(self, figures: "StepMetrics", first: int, last: int) -> None:
         """Records a step that was not taken, and its samples `first` to `last` in the run's order."""
         if not self.writing:
             return
@@ -121,7 +150,6 @@ class Logs:
             with self._recording(first_step):
                 self.metrics.close()
                 self.metrics = open_metrics(self.file, first_step)
-            self.progress.update(self.task, completed=first_step - 1)
             self.started, self.first_step = time.monotonic(), first_step
 
     def _open(self, first_step: int) -> None:
@@ -165,12 +193,10 @@ class Logs:
         self._open(step)
 
     def close(self) -> None:
-        """Ends the live line and closes the files. It may be called twice."""
-        if not self.writing:
-            return
-        self.progress.stop()
-        with suppress(OSError):  # every record was flushed, or the failure was reported
-            self.metrics.close()
+        """Closes the files. It may be called twice."""
+        if self.writing:
+            with suppress(OSError):  # every record was flushed, or the failure was reported
+                self.metrics.close()
 
 
 def is_there(path: Path, file: IO[str]) -> bool:

@@ -22,20 +22,16 @@ from megacore.distributed.observer import Observer
 from megacore.distributed.shard import logical_name
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
-from megacore.train.async_metrics import AsyncMetrics, StepMetrics
 from megacore.train.checkpointing import Saving, choose, engine_state
 from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import check_measurable, evaluate
-from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
-from megacore.train.logs import Logs
-from megacore.train.monitor import Monitor
-from megacore.train.reporting import Reporter, opening
-from megacore.train.skip_policy import Skips, TooManySkips
+from megacore.train.logs import Logs, Monitor
+from megacore.train.metrics import AsyncMetrics, Reporter, StepMetrics, opening
 from megacore.train.step import TrainStep
-from megacore.train.stopping import StopAgreed, StopRequest
+from megacore.train.stopping import Skips, StopAgreed, StopRequest, TooManySkips
 
 SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
@@ -71,10 +67,10 @@ class Trainer:
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
         self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
         self.logs = Logs(config, self.is_writer, self.step + 1, monitors)
-        self.saving = Saving(config, mesh, self.engine, self.logs)
+        self.saving = Saving(config, mesh, self.engine, self.logs.say)
         self.reporter = Reporter(config, mesh, self.saving, monitors)
 
-    def loop(self, garbage: Garbage) -> None:
+    def loop(self) -> None:
         """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""
         self.tell_first_step()
         self.reporter.start()
@@ -89,7 +85,6 @@ class Trainer:
             figures = [done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted, *done.losses.values()]
             self.async_metrics.post(self.step, torch.stack(figures))
             self.reporter.count(batch)
-            garbage.step()
 
             logging = self.due(self.config.log.every) or self.is_last
             arrived = self.async_metrics.take(all_of_them=logging)  # figures of the steps that the device has done
@@ -162,8 +157,7 @@ class Trainer:
         status = FINISHED
         try:
             self.check_stop()  # a request during start-up
-            with Garbage() as garbage:
-                self.loop(garbage)
+            self.loop()
             self.saving.finish(last=True)
             self.conclude()
         except StopAgreed:

@@ -16,7 +16,7 @@ from megacore.distributed.rank_info import place_from_environment
 from megacore.model.flops import flops_per_token
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
-from megacore.train import meters
+from megacore.train import metrics as meters
 from megacore.train.inputs import Inputs
 from tests import training
 

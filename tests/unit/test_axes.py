@@ -20,7 +20,7 @@ ROOMS = {
     "megacore/distributed/": "the mesh",
     "megacore/tensor_parallel/": "its own axis",
     "megacore/context_parallel/": "its own axis",
-    "megacore/train/meters.py": "labels of waits in metrics.jsonl",
+    "megacore/tools/monitoring/step_parts.py": "labels of waits in Prometheus",
     "megacore/tools/planner/": "labels of predicted traffic",
     "megacore/tools/dry_run/": "labels of predicted traffic",
     "launch/plan.py": "labels of predicted traffic",
@@ -81,8 +81,7 @@ def test_only_the_mechanism_knows_what_is_tied() -> None:
     """An engine that asks for the embedding's group would leave out what another model shares."""
     core = [path for path in sorted((ROOT / "megacore").rglob("*.py")) if "tools" not in path.parts]
     found = {str(path.relative_to(ROOT)) for path in core if named_tied(path)}
-    labels = {"megacore/train/meters.py"}  # of waits in metrics.jsonl
-    assert found == {"megacore/distributed/topology.py", "megacore/pipeline/partition.py"} | labels
+    assert found == {"megacore/distributed/topology.py", "megacore/pipeline/partition.py"}
 
 
 def test_products_of_axes_are_known_from_the_axes() -> None:

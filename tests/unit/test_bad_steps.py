@@ -6,8 +6,8 @@ import torch
 
 from megacore.engine.spike_detector import ENOUGH, LEAST, SCALE, WINDOW, SpikeGuard
 from megacore.tools.diagnosis.stragglers import Stragglers, outliers
-from megacore.train.async_metrics import StepMetrics
-from megacore.train.skip_policy import Skips, TooManySkips
+from megacore.train.metrics import StepMetrics
+from megacore.train.stopping import Skips, TooManySkips
 
 CPU = torch.device("cpu")
 

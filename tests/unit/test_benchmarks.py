@@ -49,7 +49,7 @@ from megacore.tools.planner.plot import draw
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
 from megacore.train import compiling
-from megacore.train.meters import Utilisation
+from megacore.train.metrics import Utilisation
 from tests.training import write_config
 
 

@@ -24,8 +24,8 @@ from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError
+from megacore.tools.garbage import EVERY, Garbage
 from megacore.train import loader as loader_module
-from megacore.train.garbage import EVERY, Garbage
 from megacore.train.loader import Loader
 from tests import training
 
@@ -221,9 +221,9 @@ def test_garbage_is_collected_behind_the_same_steps_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(gc, "collect", lambda: collected.append(garbage.steps))
     with garbage:
         for step in range(2 * EVERY + 10):
+            garbage.step_begins(step + 1, False)
             assert not gc.isenabled()
             assert step % 50 or gc.get_freeze_count() > 1000  # which looks at every object
-            garbage.step()
     assert collected == [0, 1, EVERY, 2 * EVERY]
     assert gc.isenabled() == was_on and gc.get_freeze_count() == 0
 

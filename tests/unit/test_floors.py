@@ -32,7 +32,8 @@ ROOMS = [
     # The core ends here, and imports no tool.
     ["megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files", "megacore.tools.metrics_file"],
     ["megacore.tools.cli"],
-    ["megacore.tools.folder_lock", "megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
+    ["megacore.tools.folder_lock", "megacore.tools.garbage"],
+    ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
     ["megacore.tools.prepare.", "megacore.tools.interchange."],
     ["megacore.tools.diagnosis."],
     ["megacore.tools.relaunch."],

@@ -7,7 +7,7 @@ from unittest import mock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megacore.records import FIGURES
-from megacore.train.reporting import Reporter
+from megacore.train.metrics import Reporter
 from tests import training
 
 

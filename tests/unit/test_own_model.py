@@ -15,7 +15,7 @@ from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, unregister
 from megacore.pipeline.partition import stage_costs
 from megacore.train.compiling import can_compile
-from megacore.train.meters import Utilisation
+from megacore.train.metrics import Utilisation
 from tests import forks
 
 TINY = str(forks.ROOT / "configs/gpt_tiny.json")

@@ -38,7 +38,7 @@ from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import RankMemory, besides, rank_memory
 from megacore.tools.planner.parameters import parameters, rank_parameters, stage_parameters
 from megacore.tools.planner.traffic import rank_traffic
-from megacore.train.meters import PairsSeen
+from megacore.train.metrics import PairsSeen
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,7 +36,7 @@ from megacore.tools.monitoring.prometheus import DEVICES, OTHERS, PARTS, RANKS, 
 from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
 from megacore.train.inputs import Inputs
-from megacore.train.monitor import Report
+from megacore.train.logs import Report
 from megacore.train.trainer import Trainer
 from tests.commands import run_script
 from tests.pool import ROOT

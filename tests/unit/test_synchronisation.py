@@ -25,9 +25,8 @@ from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
 from megacore.model.batch import Microbatch
 from megacore.tools.monitoring.prometheus import Exporter
-from megacore.train.async_metrics import StepMetrics
-from megacore.train.garbage import Garbage
 from megacore.train.inputs import Inputs
+from megacore.train.metrics import StepMetrics
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests import training
@@ -112,8 +111,8 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     told = mock.patch.object(trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T)
     arrived = mock.patch.object(trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
     try:
-        with read, told, arrived, Garbage() as garbage, refusing():
-            trainer.loop(garbage)
+        with read, told, arrived, refusing():
+            trainer.loop()
         found = scrape(port)
     finally:
         trainer.loader.close()

@@ -1,1 +1,1 @@
-"""Shows a run's figures to others: TensorBoard, Weights & Biases, Prometheus. Each is a `train.monitor.Monitor`."""
+"""Shows a run's figures to others: TensorBoard, Weights & Biases, Prometheus, and a live line. Each is a `train.logs.Monitor`."""

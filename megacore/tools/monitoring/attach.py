@@ -4,10 +4,11 @@ import torch
 
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.monitoring.progress import ProgressLine, has_terminal
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.monitoring.wandb import Tracker, check_wandb
-from megacore.train.monitor import Monitor
+from megacore.train.logs import Monitor
 
 
 def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[Monitor]:
@@ -15,6 +16,7 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
     log, found = config.log, list[Monitor]()
     if place.rank == 0:
         check_wandb(config)
+        found += [ProgressLine()] if has_terminal() else []
         found += [Board()] if log.tensorboard else []
         found += [Tracker()] if log.wandb != "off" else []
     if log.prometheus_port is not None:

@@ -19,7 +19,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.monitoring.scrapes import ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
-from megacore.train.monitor import Monitor, Report
+from megacore.train.logs import Monitor, Report
 
 # What `train.reporting` logs, by its key in metrics.jsonl.
 RUN = {

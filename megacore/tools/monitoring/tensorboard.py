@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import Config
-from megacore.train.monitor import Monitor
+from megacore.train.logs import Monitor
 
 
 class Board(Monitor):

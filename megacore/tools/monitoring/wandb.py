@@ -21,7 +21,7 @@ from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.records import as_json
-from megacore.train.monitor import Monitor
+from megacore.train.logs import Monitor
 
 GRACE = 20.0  # seconds that a run which has ended waits for what wandb has not sent yet
 COMMAND = [sys.executable, "-m", "megacore.tools.monitoring.wandb"]

@@ -1,0 +1,262 @@
+"""A run's figures: measures steps, and brings what the device has computed to the host without a step that waits for it."""
+
+import platform
+import resource
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.config.devices import peak_flops
+from megacore.config.resolve_auto import why_whole
+from megacore.distributed.collectives import all_gather
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer, Observers
+from megacore.distributed.shard import shard_of
+from megacore.model.batch import Microbatch
+from megacore.model.flops import model_flops
+from megacore.pipeline.generators import GENERATORS, generated
+from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.train.checkpointing import Saving
+from megacore.train.logs import Monitor, Report
+
+LAG = 2  # steps after which a GPU's figures are read: by then they have long arrived
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Figures of a step, the same on every rank."""
+
+    step: int
+    loss: float  # the global batch's mean
+    stops: float  # ranks that were asked to stop
+    failures: float  # ranks on which the save under way has failed
+    grad_norm: float
+    skipped: float  # steps skipped so far
+    drifted: float  # tensor ranks on which parameters differ that all hold alike
+    losses: dict[str, float] = field(default_factory=dict)  # by name, if there are several
+
+
+class AsyncMetrics:
+    """Holds the figures of the last steps. Which of them are due does not depend on a rank's device, so all ranks take the same.
+
+    On a CPU a step's figures are due at once. On a GPU they are due `LAG` steps later, and the host is never further ahead.
+    """
+
+    def __init__(self, device: torch.device, observers: Observers | None = None, losses: Sequence[str] = ()) -> None:
+        """`losses`: the names of those that each step's figures bring one by one."""
+        self.observers, self.losses = Observers() if observers is None else observers, losses
+        self.lag = LAG if device.type == "cuda" else 0
+        self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self.pinned = [torch.empty(6 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
+
+    def post(self, step: int, figures: Tensor) -> None:
+        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, drifted, *losses]`, fp64 on the device, to the host."""
+        if not self.lag:
+            self.waiting.append((step, figures, None))
+            return
+        host, arrived = self.pinned[step % len(self.pinned)], torch.cuda.Event()
+        host.copy_(figures, non_blocking=True)
+        arrived.record()
+        self.waiting.append((step, host, arrived))
+
+    def take(self, *, all_of_them: bool = False) -> list[StepMetrics]:
+        """The figures that are due, in order. With `all_of_them` it waits for the device and takes the others too."""
+        due = []
+        while len(self.waiting) > (0 if all_of_them else self.lag):
+            step, figures, arrived = self.waiting.popleft()
+            if arrived is not None:
+                self.wait(arrived)
+            numbers = figures.tolist()
+            losses = dict(zip(self.losses, numbers[6:], strict=True))
+            due.append(replace(StepMetrics(step, *numbers[:6]), losses=losses))
+        return due
+
+    def wait(self, arrived: torch.cuda.Event) -> None:
+        """Waits until the device has sent a step's figures. A host that is late does not wait here."""
+        self.observers.tell(Observer.host_wait_begins, "device")
+        arrived.synchronize()
+        self.observers.tell(Observer.host_wait_ends, "device")
+
+
+class StepTimer:
+    """Measures the mean seconds of a step since the last reading, without validation and saving."""
+
+    def __init__(self) -> None:
+        self.steps, self.started, self.excluded = 0, time.perf_counter(), 0.0
+
+    def now(self, device: torch.device) -> float:
+        """The time once the device has done its work. A checkpoint may still be on its way to the host."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """A context that is not counted, because it is not part of a training step."""
+        started = self.now(device)
+        yield
+        self.excluded += self.now(device) - started
+
+    def read(self) -> float:
+        """Returns the mean seconds of a step and starts anew. Call it after waiting for the device."""
+        now = time.perf_counter()
+        mean = (now - self.started - self.excluded) / max(1, self.steps)
+        self.steps, self.started, self.excluded = 0, now, 0.0
+        return mean
+
+
+class Utilisation:
+    """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
+
+    None if the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
+    attention over all pairs of positions, as is usual, or of positions in one document. `causal` counts the half that a causal model needs.
+    Both are None where a model of the user's own cannot be counted so.
+    """
+
+    def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        listed = peak_flops(name, config.train.precision)
+        self.config, self.available = config, peak or (None if listed is None else listed * world_size)
+
+    def full(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
+        """The usual MFU, as a fraction. `pairs`: the part of all pairs that attention needs (`PairsSeen`)."""
+        return self.of(self._model_flops(tokens_per_second, False, pairs))
+
+    def causal(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
+        """MFU with causal attention counted as half."""
+        return self.of(self._model_flops(tokens_per_second, True, pairs))
+
+    def of(self, flops_per_second: float | None) -> float | None:
+        """Some operations a second, as a fraction of the peak."""
+        return None if self.available is None or flops_per_second is None else flops_per_second / self.available
+
+    def _model_flops(self, tokens_per_second: float, causal: bool, pairs: float) -> float | None:
+        """The model's operations a second; None if they are not known, or nobody needs them."""
+        flops = None if self.available is None else model_flops(self.config, causal, pairs)
+        return None if flops is None else flops * tokens_per_second
+
+
+class PairsSeen:
+    """Counts which part of all pairs of a sample's tokens lie in one document, in the steps since the last reading.
+
+    It asks the documents' bounds, which the host knows. Without `data.document_mask` it is 1.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.all = 0, 0
+
+    def add(self, batch: list[Microbatch]) -> None:
+        """Counts a step's samples on this data rank."""
+        for bounds in (own for microbatch in batch for own in microbatch.documents or ()):
+            self.seen += int(np.square(np.diff(bounds)).sum())
+            self.all += bounds[-1] ** 2
+
+    def read(self) -> float:
+        """Returns the part and starts anew."""
+        part = self.seen / self.all if self.all else 1.0
+        self.seen, self.all = 0, 0
+        return part
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak of memory in bytes: of PyTorch's allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+def reserved_memory(device: torch.device) -> int:
+    """The peak of what PyTorch's allocator took from a GPU, in bytes: `peak_memory`, and blocks between that nothing fitted into. A GPU is
+    full by this number. On a CPU there is no such difference."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
+
+
+class Reporter:
+    """Measures steps, and gathers what all ranks have measured."""
+
+    def __init__(self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor] = ()) -> None:
+        self.config, self.mesh, self.saving, self.monitors = config, mesh, saving, monitors
+        self.pairs = PairsSeen()
+        self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
+
+    def start(self) -> None:
+        """Begins to measure."""
+        self.timer = StepTimer()
+
+    def count(self, batch: list[Microbatch]) -> None:
+        """Counts a step that was just begun with this batch."""
+        self.timer.steps += 1
+        self.pairs.add(batch)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """A context whose time is no part of a step."""
+        return self.timer.aside(self.mesh.device)
+
+    def report(self, step: int, metrics: StepMetrics, lr: float, saved_step: int) -> tuple[Report, dict[int, float]]:
+        """The report of a step that the device has done, and the stragglers: by rank, seconds of their own work. Collective."""
+        steps = self.timer.steps
+        seconds = self.timer.read()
+        waits = self.mesh.observers.waits()
+        own, worked = seconds - waits.for_ranks / steps, waits.device_worked / steps
+        parts = {part: value for monitor in self.monitors for part, value in monitor.parts(worked or own, waits, steps).items()}
+        memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
+        of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts.values()])
+        seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
+        tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
+        speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
+        stragglers = self.mesh.observers.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
+        figures: dict[str, Any] = {
+            "step": step,
+            "loss": metrics.loss,
+            **metrics.losses,
+            "grad_norm": metrics.grad_norm,
+            "lr": lr,
+            "tokens": step * tokens_a_step,
+            "tokens_per_second": speed,
+            "step_seconds": seconds,
+            "mfu": self.utilisation.full(speed, pairs),
+            "mfu_causal": self.utilisation.causal(speed, pairs),
+            "save_seconds": save_seconds,
+            "memory_bytes": int(used),
+            "memory_reserved_bytes": int(reserved),
+            "skipped": int(metrics.skipped),
+        }
+        by_rank = {
+            "rank_busy_seconds": of_all[1].tolist(),
+            "rank_waiting_seconds": (of_all[0] - of_all[1]).tolist(),
+            "rank_memory_bytes": of_all[4].tolist(),
+            "rank_memory_reserved_bytes": of_all[5].tolist(),
+            "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
+        }
+        by_part = dict(zip(parts, of_all[7:].tolist(), strict=True))
+        return Report(figures, by_rank, by_part, saved_step, self.saving.took), stragglers
+
+    def told_by_all(self, own: list[float]) -> torch.Tensor:
+        """Every rank's numbers, fp64 ``[number, rank]`` on the host. Collective; nothing else of a report waits for the device."""
+        return all_gather(torch.tensor([own], dtype=torch.float64, device=self.mesh.device), self.mesh.world).cpu().T
+
+
+def opening(config: Config, mesh: Mesh, stages: Sequence[torch.nn.Module]) -> list[str]:
+    """What is about to run, in a few lines."""
+    train, schedule = config.train, config.parallel.schedule
+    lines = [
+        f"mesh: {mesh.describe()}",
+        f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
+        f" × microbatches {config.num_microbatches} × data {mesh.sample_group.size}",
+    ]
+    if schedule in GENERATORS and generated(schedule, 1, 1).splits and (why := why_whole(config)):
+        lines.append(f"{schedule} runs with whole backwards, which {why}")
+    held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
+    layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
+    own = {parameter for stage in stages for parameter in stage.parameters()}
+    parameters = sum(prod(shard_of(parameter).local_shape) for parameter in own)  # an engine may hold some elsewhere
+    return [*lines, f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}"]
