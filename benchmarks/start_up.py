@@ -30,8 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import machine
 from megacore.checkpoint import Reader, write
-from megacore.checkpoint.commit import commit, partial_of
-from megacore.checkpoint.entries import DTYPE_CODES, File
+from megacore.checkpoint.folder import commit, partial_of
+from megacore.checkpoint.format import DTYPE_CODES, File
 from megacore.checkpoint.write import Layout, index_file, places_of, write_rank
 from megacore.config import Config, load
 from megacore.distributed.mesh import Mesh

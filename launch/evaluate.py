@@ -128,12 +128,13 @@ def run(argv: list[str], place: RankInfo) -> int:
     import torch
 
     from megacore import checkpoint
-    from megacore.checkpoint.weights import check_weights, load_weights, sections_to_run
+    from megacore.checkpoint.weights import check_weights
     from megacore.data.samples import EvalSamples
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
+    from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.train.evaluation import check_measurable, evaluate
 

@@ -125,12 +125,13 @@ def run(argv: list[str], place: RankInfo) -> int:
     args = parse(argv)
 
     from megacore import checkpoint
-    from megacore.checkpoint.weights import check_weights, load_weights, sections_to_run
+    from megacore.checkpoint.weights import check_weights
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.model.decoding import Decoder, share_tokens
     from megacore.model.sampling import Sampler
+    from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.text.stream import TextStream
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.right import MILLISECOND, config_of
 from benchmarks.gpu.running import Rows
 from benchmarks.training import RandomStream, Training, join
-from megacore.checkpoint.staging import Staging
+from megacore.checkpoint.saver import Staging
 from megacore.config import Config
 from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.rank_info import RankInfo

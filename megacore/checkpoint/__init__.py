@@ -10,9 +10,7 @@ A tensor has a name and a global shape, never a rank: a reader asks for the slic
 and gets it from whichever files overlap it. JSON and safetensors only; nothing that is loaded can run code.
 """
 
-from megacore.checkpoint.commit import save_stream
-from megacore.checkpoint.find import checkpoints_in, fault_of, locate, newest_whole, warn_of_damage
-from megacore.checkpoint.ranks import Ranks
+from megacore.checkpoint.folder import checkpoints_in, fault_of, locate, newest_whole, warn_of_damage
 from megacore.checkpoint.read import Reader
-from megacore.checkpoint.saver import Saved, Saver
-from megacore.checkpoint.write import Layout, LocalTensor, pack, write_safetensors
+from megacore.checkpoint.saver import Ranks, Saved, Saver
+from megacore.checkpoint.write import Layout, LocalTensor, write_safetensors

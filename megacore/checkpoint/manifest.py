@@ -20,10 +20,8 @@ from pydantic import ValidationError
 
 from megacore.checkpoint.digest import digest_text, identity_word
 from megacore.checkpoint.disk import plain_size
-from megacore.checkpoint.entries import DTYPES, File, Logical, Text
-from megacore.checkpoint.legacy_formats import EarlierText
-from megacore.checkpoint.slices import Numbers, Slice, Slices
-from megacore.checkpoint.tiling import overlapping, tiled
+from megacore.checkpoint.format import DTYPES, EarlierText, File, Logical, Text
+from megacore.checkpoint.slices import Numbers, Slice, Slices, overlapping, tiled
 from megacore.distributed.shard import TensorSlice, piece_name
 from megacore.errors import CheckpointError
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from megacore.checkpoint.digest import MODULUS, content_digest
 from megacore.checkpoint.disk import file_digest
-from megacore.checkpoint.entries import DTYPE_CODES, DTYPES
+from megacore.checkpoint.format import DTYPE_CODES, DTYPES
 from megacore.checkpoint.manifest import EARLIER, Manifest, parsed, read_manifest
-from megacore.checkpoint.slices import Numbers, Slice
-from megacore.checkpoint.tiling import blocks
+from megacore.checkpoint.slices import Numbers, Slice, blocks
 from megacore.config.source import COPY
 from megacore.distributed.shard import Shard, TensorSlice, overlap, relative
 from megacore.errors import CheckpointError

@@ -8,22 +8,133 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megacore.checkpoint.commit import clear_leftovers, commit, folder_of, partial_of, prune, wait_for_indexes
 from megacore.checkpoint.disk import FULL, free_bytes, remove, size_text
-from megacore.checkpoint.ranks import Ranks
-from megacore.checkpoint.staging import Staging
+from megacore.checkpoint.folder import clear_leftovers, commit, folder_of, partial_of, prune, wait_for_indexes
 from megacore.checkpoint.write import LocalTensor, bytes_of, places_of, write_rank
+from megacore.distributed.collectives import all_reduce, broadcast, broadcast_text
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rendezvous import use_device
 from megacore.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+TEXT_BYTES = 1 << 14
+
+
+class Ranks:
+    """What the ranks of a mesh, which save or read a checkpoint together, tell one another. Every method is collective, and only the main
+    thread calls it: collectives of two threads would mix. Any other object with its methods, `rank` and `world` will do."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.rank, self.world = mesh, mesh.place.rank, mesh.place.world_size
+
+    def first(self, text: str) -> str:
+        """On every rank, the text of the lowest rank that has one; "" if all are empty.
+
+        It takes one small reduction, and a broadcast where there is a text.
+        """
+        speaker = torch.tensor(self.rank if text else self.world, device=self.mesh.device)
+        source = int(all_reduce(speaker, self.mesh.world, dist.ReduceOp.MIN))
+        if source == self.world:
+            return ""
+        fits = text.encode(errors="backslashreplace")[:TEXT_BYTES].decode(errors="ignore")
+        return broadcast_text(fits, self.mesh.world, self.mesh.device, TEXT_BYTES, source)
+
+    def total(self, number: int) -> int:
+        """The sum of the ranks' numbers."""
+        return int(all_reduce(torch.tensor(number, device=self.mesh.device), self.mesh.world))
+
+    def share(self, content: bytes) -> bytes:
+        """Rank 0's `content` on every rank, of any size. It takes two broadcasts, of the size and of the bytes."""
+        size = int(broadcast(torch.tensor(len(content), device=self.mesh.device), self.mesh.world))
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
+        return broadcast(buffer.to(self.mesh.device), self.mesh.world).cpu().numpy().tobytes()
+
+
+class Staging:
+    """Copies tensors into one buffer of host memory, where they wait to be written while training goes on. The first save makes it, and
+    later saves use it again.
+
+    Copying runs beside the next forward and backward; only the next update of the tensors must wait (`hold_update`). On a GPU the
+    buffer is pinned and a stream of its own copies. On a CPU the thread that calls `wait` copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.sources: Sequence[Tensor] = ()  # kept until they are copied: some engines hand out copies
+        self.copies: list[Tensor] = []
+        self.made = threading.Event()  # set when the host has made the copies
+        self.made.set()
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns tensors in host memory that hold the copies once `wait` returns. They overwrite the copies before. Give the widest
+        dtype first, so that every tensor is aligned."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if self.buffer.nbytes < nbytes:
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+            if self.device.type == "cuda":
+                pin(self.buffer)
+        self.copies, start = [], 0
+        for tensor in tensors:
+            part = self.buffer[start : start + tensor.nbytes]
+            self.copies.append(part.view(tensor.dtype).view(tensor.shape))
+            start += tensor.nbytes
+        self.sources = tensors
+        if self.stream is None:
+            self.made.clear()
+            return self.copies
+        assert self.copied is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            self._copy()
+            self.copied.record()
+        return self.copies
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for copy, tensor in zip(self.copies, self.sources, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+
+    def hold_update(self) -> None:
+        """Call it before anything writes into the tensors. On a GPU the device waits until the copies are made, and the host does not;
+        on a CPU the host waits."""
+        if self.copied is None:
+            self.made.wait()
+        elif self.sources:
+            torch.cuda.current_stream(self.device).wait_event(self.copied)
+
+    def wait(self) -> None:
+        """Returns when the copies are made. Call it once after every `copy`, from any thread."""
+        try:
+            if self.copied is None:
+                self._copy()
+            else:
+                use_device(self.device)  # a thread that has not said so opens the first that it sees
+                self.copied.synchronize()
+        finally:
+            self.sources = ()
+            self.made.set()
+
+
+def pin(buffer: Tensor) -> None:
+    """Page-locks memory where it is. PyTorch rounds its own pinned tensors up to a power of two, which wastes up to half."""
+    cuda = torch.cuda.cudart()
+    portable = 1
+    torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, portable))
+    weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr())
 
 
 @dataclass(frozen=True)

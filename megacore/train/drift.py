@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Ranks
+from megacore.checkpoint.digest import BITS
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
@@ -20,7 +21,6 @@ from megacore.model.stage import Stage
 EVERY = 50
 MODULUS = 2**32 - 5  # a prime; sums of a million ranks' numbers below it are exact in fp64
 PIECE = 2**24  # numbers whose bits are widened at a time: a table of learned positions may be large, and the device full
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Drifted(RuntimeError):

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megacore import checkpoint
-from megacore.checkpoint.entries import RunState
+from megacore.checkpoint.format import RunState
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
 from megacore.config.optim_groups import KEY, ParameterGroups

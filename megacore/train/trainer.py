@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.commit import set_aside
+from megacore.checkpoint.folder import set_aside
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.schema import resolved

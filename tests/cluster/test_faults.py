@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.find import locate
+from megacore.checkpoint.folder import locate
 from megacore.checkpoint.read import Reader
 from megacore.tools.relaunch.hosts import read_hostfile
 from megacore.tools.verify.checkpoint_diff import compare

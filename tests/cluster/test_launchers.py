@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.find import locate
+from megacore.checkpoint.folder import locate
 from megacore.checkpoint.read import Reader
 from megacore.tools.verify.checkpoint_diff import compare
 from tests.cluster.hosts import Hosts, missing

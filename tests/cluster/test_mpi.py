@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.checkpoint.find import locate
+from megacore.checkpoint.folder import locate
 from megacore.checkpoint.read import Reader
 from megacore.tools.verify.checkpoint_diff import compare
 from megacore.tools.verify.tolerances import BF16_FACTOR, BF16_ULP

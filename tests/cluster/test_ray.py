@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.find import locate
+from megacore.checkpoint.folder import locate
 from megacore.checkpoint.read import Reader
 from megacore.distributed.processes import descendants
 from megacore.tools.verify.checkpoint_diff import compare

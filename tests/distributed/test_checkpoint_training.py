@@ -19,7 +19,7 @@ import pytest
 from megacore import checkpoint
 from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.manifest import sealed
-from megacore.checkpoint.staging import Staging
+from megacore.checkpoint.saver import Staging
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.rank_info import place_from_environment
@@ -64,11 +64,11 @@ def warned_rank(config_path: str, overrides: list[str], log_dir: str) -> str:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megacore.checkpoint.find").addHandler(handler)
+    logging.getLogger("megacore.checkpoint.folder").addHandler(handler)
     try:
         assert training.run_rank(config_path, overrides, log_dir) == 0
     finally:
-        logging.getLogger("megacore.checkpoint.find").removeHandler(handler)
+        logging.getLogger("megacore.checkpoint.folder").removeHandler(handler)
     return "\n".join(lines)
 
 

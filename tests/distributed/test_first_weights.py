@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Reader
-from megacore.checkpoint.find import locate
-from megacore.checkpoint.weights import load_weights
+from megacore.checkpoint.folder import locate
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
@@ -22,6 +21,7 @@ from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
 from megacore.model.stage import whole_model
 from megacore.rng import RUN
+from megacore.tools.checkpoint_weights import load_weights
 from megacore.train.step import TrainStep
 from tests import training
 from tests.memory import Allocated

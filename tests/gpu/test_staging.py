@@ -26,7 +26,7 @@ def test_what_is_saved_is_what_was_there_before_the_update(tmp_path):
 
 
 def test_staging_memory_is_pinned_and_the_host_does_not_wait():
-    from megacore.checkpoint.staging import Staging
+    from megacore.checkpoint.saver import Staging
 
     device = torch.device("cuda")
     staging, tensor = Staging(device), torch.randn(2**28, device=device)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.checkpoint import tiling
+from megacore.checkpoint import slices as tiling
 from megacore.checkpoint.digest import content_digest, digest_text, identity_word
-from megacore.checkpoint.tiling import tiled
+from megacore.checkpoint.slices import tiled
 
 
 def test_content_digests_add_up_however_a_tensor_is_cut() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
-from megacore.checkpoint.commit import save_stream, set_aside
+from megacore.checkpoint.folder import set_aside
 from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.config import Config
 from megacore.config.load import resolve
@@ -29,6 +29,7 @@ from megacore.config.schema import ModelConfig
 from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
 from megacore.model.stage import whole_model
+from megacore.tools.interchange.stream import save_stream
 from tests import crashes
 from tests.checkpoints import Alone, find_latest, save
 from tests.manifests import edit_manifest, edit_text

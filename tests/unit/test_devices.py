@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.checkpoint.staging import Staging
+from megacore.checkpoint.saver import Staging
 from megacore.config import Config, load
 from megacore.distributed import communicator as wire_module
 from megacore.distributed import mesh as mesh_module

@@ -31,7 +31,7 @@ ROOMS = [
     ["megacore.train."],
     # The core ends here, and imports no tool.
     ["megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files", "megacore.tools.metrics_file"],
-    ["megacore.tools.cli", "megacore.tools.folder_lock", "megacore.tools.garbage"],
+    ["megacore.tools.cli", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock", "megacore.tools.garbage"],
     ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
     ["megacore.tools.prepare.", "megacore.tools.interchange."],
     ["megacore.tools.diagnosis."],

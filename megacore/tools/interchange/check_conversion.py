@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Reader
-from megacore.checkpoint.weights import load_weights
 from megacore.config import Config
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.layers import DTYPES
 from megacore.model.stage import whole_model
+from megacore.tools.checkpoint_weights import load_weights
 from megacore.tools.planner.parameters import parameters
 
 ROWS, LONGEST = 2, 64  # random tokens that both models read

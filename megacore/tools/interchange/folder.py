@@ -15,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megacore.checkpoint import Layout, pack, write_safetensors
-from megacore.checkpoint.entries import DTYPE_CODES
+from megacore.checkpoint import Layout, write_safetensors
+from megacore.checkpoint.format import DTYPE_CODES
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import read_text
+from megacore.tools.interchange.stream import pack
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FLOATS = {DTYPE_CODES[dtype] for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint import Layout, Reader, save_stream
+from megacore.checkpoint import Layout, Reader
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.config.load import parse_override, resolve, set_value
@@ -22,6 +22,7 @@ from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.tools.interchange.mapped import Mapped, stored_name
 from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
+from megacore.tools.interchange.stream import save_stream
 
 FILE_BYTES = 4 << 30
 LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override

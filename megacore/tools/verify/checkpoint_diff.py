@@ -9,7 +9,7 @@ import torch
 from megacore.checkpoint.digest import BITS
 from megacore.checkpoint.manifest import NAMELESS
 from megacore.checkpoint.read import BLOCK_ELEMENTS, Reader
-from megacore.checkpoint.tiling import blocks
+from megacore.checkpoint.slices import blocks
 from megacore.distributed.shard import TensorSlice
 
 
