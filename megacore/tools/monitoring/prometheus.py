@@ -21,7 +21,7 @@ from megacore.tools.monitoring.scrapes import ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
 from megacore.train.logs import Monitor, Report
 
-# What `train.reporting` logs, by its key in metrics.jsonl.
+# What `train.metrics` logs, by its key in metrics.jsonl.
 RUN = {
     "step": "Last logged step.",
     "loss": "Loss of the global batch of that step, nats a token.",
