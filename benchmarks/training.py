@@ -22,6 +22,7 @@ from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
 from megacore.tensor_parallel.gradient import WeightGradPart
+from megacore.tools.crowd import share_cores
 from megacore.train.compiling import settled
 from megacore.train.loader import Loader, SampleSource
 from megacore.train.step import StepResult, TrainStep
@@ -75,6 +76,7 @@ class Training:
         self.engine = self.train_step.engine
         self.batch = random_batch(config, mesh.device, mesh.sample_group.rank, mesh.cp)
         self.loader = None if stream is None else Loader(config, mesh, stream)
+        self.sharing = share_cores(config, mesh.place.world_size, mesh.device)
         self.steps = 0
         self.figures: StepResult | None = None
         self.before_update: Callable[[], None] = lambda: None
@@ -99,6 +101,8 @@ class Training:
     def work(self) -> None:
         """A step, without waiting for the device."""
         self.steps += 1
+        for fitting in self.sharing:
+            fitting.fit()
         self.figures = self.train_step(self.steps, self.batch_of(self.steps), lambda: (0.0, 0.0), self.before_update)
         self.engine.settle()  # in a run, under the next forward pass: here it may not hide between two turns
 

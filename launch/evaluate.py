@@ -135,6 +135,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.train.evaluation import check_measurable, evaluate
 
@@ -149,6 +150,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         sizes = text_sizes(config, samples)
         device = pick_device(config, place)
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
+        share_cores(config, place.world_size, device)
         stages = build_stages(config, mesh)
         load_weights(reader, stages)
         token_bytes = None if sizes is None else torch.tensor(sizes, device=device)

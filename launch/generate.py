@@ -132,6 +132,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.model.decoding import Decoder, share_tokens
     from megacore.model.sampling import Sampler
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.text.stream import TextStream
 
@@ -162,6 +163,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
     status = 0
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
+        share_cores(config, place.world_size, device)
         tokens = share_tokens(tokens, mesh)
         stages = [stage.eval() for stage in build_stages(for_length(config, len(tokens) + args.tokens), mesh)]
         load_weights(reader, stages)

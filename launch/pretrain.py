@@ -70,6 +70,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
+    from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
     from megacore.tools.garbage import Garbage
@@ -89,10 +90,10 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage:
-        mesh.observers.append(garbage)
         if place.rank == 0:
             StandardStream.go_on = "training"
         trainer = Trainer(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
+        mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
         if on_saved is not None:
             trainer.saving.on_saved = on_saved
         return trainer.run(stop)

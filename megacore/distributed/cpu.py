@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.resolve_auto import compiles
-from megacore.distributed.crowd import TASKS, FittingThreads, available_cores, spin_while_cores_are_free
+from megacore.distributed.processes import available_cores
 
 EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 inputs would give about 3e-3
 
@@ -18,8 +17,6 @@ EXACT = 2e-6  # largest relative error of an fp32 product of length 512; bf16 in
 def set_up_cpu(config: Config, local_world_size: int) -> None:
     """Sets up this process to compute as one of the machine's ranks."""
     divide_cores(local_world_size)
-    if torch.get_num_threads() > 1:
-        spin_while_cores_are_free()
     if config.cpu.onednn:
         multiply_with_onednn()
     if config.cpu.keep_memory:
@@ -53,14 +50,6 @@ def divide_cores(local_world_size: int) -> None:
 def own_cores(local_world_size: int) -> int:
     """A rank's share of the machine's cores, at least 1."""
     return max(1, available_cores() // local_world_size)
-
-
-def fitting_threads(config: Config, world_size: int) -> FittingThreads | None:
-    """What fits this process's number of threads to the machine's load, where nothing speaks against it: the user has set the number;
-    sums must come in one order, among all ranks or in every start of a run; or code was compiled for a number."""
-    fixed = "OMP_NUM_THREADS" in os.environ or world_size > 1 or config.train.deterministic or compiles(config)
-    most = torch.get_num_threads()
-    return None if fixed or most == 1 or not TASKS.is_dir() else FittingThreads(most, torch.set_num_threads)
 
 
 def keep_freed_memory() -> None:

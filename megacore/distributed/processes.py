@@ -1,8 +1,8 @@
-"""Asks the kernel about other processes of this machine (Linux)."""
+"""Asks the kernel about processes of this machine, and about the cores that this one may use (Linux)."""
 
 import os
-import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from math import floor
 from pathlib import Path
 
 ENDED, STOPPED = ("gone", "Z", "X"), ("T", "t")  # states: ended, though its parent may not have noticed; stopped by a signal, or traced
@@ -27,24 +27,31 @@ def process_state(pid: int) -> str:
         return "gone"
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below a process (Linux). Launchers give ranks sessions of their own, so sessions do not show it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat_fields(stat.parent.name)[1])
-        except OSError:
-            continue  # it has ended meanwhile
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found[1:]
+def available_cores(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores that this process may use, at least 1: its affinity's, or as many as its control groups' quotas pay for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
+    return max(1, floor(min([cores, *quotas(groups, mount)])))
 
 
-def machine() -> str:
-    """A name for this machine that no other has: two may have one host name, and containers share a boot."""
-    names = [socket.gethostname()]
-    with suppress(OSError):  # not Linux
-        names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
-    return "/".join(names)
+def quotas(groups: Path, mount: Path) -> list[float]:
+    """The cores that each control group above this process is allowed, where any is limited (Linux; containers are such groups)."""
+    found = []
+    for folder, first_version in control_groups("cpu", groups, mount):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if first_version else ("cpu.max",)
+        if all((folder / name).is_file() for name in names):
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            found += [int(quota) / int(period)] if quota not in ("max", "-1") else []
+    return found
+
+
+def control_groups(controller: str, groups: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
+    """The folder of each control group above this process that may limit what `controller` counts, and whether it is one of version 1."""
+    for line in groups.read_text().splitlines() if groups.is_file() else []:
+        _, controllers, own = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = mount / controllers  # of version 1; version 2 has one tree and names no controllers
+        for folder in [base / own.lstrip("/"), *(base / own.lstrip("/")).parents]:
+            yield folder, bool(controllers)
+            if folder == mount:
+                break

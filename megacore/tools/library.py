@@ -28,23 +28,28 @@ def one_process(config: Config) -> "Mesh":
     from megacore.distributed.determinism import compute_deterministically
     from megacore.distributed.mesh import Mesh, pick_device, set_up_device
     from megacore.distributed.rank_info import RankInfo
+    from megacore.tools.crowd import share_cores
 
     place = RankInfo()
     device = pick_device(config, place)
     set_up_device(config, place, device)
     if config.train.deterministic:
         compute_deterministically()
-    return Mesh(config, place, device)
+    mesh = Mesh(config, place, device)
+    mesh.observers += share_cores(config, place.world_size, device)
+    return mesh
 
 
 def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tuple[int, list[Microbatch]]]":
     """The steps of a run from `first_step` to `train.steps`, each with this rank's microbatches of `data.train`."""
     from megacore.data.samples import training_stream
+    from megacore.distributed.observer import Observer
     from megacore.train.loader import Loader
 
     loader = Loader(config, mesh, training_stream(config, scan=True))
     try:
         for step in range(first_step, config.train.steps + 1):
+            mesh.observers.tell(Observer.step_begins, step, True)
             yield step, loader.step(step)
     finally:
         loader.close()

@@ -135,9 +135,7 @@ class Small:
         parallel, engine = config.parallel.model_copy(update=alone), config.engine.model_copy(update={"shard_optimizer": False})
         data = config.data.model_copy(update={"document_mask": False, "packing": "none", "train": None})
         small = config.model_copy(update={"model": model, "train": train, "parallel": parallel, "engine": engine, "data": data})
-        step = TrainStep(small, Mesh(small, RankInfo(), self.device))
-        step.threads = None  # all are measured with the same number
-        return step
+        return TrainStep(small, Mesh(small, RankInfo(), self.device))
 
     def timed(self, step: TrainStep) -> float:
         """Seconds of one step."""

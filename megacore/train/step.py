@@ -12,7 +12,7 @@ from megacore.config import Config
 from megacore.config.resolve_auto import masks_targets
 from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.cpu import fitting_threads, own_cores
+from megacore.distributed.cpu import own_cores
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, shard_of
 from megacore.engine.choose import build_engine, build_stages
@@ -56,7 +56,6 @@ class TrainStep:
         self.plan = plan_of(config)
         self.masks_targets = masks_targets(config)
         self.drift = Drift(self.stages, mesh)
-        self.threads = fitting_threads(config, mesh.place.world_size) if mesh.device.type == "cpu" else None
         if draw:
             self.draw()
 
@@ -95,8 +94,6 @@ class TrainStep:
 
         Returns this rank's part of each loss of the global batch, fp64 on the device. The sum over all ranks is the loss.
         """
-        if self.threads is not None:
-            self.threads.fit()
         weights = self.weights(batch)
         self.mesh.observers.phase("forward and backward")
         sums = self.runtime.run(self.plan, batch, weights)

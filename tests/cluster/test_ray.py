@@ -16,7 +16,7 @@ import pytest
 
 from megacore.checkpoint.folder import locate
 from megacore.checkpoint.read import Reader
-from megacore.distributed.processes import descendants
+from megacore.tools.processes import descendants
 from megacore.tools.verify.checkpoint_diff import compare
 from tests.pool import ROOT
 from tests.training import metrics, write_config, write_corpus

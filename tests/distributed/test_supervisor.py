@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from megacore.distributed.processes import ENDED, descendants, process_state
+from megacore.distributed.processes import ENDED, process_state
+from megacore.tools.processes import descendants
 from megacore.tools.relaunch.hosts import Fleet
 from megacore.tools.relaunch.supervisor import Supervisor, environment
 from megacore.train.stopping import STOP

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megacore.config.load import resolve
-from megacore.distributed import cpu, crowd
-from megacore.distributed.crowd import FittingThreads, available_cores, hold_team
+from megacore.distributed.processes import available_cores
+from megacore.tools import crowd
+from megacore.tools.crowd import FittingThreads, hold_team
 
 
 class Machine:
@@ -145,10 +146,10 @@ def test_who_fits_threads(monkeypatch: pytest.MonkeyPatch, settings: dict[str, b
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "TASKS", Path("/"))
+    monkeypatch.setattr(crowd, "TASKS", Path("/"))
     monkeypatch.setattr(crowd, "run_and_waited", lambda tasks: {})
     config = resolve({"train": settings}, [], "x", world).config
-    assert (cpu.fitting_threads(config, world) is not None) == fits
+    assert (crowd.fitting_threads(config, world) is not None) == fits
 
 
 def available(folder: Path, groups: str, files: dict[str, str]) -> int:
@@ -229,7 +230,7 @@ def test_no_team_is_held_where_threads_run_out(tmp_path: Path, monkeypatch: pyte
 SPINNING = """
 import sys, threading, time
 import torch
-from megacore.distributed.crowd import hold_team
+from megacore.tools.crowd import hold_team
 
 def spin():  # threads that do still work for milliseconds when an operation is done
     torch.ones(1 << 20).add_(1)
@@ -279,10 +280,9 @@ def test_a_user_who_says_how_threads_wait_is_heard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(crowd, "TASKS", Path("/"))
     started = list[bool]()
     monkeypatch.setattr(crowd, "watch", lambda books, short: started.append(short))
-    monkeypatch.setattr(cpu, "spin_while_cores_are_free", again := cache(crowd.spin_while_cores_are_free.__wrapped__))
+    monkeypatch.setattr(crowd, "spin_while_cores_are_free", again := cache(crowd.spin_while_cores_are_free.__wrapped__))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "divide_cores", lambda world: None)
-    config = resolve({"cpu": {"onednn": False, "keep_memory": False, "widen": False}}, [], "x", 1).config
+    config = resolve({"train": {"deterministic": True}}, [], "x", 1).config
     for _ in range(2):
-        cpu.set_up_cpu(config, 1)
+        assert crowd.share_cores(config, 1, torch.device("cpu")) == []
     assert started == [False] * watched and again.cache_info().currsize == 1

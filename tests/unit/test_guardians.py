@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from launch.ray_train import figures
-from megacore.distributed.processes import descendants, stat_fields
+from megacore.distributed.processes import stat_fields
 from megacore.errors import ConfigError
 from megacore.records import LINE_BYTES, recorded
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.processes import descendants
 from megacore.tools.relaunch import supervisor
 from megacore.tools.relaunch.supervisor import Supervisor
 from megacore.train.logs import open_metrics

@@ -14,13 +14,13 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from megacore.distributed.processes import machine
 from megacore.distributed.rank_info import RankInfo
 from megacore.files import ROOT
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis.beats import TOKEN_BYTES, same_user
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.error_report import record
+from megacore.tools.processes import machine
 
 LOOK_SECONDS = 0.5
 FOUND_SECONDS = 120.0  # for the other ranks of this host, and for rank 0, to come

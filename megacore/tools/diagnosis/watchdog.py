@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from megacore.distributed.init import START_UP
-from megacore.distributed.processes import ENDED, STOPPED, machine, process_state
+from megacore.distributed.processes import ENDED, STOPPED, process_state
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import use_device
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder, line_of
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess, Snapshot, judge, operation_text
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.error_report import record
+from megacore.tools.processes import machine
 
 ANSWER_SECONDS = 3.0  # for a rank to publish its record
 LINGER_SECONDS = 1.0  # after a verdict: the process that holds the store ends last

@@ -19,11 +19,12 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from megacore.distributed.processes import ENDED, descendants, process_state
+from megacore.distributed.processes import ENDED, process_state
 from megacore.errors import ConfigError
 from megacore.files import open_plain, read_plain
 from megacore.records import Record, complaint, recorded
 from megacore.tools.diagnosis.heartbeat import LOST
+from megacore.tools.processes import descendants
 from megacore.tools.relaunch.child_watch import ChildWatch
 from megacore.tools.relaunch.hosts import Fleet
 from megacore.train.stopping import STOP, requests

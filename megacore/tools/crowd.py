@@ -12,11 +12,18 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from math import floor
 from pathlib import Path
+
+import torch
+
+from megacore.config import Config
+from megacore.config.resolve_auto import compiles
+from megacore.distributed.observer import Observer
+from megacore.distributed.processes import control_groups
 
 SPIN_COUNT = "GOMP_SPINCOUNT"  # of GCC's OpenMP, which PyTorch's wheels for Linux bring along; it reads it when it is loaded
 OPENMPS_OWN = {SPIN_COUNT: "300000"}  # what a process has without the variable: some milliseconds
@@ -25,6 +32,25 @@ EVERY = 1.0  # seconds between two looks at how many there are to be
 GRANTED = 0.8  # of the time that its threads could run, from which a process has all of its cores: some program always runs for a moment
 ENOUGH = 0.05  # seconds that threads could run, from which that part says something
 TASKS = Path("/proc/self/task")
+
+
+def share_cores(config: Config, world_size: int, device: torch.device) -> list["FittingThreads"]:
+    """Lets this process, whose device is set up, share its machine's cores with other programs. Whoever starts a run calls it, and attaches
+    the observers that it returns."""
+    if device.type != "cpu":
+        return []
+    if torch.get_num_threads() > 1:
+        spin_while_cores_are_free()
+    fitting = fitting_threads(config, world_size)
+    return [] if fitting is None else [fitting]
+
+
+def fitting_threads(config: Config, world_size: int) -> "FittingThreads | None":
+    """What fits this process's number of threads to the machine's load, where nothing speaks against it: the user has set the number;
+    sums must come in one order, among all ranks or in every start of a run; or code was compiled for a number."""
+    fixed = "OMP_NUM_THREADS" in os.environ or world_size > 1 or config.train.deterministic or compiles(config)
+    most = torch.get_num_threads()
+    return None if fixed or most == 1 or not TASKS.is_dir() else FittingThreads(most)
 
 
 @cache
@@ -81,36 +107,6 @@ def threads_of(user: int, processes: Path) -> int:
     return found
 
 
-def available_cores(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores that this process may use, at least 1: its affinity's, or as many as its control groups' quotas pay for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has no affinity
-    return max(1, floor(min([cores, *quotas(groups, mount)])))
-
-
-def quotas(groups: Path, mount: Path) -> list[float]:
-    """The cores that each control group above this process is allowed, where any is limited (Linux; containers are such groups)."""
-    found = []
-    for folder, first_version in control_groups("cpu", groups, mount):
-        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if first_version else ("cpu.max",)
-        if all((folder / name).is_file() for name in names):
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
-            found += [int(quota) / int(period)] if quota not in ("max", "-1") else []
-    return found
-
-
-def control_groups(controller: str, groups: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
-    """The folder of each control group above this process that may limit what `controller` counts, and whether it is one of version 1."""
-    for line in groups.read_text().splitlines() if groups.is_file() else []:
-        _, controllers, own = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = mount / controllers  # of version 1; version 2 has one tree and names no controllers
-        for folder in [base / own.lstrip("/"), *(base / own.lstrip("/")).parents]:
-            yield folder, bool(controllers)
-            if folder == mount:
-                break
-
-
 class Books:
     """The kernel's books of this process's threads."""
 
@@ -126,15 +122,19 @@ class Books:
         return ran / (ran + waited) if ran + waited > ENOUGH * 1e9 else None
 
 
-class FittingThreads:
+class FittingThreads(Observer):
     """Sets a process's number of threads between steps, by how long its threads had to wait for a core since the last look."""
 
-    def __init__(self, most: int, set_threads: Callable[[int], object], tasks: Path = TASKS) -> None:
-        """`most`: the threads where nobody else wants a core. `set_threads`: PyTorch's, which every script's help can do without."""
+    def __init__(self, most: int, set_threads: Callable[[int], object] = torch.set_num_threads, tasks: Path = TASKS) -> None:
+        """`most`: the threads where nobody else wants a core."""
         self.set_threads = set_threads
         self.most, self.threads = most, most
         self.looked, self.books = float("-inf"), Books(tasks)
         self.rest, self.patience = 0, 1  # looks to pass until more threads are tried; how many that will be next time
+
+    def step_begins(self, step: int, logged: bool) -> None:
+        """Between two steps."""
+        self.fit()
 
     def fit(self) -> None:
         """Looks, if it is time to, and sets the number."""

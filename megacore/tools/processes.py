@@ -1,0 +1,31 @@
+"""Asks the kernel about other processes of this machine, and which machine it is (Linux)."""
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from megacore.distributed.processes import stat_fields
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process (Linux). Launchers give ranks sessions of their own, so sessions do not show it."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat_fields(stat.parent.name)[1])
+        except OSError:
+            continue  # it has ended meanwhile
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for each in found:
+        found += children.get(each, [])
+    return found[1:]
+
+
+def machine() -> str:
+    """A name for this machine that no other has: two may have one host name, and containers share a boot."""
+    names = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        names += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(os.stat("/proc/self/ns/net").st_ino)]
+    return "/".join(names)
