@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megacore.distributed.axes import ranks_along
-from megacore.distributed.rank_info import RankInfo, free_port
+from megacore.distributed.rank_info import RankInfo
 from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.diagnosis.flight_recorder import KEPT, FlightRecorder
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis, RankProcess
 from megacore.tools.diagnosis.watchdog import Watchdog
+from megacore.tools.local_ranks import free_port
 
 TENSOR, PIPELINE, ON_HOST = 8, 8, 8
 WAIT = timedelta(seconds=60)

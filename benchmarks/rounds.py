@@ -10,8 +10,8 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.peers.process import OWN, difference
-from megacore.distributed.rank_info import free_port, rank_environment
 from megacore.tools.crowd import SPIN_COUNT
+from megacore.tools.local_ranks import free_port, rank_environment
 from megacore.tools.verify.line_workers import LineWorker, WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megacore.distributed.rank_info import free_port, rank_environment
+from megacore.tools.local_ranks import free_port, rank_environment
 from megacore.tools.verify.line_workers import WorkerFailed, Workers
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megacore.distributed.rank_info import RankInfo, free_port
+from megacore.distributed.rank_info import RankInfo
 from megacore.tools.diagnosis import beats, heartbeat
 from megacore.tools.diagnosis import heartbeat_client as pulse
 from megacore.tools.diagnosis.beats import Beat
+from megacore.tools.local_ranks import free_port
 from tests.pool import CONTEXT, ROOT
 from tests.strangers import GARBAGE
 

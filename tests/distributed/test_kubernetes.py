@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from launch.kubernetes import render
-from megacore.distributed.rank_info import free_port
 from megacore.errors import ConfigError
+from megacore.tools.local_ranks import free_port
 from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus

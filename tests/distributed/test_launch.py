@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.distributed.rank_info import free_port
+from megacore.tools.local_ranks import free_port
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from tests import training
 from tests.commands import run_script

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.distributed.rank_info import free_port
 from megacore.errors import ConfigError
 from megacore.files import open_plain
 from megacore.records import recorded
+from megacore.tools.local_ranks import free_port
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.supervisor import STOPPED, Supervisor, send
 from tests.drills.faults import Fault

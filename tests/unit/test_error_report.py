@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.distributed.rank_info import RankInfo, free_port, rank_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
 from megacore.tools import error_report as reasons
+from megacore.tools.local_ranks import free_port, rank_environment
 from tests.pool import ROOT
 
 MISTAKE = "from megacore.errors import DataError; error = DataError('corpus', 'is missing', 'a corpus')"

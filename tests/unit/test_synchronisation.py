@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 from megacore.config import load
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo, free_port
+from megacore.distributed.rank_info import RankInfo
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
 from megacore.model.batch import Microbatch
+from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.train.inputs import Inputs
 from megacore.train.metrics import StepMetrics

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megacore.distributed.rank_info import free_port, rank_environment
 from megacore.errors import ConfigError
+from megacore.tools.local_ranks import free_port, rank_environment
 from megacore.tools.verify import line_workers as workers
 from megacore.tools.verify.worker import PROTOCOL
 
