@@ -75,6 +75,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
     from megacore.tools.garbage import Garbage
     from megacore.tools.monitoring.attach import monitors_of
+    from megacore.tools.monitoring.first_step import FirstStep
     from megacore.train.inputs import Inputs
     from megacore.train.trainer import Trainer
 
@@ -94,6 +95,9 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
             StandardStream.go_on = "training"
         trainer = Trainer(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
         mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
+        if place.rank == 0:
+            backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
+            mesh.observers.append(FirstStep(backwards, device.type))
         if on_saved is not None:
             trainer.saving.on_saved = on_saved
         return trainer.run(stop)

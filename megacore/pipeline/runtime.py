@@ -38,7 +38,6 @@ class Runtime:
         self.modules: Sequence[nn.Module] = stages if engine is None else engine.modules
         self.device = stages[0].device
         self.loss_dtype = torch.float64 if stages[0].config.train.precision == "fp64" else torch.float32
-        self.after_backward: Callable[[], None] | None = None  # called behind each that was launched
         self.peak_live = 0  # the most forwards whose activations, or a part of them, were held at once
         self.methods: dict[Op, Callable[[Action], None]] = {
             Op.FORWARD: self._forward,
@@ -133,8 +132,6 @@ class Runtime:
 
     def _pass_back(self, key: Key) -> None:
         """Hands the gradients of a chunk's inputs to the stage before. One that nothing was computed from is zero."""
-        if self.after_backward is not None:
-            self.after_backward()
         if not self.stages[key[1]].first:
             flow = {name: x for name, x in self.inputs.pop(key).items() if x.requires_grad}
             grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in flow.items()}

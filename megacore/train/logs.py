@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the process that talks to wandb needs no torch
     from megacore.distributed.observer import Waits
     from megacore.train.metrics import StepMetrics
 
-LONG_SECONDS = 30.0  # between lines within a first step that takes long
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
 
@@ -97,20 +96,6 @@ class Logs:
         """Prints a line on the console."""
         if self.writing:
             print(text, flush=True)
-
-    def within(self, step: int, backwards: int, device: str) -> Callable[[], None]:
-        """What to call behind each backward of a microbatch of a step with so many: says now and then how far the step is. It waits for
-        no device: a GPU may not have done yet what was launched."""
-        done, said, what = 0, time.monotonic(), "done" if device == "cpu" else "launched"
-
-        def note() -> None:
-            nonlocal done, said
-            done += 1
-            if (now := time.monotonic()) - said > LONG_SECONDS and done < backwards:
-                said = now
-                self.say(f"step {step}: {done} of {backwards} backwards of microbatches {what} on rank 0")
-
-        return note
 
     def step(self, figures: dict[str, Any], stragglers: dict[int, float]) -> None:
         """Records a step; docs/run_folder.md explains the keys. `stragglers`: by rank, seconds of their own work in a step."""

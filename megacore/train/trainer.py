@@ -72,7 +72,6 @@ class Trainer:
 
     def loop(self) -> None:
         """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""
-        self.tell_first_step()
         self.reporter.start()
         while self.step < self.config.train.steps:
             self.step += 1
@@ -81,7 +80,6 @@ class Trainer:
             sums = self.train_step.sum_over_ranks(self.step, share, self.votes())
             self.saving.saver.hold_update()
             done = self.train_step.update(self.step, *sums)
-            self.train_step.runtime.after_backward = None  # see `tell_first_step`
             figures = [done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted, *done.losses.values()]
             self.async_metrics.post(self.step, torch.stack(figures))
             self.reporter.count(batch)
@@ -187,12 +185,6 @@ class Trainer:
             lines.append(f"starting from the weights of {self.origin}")
         for line in lines:
             self.logs.say(line)
-
-    def tell_first_step(self) -> None:
-        """Lets rank 0 say how far the first step is, if it takes long: until it is done nothing else tells how long a step takes."""
-        if self.is_writer:
-            backwards = self.config.num_microbatches * len(self.train_step.stages)
-            self.train_step.runtime.after_backward = self.logs.within(self.step + 1, backwards, self.mesh.device.type)
 
     def report(self, metrics: StepMetrics, lr: float) -> None:
         """Logs a step that the device has done."""

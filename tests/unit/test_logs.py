@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megacore.config import Config, load
+from megacore.pipeline.schedule import Action, Op
+from megacore.tools.monitoring.first_step import FirstStep
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.train.logs import Logs, open_metrics
 from tests.training import write_config
@@ -49,17 +51,18 @@ def test_the_time_left_behind_a_rollback_to_before_the_start(
     assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["1090", "1000", "990"]
 
 
-def test_a_long_first_step_says_how_far_it_is(config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_first_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Minutes without a word: nobody could tell a slow machine from one that hangs."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    logs = Logs(config, True, 1)
     for device in ("cpu", "cuda"):
-        note = logs.within(1, 16, device)
-        for _ in range(16):
-            now[0] += 10.0
-            note()
-    logs.close()
+        first = FirstStep(16, device)
+        for step in (1, 2):  # of which the second says nothing
+            first.step_begins(step, True)
+            for _ in range(16):
+                now[0] += 10.0
+                first.action_ends(Action(Op.FORWARD, 0))
+                first.action_ends(Action(Op.BACKWARD, 0))
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == [f"step 1: {n} of 16 backwards of microbatches done on rank 0" for n in (4, 8, 12)]
     assert said[3:] == [line.replace("done", "launched") for line in said[:3]]

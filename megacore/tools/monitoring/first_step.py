@@ -1,0 +1,32 @@
+"""Says how far a run's first step is, if it takes long: until it is done nothing else tells how long a step takes."""
+
+import time
+
+from megacore.distributed.observer import Observer
+from megacore.pipeline.schedule import Action, Op
+
+LONG_SECONDS = 30.0  # between lines
+BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+class FirstStep(Observer):
+    """Prints a line now and then behind a backward of a microbatch. It waits for no device: a GPU may not have done yet what was launched."""
+
+    def __init__(self, backwards: int, device: str) -> None:
+        """`backwards`: how many this rank's part of a step has."""
+        self.backwards, self.done = backwards, 0
+        self.what = "done" if device == "cpu" else "launched"
+        self.step: int | None = None
+        self.said = 0.0
+
+    def step_begins(self, step: int, logged: bool) -> None:
+        """Begins with the first step that it hears of."""
+        if self.step is None:
+            self.step, self.said = step, time.monotonic()
+
+    def action_ends(self, action: Action) -> None:
+        """Counts."""
+        self.done += action.op in BACKWARDS
+        if self.done < self.backwards and (now := time.monotonic()) - self.said > LONG_SECONDS:
+            self.said = now
+            print(f"step {self.step}: {self.done} of {self.backwards} backwards of microbatches {self.what} on rank 0", flush=True)
