@@ -10,7 +10,8 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 class FirstStep(Observer):
-    """Prints a line now and then behind a backward of a microbatch. It waits for no device: a GPU may not have done yet what was launched."""
+    """Prints a line now and then, behind the backward of a microbatch. It waits for no device: a GPU may not have done yet what was
+    launched."""
 
     def __init__(self, backwards: int, device: str) -> None:
         """`backwards`: how many this rank's part of a step has."""
