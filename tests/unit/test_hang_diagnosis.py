@@ -139,7 +139,7 @@ CASES: dict[str, tuple[dict[int, RankProcess], dict[int, Snapshot], Diagnosis]] 
     ),
     "devices do not end what all have begun": (
         APART,
-        world(*(rank(each, phase=FOR_DEVICE, line="train/async_metrics.py:60 (take)") for each in range(4))),
+        world(*(rank(each, phase=FOR_DEVICE, line="train/metrics.py:60 (take)") for each in range(4))),
         Diagnosis("transport", [0, 1, 2, 3], "all ranks have begun the same operations and wait for their devices, for 90 s: a cut in"),
     ),
     "one device holds up the others": (
