@@ -147,9 +147,9 @@ def place_from_environment(env: Mapping[str, str] = os.environ) -> RankInfo:
     return RankInfo()
 
 
-def host_name(env: Mapping[str, str] = os.environ) -> str:
+def host_name() -> str:
     """The name of this machine; MEGACORE_HOST gives another, where several have one name or one stands for several."""
-    return env.get("MEGACORE_HOST") or socket.gethostname()
+    return os.environ.get("MEGACORE_HOST") or socket.gethostname()
 
 
 def refuse_half_a_place(env: Mapping[str, str]) -> None:

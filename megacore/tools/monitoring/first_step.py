@@ -26,8 +26,10 @@ class FirstStep(Observer):
             self.step, self.said = step, time.monotonic()
 
     def action_ends(self, action: Action) -> None:
-        """Counts."""
-        self.done += action.op in BACKWARDS
+        """Counts backwards."""
+        if action.op not in BACKWARDS:
+            return
+        self.done += 1
         if self.done < self.backwards and (now := time.monotonic()) - self.said > LONG_SECONDS:
             self.said = now
             print(f"step {self.step}: {self.done} of {self.backwards} backwards of microbatches {self.what} on rank 0", flush=True)
