@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checko
 
 from megacore.config import Config, load
 from megacore.config.schema import resolved
-from megacore.distributed.rank_info import place_from_environment
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder, open_plain
 from megacore.records import recorded
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.relaunch.hosts import load_any, plan
 from megacore.train.stopping import StopRequest

@@ -22,9 +22,9 @@ from launch import pretrain
 from megacore.checkpoint import Reader
 from megacore.config import Config, load
 from megacore.data.samples import SampleStream
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard
 from megacore.model.stage import whole_model
+from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
 

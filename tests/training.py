@@ -8,10 +8,10 @@ import numpy as np
 
 from megacore.config import Config, load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import whole_model
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.train.inputs import Inputs

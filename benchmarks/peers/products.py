@@ -8,11 +8,11 @@ from torch import Tensor
 from benchmarks.training import join
 from megacore.config import Config
 from megacore.distributed.cpu import WIDENED
-from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.model.head import Head
 from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
+from megacore.tools.launchers import place_from_environment
 
 
 def weight_shapes(stages: list[Stage]) -> list[tuple[int, int]]:

@@ -14,10 +14,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
 from megacore.tools.error_report import record, say_once
 from megacore.tools.hostfile import missing_hostfile
+from megacore.tools.launchers import place_from_environment
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended

@@ -13,7 +13,8 @@ from megacore.checkpoint import Reader
 from megacore.config import resolve_auto
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
+from megacore.tools.launchers import place_from_environment
 from megacore.train import compiling
 from megacore.train.compiling import Small, Times, can_compile, settled
 from megacore.train.step import TrainStep

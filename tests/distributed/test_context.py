@@ -20,8 +20,8 @@ from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.files import ROOT
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.workers import ProofWorkers

@@ -9,7 +9,7 @@ import numpy as np
 from launch import pretrain
 from megacore.config import load
 from megacore.data.indexed import IndexedTokens
-from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.launchers import place_from_environment
 from megacore.train.stopping import StopRequest
 from megacore.train.trainer import Trainer
 from tests import training

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.model.batch import Microbatch
+from megacore.tools.launchers import place_from_environment
 from megacore.train.inputs import Inputs
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer

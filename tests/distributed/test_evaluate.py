@@ -17,13 +17,14 @@ from launch.evaluate import run
 from megacore.checkpoint import Reader, locate
 from megacore.config import Config, load
 from megacore.data.indexed import IndexedTokens
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.model.stage import whole_model
 from megacore.tools.checkpoint_weights import load_weights
 from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.interchange.settings import read_gpt2
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.train.inputs import Inputs

@@ -16,12 +16,12 @@ from megacore.checkpoint.folder import locate
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_stages
 from megacore.model.stage import whole_model
 from megacore.rng import RUN
 from megacore.tools.checkpoint_weights import load_weights
+from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
 from tests.memory import Allocated

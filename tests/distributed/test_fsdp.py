@@ -12,8 +12,8 @@ import torch
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.fsdp import FSDPEngine
+from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
 from tests.training import Figures, difference, figures

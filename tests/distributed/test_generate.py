@@ -11,13 +11,13 @@ import torch
 from launch.generate import run
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.model.decoding import Decoder
 from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
+from megacore.tools.launchers import place_from_environment
 from tests import training
 
 LAYOUTS = {

@@ -12,9 +12,9 @@ from megacore.distributed.collectives import all_gather
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels, by_host
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.param_all_gather import start_gather
 from megacore.engine.reduce import start_sum
+from megacore.tools.launchers import place_from_environment
 
 UNIT = 2.0**-8  # bf16's unit roundoff
 ELEMENTS = 64

@@ -11,9 +11,9 @@ import pytest
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import LAUNCHERS, place_from_environment
 from megacore.errors import ConfigError
 from megacore.tools.folder_lock import FolderLock, apart_from_owner
+from megacore.tools.launchers import LAUNCHERS, place_from_environment
 from tests.training import write_config
 
 

@@ -16,8 +16,8 @@ from megacore.data.indexed import MASK
 from megacore.data.samples import EvalSamples, SampleStream, training_stream
 from megacore.data.shuffle import dealt
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.launchers import place_from_environment
 from megacore.train.evaluation import evaluate
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep

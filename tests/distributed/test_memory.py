@@ -7,7 +7,7 @@ import pytest
 from benchmarks.memory import ENGINES, PARTS, ROOT, measure
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.launchers import place_from_environment
 from tests.engines import missing
 
 # Large enough that what is padded, to divide or to align, stays below a percent.

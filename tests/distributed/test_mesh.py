@@ -13,7 +13,7 @@ from megacore.config import load
 from megacore.distributed.axes import AXES, coordinates, ranks_along
 from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.launchers import place_from_environment
 from tests.training import write_config
 
 NAMES = [axis.name for axis in AXES]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import materialise
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
@@ -26,6 +25,7 @@ from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.interchange import mapped
 from megacore.tools.interchange.families import family_for_hf
+from megacore.tools.launchers import place_from_environment
 from tests import peers
 
 # Sums of some hundred terms, in another order: fp32 rounds to 6e-8, fp64 to 1e-16.

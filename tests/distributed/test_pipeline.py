@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.model.batch import Microbatch
@@ -18,6 +17,7 @@ from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op
 from megacore.pipeline.simulate import peak_live
+from megacore.tools.launchers import place_from_environment
 from tests.training import VOCAB_SIZE, write_config
 
 STAGES = 4

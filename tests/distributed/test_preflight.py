@@ -7,7 +7,7 @@ import torch
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.preflight import links
 from megacore.tools.preflight.judge import judge_together
 from tests.training import write_config

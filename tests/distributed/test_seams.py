@@ -16,7 +16,7 @@ from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard, TensorSlice, new_parameter, shard_of, split
 from megacore.distributed.topology import Topology
 from megacore.engine.held_tensors import HeldTensors
@@ -29,6 +29,7 @@ from megacore.model.stage import whole_model
 from megacore.pipeline import generators, partition, schedule
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped
 from megacore.pipeline.validate import validate
+from megacore.tools.launchers import place_from_environment
 from tests import training
 from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train
 

@@ -13,7 +13,6 @@ from megacore.config import Config, load
 from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import own_part
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.distributed.topology import Topology
 from megacore.model.batch import Samples
@@ -28,6 +27,7 @@ from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
 from tests.steps import Found, apart, train

@@ -21,7 +21,6 @@ from megacore.distributed.buffers import ShardedBuffer, new_buffer, update_buffe
 from megacore.distributed.collectives import all_gather, enter_tensor_parallel, leave_tensor_parallel, own_part
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of, split
 from megacore.distributed.topology import Topology, alone
 from megacore.engine.deepspeed import DeepSpeedEngine
@@ -32,6 +31,7 @@ from megacore.model.choose import layers_of
 from megacore.model.context import Context
 from megacore.model.gpt import BLOCKS
 from megacore.model.stage import Stage
+from megacore.tools.launchers import place_from_environment
 from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 from tests import training

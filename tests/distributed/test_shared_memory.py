@@ -20,9 +20,9 @@ from megacore.distributed import collectives as comm
 from megacore.distributed import shared_memory
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
 from megacore.tools.diagnosis.failure import lost_peer
+from megacore.tools.launchers import place_from_environment
 from tests import training
 
 ROUNDS = 40

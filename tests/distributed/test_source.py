@@ -14,9 +14,10 @@ from megacore.config import load
 from megacore.config.source import COPY
 from megacore.distributed.init import check_source
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.tools.interchange.export_hf import config_of
+from megacore.tools.launchers import place_from_environment
 from megacore.train.inputs import Inputs
 from tests import forks, training
 from tests.distributed.test_generate import text_of

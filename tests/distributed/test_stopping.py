@@ -9,7 +9,7 @@ import pytest
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.launchers import place_from_environment
 from megacore.train import trainer as trainer_module
 from megacore.train.inputs import Inputs
 from megacore.train.stopping import STOP, StopRequest

@@ -17,9 +17,9 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.tensor_parallel import linear
 from megacore.tools.dry_run.meta_watch import OPERATIONS
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.traffic import Transfer, rank_traffic, sent_by_group
 

@@ -24,7 +24,7 @@ from megacore.distributed.communicator import SOLO
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.observer import Observers
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import check_name, meet
 from megacore.pipeline.schedule import Action, Op
 from megacore.tools.diagnosis import watchdog
@@ -33,6 +33,7 @@ from megacore.tools.diagnosis.flight_recorder import FOR_DEVICE, FlightRecorder,
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.diagnosis.hang_diagnosis import Diagnosis
 from megacore.tools.diagnosis.store_kv import StoreKV
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.train.loader import Loader
 from tests import training

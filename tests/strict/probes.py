@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.rendezvous import meet
+from megacore.tools.launchers import place_from_environment
 from tests.strict import NAME, Rules, strict
 
 

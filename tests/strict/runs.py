@@ -16,12 +16,12 @@ from torch import Tensor
 from megacore.checkpoint import Reader, checkpoints_in
 from megacore.config import load
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import TensorSlice
 from megacore.model.decoding import Decoder
 from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.worker import planted
 from tests import training

@@ -20,7 +20,7 @@ from tests.pool import ROOT
 MISTAKE = "from megacore.errors import DataError; error = DataError('corpus', 'is missing', 'a corpus')"
 SAY = f"""
 from megacore.tools import error_report as reasons
-from megacore.distributed.rank_info import place_from_environment
+from megacore.tools.launchers import place_from_environment
 {MISTAKE}
 reasons.GRACE_SECONDS = 0.0
 reasons.say_once(error, place_from_environment())

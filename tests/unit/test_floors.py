@@ -30,7 +30,7 @@ ROOMS = [
     ["megacore.pipeline.runtime"],
     ["megacore.train."],
     # The core ends here, and imports no tool.
-    ["megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files", "megacore.tools.metrics_file"],
+    ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files", "megacore.tools.metrics_file"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
     ["megacore.tools.local_ranks", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
     ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
@@ -49,7 +49,7 @@ TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.section", "megacore.config.",
     "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flops", "megacore.model.activations", "megacore.model.flow",
     "megacore.distributed.rank_info", "megacore.distributed.axes", "megacore.distributed.processes",
-    "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli",
+    "megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli",
 )  # fmt: skip
 # Read before torch too, but what it does comes later: inside its functions such a module may import what its floor allows.
 TORCH_LATE = ("megacore.optimizers.",)

@@ -28,8 +28,9 @@ import yaml
 from megacore.config.load import load, resolve
 from megacore.distributed.axes import AXES
 from megacore.distributed.mesh import Mesh
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring import prometheus as exporter_module
 from megacore.tools.monitoring import scrapes, step_parts

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.distributed.rank_info import RankInfo, place_from_environment
+from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.hostfile import hostfile_of
+from megacore.tools.launchers import place_from_environment
 
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 # Rank 5 of 8, the second of four on its machine, as each launcher says it.

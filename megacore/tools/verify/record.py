@@ -15,7 +15,6 @@ from megacore.config import Config, load
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.distributed.rank_info import place_from_environment
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
 from megacore.model.initial import BLOCKS
 from megacore.model.layers import DTYPES
@@ -23,6 +22,7 @@ from megacore.model.stage import Stage
 from megacore.rng import normal_runs
 from megacore.tensor_parallel.gradient import main_gradient_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.flight import Flights
 from megacore.tools.verify.trace import GradientWatch, Trace
 from megacore.train.inputs import Inputs
