@@ -30,9 +30,9 @@ ROOMS = [
     ["megacore.pipeline.runtime"],
     ["megacore.train."],
     # The core ends here, and imports no tool.
-    ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files", "megacore.tools.metrics_file"],
+    ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
-    ["megacore.tools.local_ranks", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
+    ["megacore.tools.local_ranks", "megacore.tools.metrics_file", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
     ["megacore.tools.planner.", "megacore.tools.monitoring.", "megacore.tools.text."],
     ["megacore.tools.prepare.", "megacore.tools.interchange."],
     ["megacore.tools.diagnosis."],
