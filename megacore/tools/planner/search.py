@@ -21,7 +21,7 @@ from megacore.model.flops import flops_per_token
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.memory import RankMemory, besides, optimizer_bytes, padded_parameters, rank_memory
 from megacore.tools.planner.profile import Profile
-from megacore.tools.planner.step_time import Prediction, predict
+from megacore.tools.planner.step_time import Prediction, Predictor
 from megacore.tools.planner.workload import setting_of
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
@@ -121,15 +121,14 @@ def gib(memory: RankMemory, config: Config) -> float:
 def search(config: Config, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:
     """Every layout of `config`'s model and global batch on `world` devices, predicted."""
     peak = world * device.peak_flops[config.train.precision]
-    every = [Candidate(layout, predict(setting_of(layout), device, cluster, profile), peak) for layout in layouts(config, world, cluster)]
+    predict = Predictor(device, cluster, profile)
+    every = [Candidate(layout, predict(setting_of(layout)), peak) for layout in layouts(config, world, cluster)]
     found = fitting(every, memory_gib)
     if found.fit:
         return found
     # Activations go to host memory where nothing else helps.
     away = (replace_config(c.config, "train", offload_activations=True) for c in every if c.config.train.recompute == "none")
-    return fitting(
-        [Candidate(layout, offloaded(layout, predict(setting_of(layout), device, cluster, profile)), peak) for layout in away], memory_gib
-    )
+    return fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib)
 
 
 def fitting(candidates: list[Candidate], memory_gib: float) -> Found:

@@ -19,7 +19,10 @@ The step has as many of these as microbatches, and then
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import attrgetter
 
 from megacore.config.context_method import BACKWARD_ATTENTION, exposed
 from megacore.config.schema import V_SHAPED
@@ -33,6 +36,9 @@ SECOND = 0.35  # every second of query, key, value, out, gate, up and down has s
 # The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
 # gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
+# What the time of a layer does not depend on, but for whether a pipeline crosses machines.
+OF_THE_STEP = {"layers", "pipeline", "data", "chunks", "global_batch", "schedule", "tied", "zero", "shard_size", "gradient_bytes"}
+_of_layers = attrgetter(*(field.name for field in fields(Setting) if field.name not in OF_THE_STEP))
 
 
 @dataclass(frozen=True)
@@ -122,8 +128,7 @@ def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
         crossing = 2 * machine.collective(1.0, e * routed * s.hidden, s.expert, t)
         forward["expert"], backward["expert"] = crossing, crossing
         calls += 2
-    crosses = s.pipeline > 1 and s.world > machine.cluster.node_ranks
-    call_host = p.call_host + p.hop_host * (t - 1) * crosses
+    call_host = p.call_host + p.hop_host * (t - 1) * crosses(s, machine)
     forward["host"] = p.layer_host / 3 + calls * call_host
     backward["host"] = 2 * p.layer_host / 3 + calls * call_host * 1.5
     if s.recompute in ("full", "half"):
@@ -163,22 +168,28 @@ class StageWork:
     head: bool
 
 
-def cut(s: Setting, rule: str) -> list[StageWork]:
+def cut(s: Setting, rule: str) -> tuple[StageWork, ...]:
     """The stages of the model, in order, by a framework's rule.
 
     `cost`: megacore's, the most expensive stage is cheapest. `even`: as many blocks in each, the ends on top. `nanotron`: each stage
     takes blocks until the sum passes its share, so the head and the loss may stand alone.
     """
-    count = s.pipeline * s.chunks
     block = s.hidden * (2 * s.attention_size + 2 * s.kv_size) + s.ffn_weights * (s.experts_a_token or 1)
-    head = s.vocab * s.hidden
     if rule == "nanotron":
-        return _nanotron(s.layers, count, 4 * s.attention_size * s.hidden + s.ffn_weights, head)
-    if rule == "cost" and count <= s.layers:
-        ranges = [len(own) for own in split_layers(s.layers, count, block, 0.0, head)]
+        block = 4 * s.attention_size * s.hidden + s.ffn_weights
+    return _cut(s.layers, s.pipeline * s.chunks, block, s.vocab * s.hidden, rule)
+
+
+@lru_cache(maxsize=1024)
+def _cut(layers: int, count: int, block: float, head: float, rule: str) -> tuple[StageWork, ...]:
+    """`cut`, of blocks and a head with these costs."""
+    if rule == "nanotron":
+        return tuple(_nanotron(layers, count, block, head))
+    if rule == "cost" and count <= layers:
+        ranges = [len(own) for own in split_layers(layers, count, block, 0.0, head)]
     else:
-        ranges = [s.layers // count + (i < s.layers % count) for i in range(count)]
-    return [StageWork(n, i == 0, i == count - 1) for i, n in enumerate(ranges)]
+        ranges = [layers // count + (i < layers % count) for i in range(count)]
+    return tuple(StageWork(n, i == 0, i == count - 1) for i, n in enumerate(ranges))
 
 
 def _nanotron(layers: int, count: int, block: float, head: float) -> list[StageWork]:
@@ -193,38 +204,68 @@ def _nanotron(layers: int, count: int, block: float, head: float) -> list[StageW
     return [StageWork(n, i == 0, heads[i]) for i, n in enumerate(blocks)]
 
 
+@lru_cache(maxsize=1024)
+def _dealt(stages: tuple[StageWork, ...], ranks: int, v_shaped: bool) -> tuple[tuple[int, int, int], ...]:
+    """What each rank of the pipeline holds: blocks, embeddings and heads."""
+    held = [[stages[rank], stages[-1 - rank]] if v_shaped else stages[rank::ranks] for rank in range(ranks)]
+    return tuple((sum(st.blocks for st in own), sum(st.embedding for st in own), sum(st.head for st in own)) for own in held)
+
+
+class Predictor:
+    """Predicts steps of settings on one machine. What several of them have in common is asked for once."""
+
+    def __init__(self, device: DeviceSpec, cluster: Cluster, profile: Profile) -> None:
+        if not device.overlaps:
+            profile = replace(profile, tensor_hidden=0.0, data_hidden=0.0, gather_hidden=0.0, ring_hidden=0.0, pipeline_hidden=0.0)
+        self.machine = Machine(device, cluster, profile)
+        self.works: dict[tuple[object, ...], tuple[MicrobatchTime, MicrobatchTime]] = {}
+
+    def layers(self, s: Setting) -> tuple[MicrobatchTime, MicrobatchTime]:
+        """The work of a block and of the head, which many layouts of a model share."""
+        key = *_of_layers(s), crosses(s, self.machine)
+        if key not in self.works:
+            self.works[key] = block_work(s, self.machine), head_work(s, self.machine)
+        return self.works[key]
+
+    def __call__(self, s: Setting) -> Prediction:
+        """A step's terms."""
+        machine, profile, (block, head) = self.machine, self.machine.profile, self.layers(s)
+        held = _dealt(cut(s, profile.stages), s.pipeline, s.schedule in V_SHAPED)
+        works = {own: block * own[0] + head * own[2] for own in dict.fromkeys(held)}
+        times = {own: work.host_bound() for own, work in works.items()}
+        host = profile.microbatch_host
+        seconds = {own: sum(time) + host for own, time in times.items()}
+        totals = [seconds[own] for own in held]
+        slowest = max(range(s.pipeline), key=totals.__getitem__)
+        m, work = s.microbatches, works[held[slowest]]
+        terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context", "expert")}
+        terms["launch"] = m * totals[slowest] - sum(terms.values())
+        terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
+        parameters = max(_rank_parameters(s, list(works)))
+        gather, reduce = _data(s, machine, parameters)
+        forward, backward = times[held[slowest]]
+        # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
+        rounds = 1.0 if s.schedule in V_SHAPED else ((s.chunks - 1) * min(s.pipeline, m) + 1) / s.chunks
+        hidden_gather, hidden_reduce = profile.gather_hidden * rounds * forward, profile.data_hidden * rounds * backward
+        if s.zero == 3:  # each microbatch gathers, twice if it does not keep; each but the last of a no-sync run scatters
+            terms["data"] = m * (max(0.0, gather - hidden_gather) + max(0.0, gather + reduce - hidden_reduce))
+        else:
+            terms["data"] = max(0.0, gather - hidden_gather) + max(0.0, reduce - hidden_reduce)
+        divided = (s.shard_size or s.data * s.context) if s.zero else 1
+        terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * parameters / divided)
+        terms["host"] = profile.step_host
+        terms["stragglers"] = profile.jitter * math.sqrt(2 * math.log(s.world)) * sum(terms.values())
+        return Prediction(terms)
+
+
 def predict(s: Setting, device: DeviceSpec, cluster: Cluster, profile: Profile) -> Prediction:
     """A step's terms."""
-    if not device.overlaps:
-        profile = replace(profile, tensor_hidden=0.0, data_hidden=0.0, gather_hidden=0.0, ring_hidden=0.0, pipeline_hidden=0.0)
-    machine = Machine(device, cluster, profile)
-    stages = cut(s, profile.stages)
-    block, head = block_work(s, machine), head_work(s, machine)
-    held = [[stages[rank], stages[-1 - rank]] if s.schedule in V_SHAPED else stages[rank :: s.pipeline] for rank in range(s.pipeline)]
-    works = [block * sum(st.blocks for st in own) + head * sum(st.head for st in own) for own in held]
-    times = [work.host_bound() for work in works]
-    host = profile.microbatch_host
-    totals = [sum(time) + host for time in times]
-    slowest = max(range(s.pipeline), key=totals.__getitem__)
-    m, work = s.microbatches, works[slowest]
-    terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context", "expert")}
-    terms["launch"] = m * totals[slowest] - sum(terms.values())
-    terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
-    gather, reduce = _data(s, machine, stages, held)
-    forward, backward = times[slowest]
-    # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
-    rounds = 1.0 if s.schedule in V_SHAPED else ((s.chunks - 1) * min(s.pipeline, m) + 1) / s.chunks
-    hidden_gather, hidden_reduce = profile.gather_hidden * rounds * forward, profile.data_hidden * rounds * backward
-    if s.zero == 3:  # each microbatch gathers, twice if it does not keep; each but the last of a no-sync run scatters
-        terms["data"] = m * (max(0.0, gather - hidden_gather) + max(0.0, gather + reduce - hidden_reduce))
-    else:
-        terms["data"] = max(0.0, gather - hidden_gather) + max(0.0, reduce - hidden_reduce)
-    parameters = _rank_parameters(s, held)
-    divided = (s.shard_size or s.data * s.context) if s.zero else 1
-    terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * max(parameters) / divided)
-    terms["host"] = profile.step_host
-    terms["stragglers"] = profile.jitter * math.sqrt(2 * math.log(s.world)) * sum(terms.values())
-    return Prediction(terms)
+    return Predictor(device, cluster, profile)(s)
+
+
+def crosses(s: Setting, machine: Machine) -> bool:
+    """Whether a pipeline's transfers cross machines."""
+    return s.pipeline > 1 and s.world > machine.cluster.node_ranks
 
 
 def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -> tuple[float, float]:
@@ -244,17 +285,17 @@ def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -
     return exposed, fill
 
 
-def _rank_parameters(s: Setting, held: list[list[StageWork]]) -> list[float]:
-    ends = [sum(st.embedding for st in own) + sum(st.head and not (s.tied and s.pipeline == 1) for st in own) for own in held]
-    return [s.block_parameters * sum(st.blocks for st in own) + n * s.vocabulary_parameters for own, n in zip(held, ends, strict=True)]
+def _rank_parameters(s: Setting, held: Sequence[tuple[int, int, int]]) -> list[float]:
+    """Of ranks with so many blocks, embeddings and heads."""
+    ends = [embeddings + heads * (not (s.tied and s.pipeline == 1)) for _, embeddings, heads in held]
+    return [s.block_parameters * blocks + n * s.vocabulary_parameters for (blocks, _, _), n in zip(held, ends, strict=True)]
 
 
-def _data(s: Setting, machine: Machine, stages: list[StageWork], held: list[list[StageWork]]) -> tuple[float, float]:
+def _data(s: Setting, machine: Machine, parameters: float) -> tuple[float, float]:
     """Seconds to gather the fullest rank's parameters over the data ranks, and to sum its gradients."""
     size, stride = s.data * s.context, s.tensor
     if size == 1:
         return 0.0, 0.0
-    parameters = max(_rank_parameters(s, held))
     gradients, weights = parameters * s.gradient_bytes, parameters * s.element
     if s.zero == 0:
         return 0.0, machine.collective(2.0, gradients, size, stride)
