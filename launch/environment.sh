@@ -52,11 +52,13 @@ megacore_environment() {
         printf 'installing megacore and what it needs (the first time, minutes; log: %s)\n' "$venv/install.log"
         rm -f "$venv/megacore.stamp"
         PIP_DISABLE_PIP_VERSION_CHECK=1 megacore_follow "$venv/install.log" \
-            "$venv/bin/python" -m pip install -c requirements.txt -e '.[test]' ||
+            "$venv/bin/python" -m pip install --no-compile -c requirements.txt -e '.[test]' ||
             megacore_fail "the installation failed (log: $venv/install.log); the same command tries again"
         printf '%s\n' "$stamp" >"$venv/megacore.stamp"
         printf 'installed in %d s\n' "$((SECONDS - began))"
     fi
+    # Compiled when it is first imported, most of it never; without that, every process would compile what it imports.
+    unset PYTHONDONTWRITEBYTECODE
     export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
 }
 

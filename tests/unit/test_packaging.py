@@ -181,18 +181,18 @@ def test_environment_installs_once_and_again_after_a_change(checkout, tmp_path):
     """A second start must cost nothing and need no network; a changed requirement must not be overlooked."""
     first, calls = checkout()
     assert first.returncode == 0 and first.stdout.splitlines()[-1] == str(tmp_path / ".venv/bin/python")
-    assert calls == [f"-m venv {tmp_path}/.venv", "-m pip install -c requirements.txt -e .[test]"]
+    assert calls == [f"-m venv {tmp_path}/.venv", "-m pip install --no-compile -c requirements.txt -e .[test]"]
     second, calls = checkout()
     assert (second.returncode, second.stdout, calls) == (0, f"{tmp_path}/.venv/bin/python\n", [])
     (tmp_path / "requirements.txt").write_text("torch==2.14.0\n")
-    assert checkout()[1] == ["-m pip install -c requirements.txt -e .[test]"]
+    assert checkout()[1] == ["-m pip install --no-compile -c requirements.txt -e .[test]"]
 
 
 def test_a_failed_installation_is_tried_again(checkout):
     failed, _ = checkout(BROKEN="1")
     assert failed.returncode == 2 and failed.stderr.splitlines()[-1].startswith("the installation failed (log: ")
     again, calls = checkout()
-    assert again.returncode == 0 and calls == ["-m pip install -c requirements.txt -e .[test]"]
+    assert again.returncode == 0 and calls == ["-m pip install --no-compile -c requirements.txt -e .[test]"]
 
 
 def test_an_old_python_is_one_clear_line(checkout):
