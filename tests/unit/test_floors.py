@@ -8,6 +8,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,15 @@ class Source:
     def is_package(self) -> bool:
         return self.path.name == "__init__.py"
 
-    def imports(self) -> Iterator[Import]:
+    def imports(self) -> tuple[Import, ...]:
         """Every imported name as written out in full: `from a import b` is a.b, which may or may not be a module."""
+        return self._imports
+
+    @cached_property
+    def _imports(self) -> tuple[Import, ...]:
+        return tuple(self._read_imports())
+
+    def _read_imports(self) -> Iterator[Import]:
         not_at_import: list[ast.AST] = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         not_at_import += [node for node in ast.walk(self.tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
         lazy_nodes = {inner for node in not_at_import for inner in ast.walk(node)}
@@ -111,6 +119,7 @@ def read_source(path: Path, root: Path = ROOT) -> Source:
     return Source(".".join(parts), path, ast.parse(path.read_text(encoding="utf-8")))
 
 
+@cache
 def sources(root: Path = ROOT) -> list[Source]:
     rooms = ("megacore", "kernels", "launch", "benchmarks")
     return [read_source(path, root) for room in rooms for path in sorted((root / room).rglob("*.py"))]
