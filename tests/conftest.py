@@ -8,8 +8,37 @@ from typing import Any
 
 import pytest
 
+from tests import costs
 from tests.kernel_checks import interpret
 from tests.pool import CONTEXT, Pool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What is asked of the suite itself."""
+    parser.addoption("--quick", action="store_true", help="only unit tests that do not take long, and those marked quick")
+    parser.addoption("--costs", type=int, default=0, metavar="N", help="afterwards, the N costliest files and tests, by processor time")
+    parser.addoption("--write-slow", action="store_true", help="note in tests/slow.txt which of these tests take long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts only where somebody wants to know."""
+    config.addinivalue_line("markers", "quick: one of those that `--quick` runs, though it starts processes or takes long")
+    if config.option.costs or config.option.write_slow:
+        config.pluginmanager.register(costs.Costs(config.option.costs, config.option.write_slow))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is not quick."""
+    if not config.option.quick:
+        return
+    slow = costs.slow()
+
+    def quick(item: pytest.Item) -> bool:
+        fast = item.nodeid.startswith("tests/unit/") and costs.function_of(item.nodeid) not in slow
+        return fast or item.get_closest_marker("quick") is not None
+
+    config.hook.pytest_deselected(items=[item for item in items if not quick(item)])
+    items[:] = filter(quick, items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

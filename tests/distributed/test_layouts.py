@@ -92,10 +92,13 @@ def difference(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> fl
     return max(abs(x - y) / abs(y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
 
 
+EVERYTHING = pytest.param("tp2pp2dp2sp", "llama", marks=pytest.mark.quick)
+
+
 @pytest.mark.parametrize(
     ("layout", "model"),
     # The second model where there is most of an axis, and where all combine.
-    [*((layout, "gpt2") for layout in LAYOUTS | WITH_SEQUENCE), ("tp4sp", "llama"), ("pp4", "llama"), ("tp2pp2dp2sp", "llama")],
+    [*((layout, "gpt2") for layout in LAYOUTS | WITH_SEQUENCE), ("tp4sp", "llama"), ("pp4", "llama"), EVERYTHING],
 )
 def test_layout_equals_one_process(train: Callable[..., Any], layout: str, model: str) -> None:
     overrides = (LAYOUTS | WITH_SEQUENCE)[layout]

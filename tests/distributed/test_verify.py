@@ -37,6 +37,7 @@ def of_source(path: Path, workers: ProofWorkers, layouts: str, *overrides: str) 
     return prove(Options(TINY, [f"model.source={path}", *overrides], list(map(parse, layouts.split(",")))), workers=workers)
 
 
+@pytest.mark.quick
 def test_the_documented_model_is_proved(tmp_path: Path, workers: ProofWorkers) -> None:
     """A window that shrinking loses would leave plain attention, which is equal too: the case's config must have it."""
     path = forks.written(tmp_path)
