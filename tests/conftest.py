@@ -42,9 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """DeepSpeed takes five seconds to import: once for all workers, where they will need it."""
+    """Before the first test. DeepSpeed takes five seconds to import: once for all workers, where they will need it."""
     if any("deepspeed" in item.nodeid for item in session.items):
-        CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed"])
+        CONTEXT.set_forkserver_preload(["tests.preload", "deepspeed", "tests.frozen"])
+    import tests.frozen  # noqa: F401  (all that tests import is there)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def run_ranks(pool: Pool) -> Callable[..., list[Any]]:
     return pool.run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreted() -> Iterator[Callable[..., Any]]:
     """`interpreted(function, *args)`: its result where Triton kernels are interpreted on the CPU, for the kernels' tests."""
     pool = Pool(bare=True)

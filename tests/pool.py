@@ -29,7 +29,7 @@ MAX_WORLD = 8
 
 # Workers are forked from one process that has imported torch, and has not computed anything yet.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.preload"])
+CONTEXT.set_forkserver_preload(["tests.preload", "tests.frozen"])
 
 
 class RankError(RuntimeError):

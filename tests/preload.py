@@ -7,3 +7,6 @@ os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch 
 import torch._dynamo  # noqa: F401  (recomputation and the first backward want it, or a part of it)
 
 import tests.training  # noqa: F401
+from megacore.distributed import shared_memory
+
+shared_memory.PAUSE = 5e-4  # ranks that look ten times as often whether others have come take the cores from those
