@@ -47,8 +47,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def of_framework(rows: Sequence[Row], name: str) -> list[Row]:
-    """The dense rows of a framework that ran."""
-    return [row for row in rows if row.framework == name and row.seconds is not None and not row.setting.experts]
+    """The rows of a framework that ran."""
+    return [row for row in rows if row.framework == name and row.seconds is not None]
 
 
 def fit_all(rows: Sequence[Row], data: Path) -> None:
@@ -249,7 +249,6 @@ def run(argv: list[str]) -> None:
     if args.fit:
         fit_all(rows, args.data)
     counts = Counter((row.source, row.why) for row in skipped)
-    mixtures = Counter((row.source, "a mixture of experts, for which nothing is fitted") for row in rows if row.setting.experts)
     report: dict[str, Any] = {
         "command": f"python -m benchmarks.planner {args.data.name}",
         "frameworks": score(rows),
@@ -258,7 +257,7 @@ def run(argv: list[str]) -> None:
         "memory": memory(rows),
         "ablation": ablation(rows),
         "worst": worst(rows),
-        "skipped": [*counts.items(), *mixtures.items()],
+        "skipped": list(counts.items()),
     }
     if args.weak_scaling is not None:
         report["weak scaling"] = planner_weak_scaling.score(args.weak_scaling)

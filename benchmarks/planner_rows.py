@@ -28,7 +28,7 @@ PROFILES = (
 # The largest whole number that a cell may hold, of columns whose parts are counted one by one; of all others.
 MOST = {"layers": 2**14, "pp": 2**10, "vp": 2**10}
 MOST_ELSE = 2**24
-MAY_BE_ZERO = ("zero", "experts", "topk")
+MAY_BE_ZERO = ("zero", "experts")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ def _row(r: dict[str, str]) -> Row | Skipped:
             raise ValueError(f"{name} is {r[name]}, and not a number above 0")
         return value
 
-    if r["arch"] not in ("dense", "moe"):
+    if number("experts", 0):
+        return Skipped(source, "a mixture of experts, which megacore does not train")
+    if r["arch"] != "dense":
         return Skipped(source, f"{r['arch']} is no architecture of this model")
     for name in ("hidden", "layers", "heads", "seq", "gbs", "mbs", "tp", "pp", "dp"):
         if not r[name]:
@@ -126,20 +128,17 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     setting = Setting(
         layers=number("layers"),
         hidden=number("hidden"),
-        ffn=number("moe_ffn") if r["moe_ffn"] else number("ffn"),
+        ffn=number("ffn"),
         heads=number("heads"),
         kv_heads=number("kv_heads", number("heads")),
         head_size=number("hidden") // number("heads"),
         vocab=number("vocab"),
         seq=number("seq"),
         gated=r["mlp"] in ("swiglu", "geglu"),
-        experts=number("experts", 0),
-        experts_a_token=number("topk", 0),
         tensor=tensor,
         pipeline=number("pp"),
         context=number("cp"),
         data=number("dp"),
-        expert=number("ep"),
         chunks=number("vp"),
         context_method="ring" if profile in ("nemo", "torchtitan") else "gather",
         async_tensor="async TP" in r["note"],
@@ -157,7 +156,7 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     if stated := amount(
         "params_b"
     ):  # tied embeddings are not stated: they are where one copy of the vocabulary explains the parameters better
-        blocks = setting.layers * replace(setting, tensor=1, expert=1).block_parameters
+        blocks = setting.layers * replace(setting, tensor=1).block_parameters
         vocabulary = setting.vocab * setting.hidden
         setting = replace(setting, tied=abs(blocks + vocabulary - 1e9 * stated) < abs(blocks + 2 * vocabulary - 1e9 * stated))
     return Row(

@@ -5,7 +5,7 @@ The slowest stage of the pipeline sets the pace. Its time for a microbatch, forw
 - products: each by its shape and precision (`operations.Machine.product`);
 - attention: fused, by its operations; otherwise also by its scores' passes through memory;
 - passes: what norms, activations, residuals, gradient sums and the loss read from and write to memory;
-- tensor, context and expert collectives, as far as nothing hides them;
+- tensor and context collectives, as far as nothing hides them;
 - or the host's, if it needs longer to start the work than the device to do it.
 
 The step has as many of these as microbatches, and then
@@ -88,21 +88,15 @@ def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
     """One block's microbatch on a rank."""
     p, t, e, rows = machine.profile, s.tensor, s.element, s.tokens
     a, k, f = s.attention_size, s.kv_size, s.ffn
-    routed = rows * s.experts_a_token if s.experts else 0
-    # (rows, inner, columns, how many)
-    shapes: list[tuple[float, float, float, float]] = [(rows, s.hidden, (a + 2 * k) / t, 1.0), (rows, a / t, s.hidden, 1.0)]
-    if s.experts:
-        local = s.experts / s.expert
-        shapes += [(routed / local, s.hidden, (2 if s.gated else 1) * f / t, local), (routed / local, f / t, s.hidden, local)]
-    else:
-        shapes += [(rows, s.hidden, (2 if s.gated else 1) * f / t, 1.0), (rows, f / t, s.hidden, 1.0)]
-    forward_products = sum(n * machine.product(m, i, c, s.precision) for m, i, c, n in shapes)
-    backward_products = sum(n * (machine.product(m, c, i, s.precision) + machine.product(i, m, c, s.precision)) for m, i, c, n in shapes)
+    # (inner, columns)
+    shapes = (s.hidden, (a + 2 * k) / t), (a / t, s.hidden), (s.hidden, (2 if s.gated else 1) * f / t), (f / t, s.hidden)
+    forward_products = sum(machine.product(rows, i, c, s.precision) for i, c in shapes)
+    backward_products = sum(machine.product(rows, c, i, s.precision) + machine.product(i, rows, c, s.precision) for i, c in shapes)
     attention = machine.attention(rows, s.seq, a / t, s.precision, causal=s.flash)
     if s.context_method == "ring" and not p.ring_balanced:
         attention *= 2 - 1 / s.context  # of its keys the last rank meets half of its own, and all of the others'
     score_bytes = 0.0 if s.flash else e * rows * s.seq * s.heads / t
-    width = f * (3 if s.gated else 2) * (s.experts_a_token or 1) / t
+    width = f * (3 if s.gated else 2) / t
     # Two norms read and write, two residual sums read twice and write, the rotation of queries and keys, the activation.
     wide = s.hidden / t if s.sequence else s.hidden
     passes = p.passes * (p.compiled_passes if s.compiled else 1.0)
@@ -124,10 +118,6 @@ def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
         forward["tensor"] = seen * each * one
         backward["tensor"] = seen * (each + (2 if s.sequence else 0)) * one
         calls += each
-    if s.experts and s.expert > 1:
-        crossing = 2 * machine.collective(1.0, e * routed * s.hidden, s.expert, t)
-        forward["expert"], backward["expert"] = crossing, crossing
-        calls += 2
     call_host = p.call_host + p.hop_host * (t - 1) * crosses(s, machine)
     forward["host"] = p.layer_host / 3 + calls * call_host
     backward["host"] = 2 * p.layer_host / 3 + calls * call_host * 1.5
@@ -174,7 +164,7 @@ def cut(s: Setting, rule: str) -> tuple[StageWork, ...]:
     `cost`: megacore's, the most expensive stage is cheapest. `even`: as many blocks in each, the ends on top. `nanotron`: each stage
     takes blocks until the sum passes its share, so the head and the loss may stand alone.
     """
-    block = s.hidden * (2 * s.attention_size + 2 * s.kv_size) + s.ffn_weights * (s.experts_a_token or 1)
+    block = s.hidden * (2 * s.attention_size + 2 * s.kv_size) + s.ffn_weights
     if rule == "nanotron":
         block = 4 * s.attention_size * s.hidden + s.ffn_weights
     return _cut(s.layers, s.pipeline * s.chunks, block, s.vocab * s.hidden, rule)
@@ -238,7 +228,7 @@ class Predictor:
         totals = [seconds[own] for own in held]
         slowest = max(range(s.pipeline), key=totals.__getitem__)
         m, work = s.microbatches, works[held[slowest]]
-        terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context", "expert")}
+        terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context")}
         terms["launch"] = m * totals[slowest] - sum(terms.values())
         terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
         parameters = max(_rank_parameters(s, list(works)))

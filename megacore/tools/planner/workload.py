@@ -27,14 +27,11 @@ class Setting:
     seq: int
     gated: bool = False  # three feed-forward products (swiglu), not two
     tied: bool = False  # the LM head is the embedding
-    experts: int = 0  # of a mixture; 0: a dense feed-forward
-    experts_a_token: int = 0
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     context_method: Method = "gather"
     data: int = 1
-    expert: int = 1  # ranks that divide the experts, taken from context × data
     chunks: int = 1  # of the model, a rank of the pipeline
     sequence: bool = False  # tokens are divided between tensor-parallel regions
     async_tensor: bool = False  # collectives of tensor ranks run in pieces, beside the products before or behind them
@@ -88,16 +85,14 @@ class Setting:
 
     @property
     def ffn_weights(self) -> int:
-        """Parameters of one feed-forward, or of one expert."""
+        """Parameters of one feed-forward."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def block_parameters(self) -> float:
         """Parameters of one block on a rank: matrices only."""
         attention = self.hidden * (2 * self.attention_size + 2 * self.kv_size) / self.tensor
-        if not self.experts:
-            return attention + self.ffn_weights / self.tensor
-        return attention + self.experts * self.ffn_weights / (self.expert * self.tensor) + self.hidden * self.experts
+        return attention + self.ffn_weights / self.tensor
 
     @property
     def vocabulary_parameters(self) -> float:
