@@ -11,7 +11,15 @@ source launch/environment.sh
 export OMP_NUM_THREADS=1 # many ranks share the cores: more threads each would only wait for one another
 
 ruff check .
-mypy megacore kernels launch benchmarks
+# Types beside the tests: both together take the cores no longer than one after the other, which leaves one idle for a minute.
+types=$(mktemp)
+nice mypy megacore kernels launch benchmarks >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Two files at a time, each with workers of its own: ranks wait for one another, and cores for ranks. In the order of the folders:
 # tests/unit comes last, whose files are short, so that no worker is left alone with a long one.
-python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+status=0
+python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+wait "$checker" || status=$((status ? status : 1))
+cat "$types"
+exit "$status"
