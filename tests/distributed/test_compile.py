@@ -20,7 +20,6 @@ LLAMA = [
 TENSOR, SEQUENCE = ["parallel.tensor=2"], ["parallel.tensor=2", "parallel.sequence=true"]
 SELECTIVE = ["train.recompute=selective", "model.attention=eager"]
 CASES: dict[str, tuple[int, list[str]]] = {
-    "one process": (1, []),
     "one process, bf16, query-key norm": (1, [*LLAMA, "train.precision=bf16"]),
     "one process, selective": (1, [*LLAMA, *SELECTIVE]),
     "tensor": (2, TENSOR),
