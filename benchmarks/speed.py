@@ -139,7 +139,7 @@ def pipeline(rounds: int, say: Say) -> Result:
     ]
     records, loads = raced(contenders, rounds, say)
     forward, backward, *_ = alone(records.pop("the stages, one by one"))
-    plan = build(SETTING.parallel.schedule, 2, SETTING.num_microbatches, tied=SETTING.model.tie_embeddings)
+    plan = build(SETTING.parallel.schedule, 2, SETTING.num_microbatches)
     timeline = simulate(plan, forward, backward)
     say("alone: " + ", ".join(f"stage {i} forward {forward[i]:.4f} s, backward {backward[i]:.4f} s" for i in range(2)))
     say(f"simulated step: {timeline.makespan:.3f} s, of which the stages wait {timeline.bubble_rate:.1%}")
@@ -167,7 +167,7 @@ def schedules(rounds: int, say: Say) -> Result:
     times = {count: alone(records.pop(name)) for count, name in stages.items()}
     predicted = {}
     for name in GENERATORS:
-        plan = build(name, 2, SETTING.num_microbatches, tied=SETTING.model.tie_embeddings)
+        plan = build(name, 2, SETTING.num_microbatches)
         forward, whole, inputs, weights = times[plan.stages]
         split = [a + b for a, b in zip(inputs, weights, strict=True)]
         predicted[name] = simulate(plan, forward, split if plan.splits else whole, weight=weights).makespan

@@ -19,7 +19,7 @@ def weight_shapes(stages: list[Stage]) -> list[tuple[int, int]]:
     """``(out, in)`` of this rank's matrices that multiply a microbatch's tokens: the blocks' and the LM head's."""
     named = [one for stage in stages for block in stage.inner for one in block.named_parameters()]
     weights = [p for name, p in named if name.endswith("weight") and p.ndim > 1]
-    weights += [head.vocabulary.weight for stage in stages for head in stage.behind if isinstance(head, Head)]
+    weights += [head.head.weight for stage in stages for head in stage.behind if isinstance(head, Head)]
     return [(weight.numel() // weight.shape[-1], weight.shape[-1]) for weight in weights]
 
 

@@ -34,7 +34,7 @@ class GradientSum:
     tokens: tuple[str, ...]  # the axes whose ranks see other tokens of what it was applied to; they may divide the optimizer's state
     levels: Levels  # the ranks along `tokens`
     first: tuple[Group, ...]  # along each other axis, over which gradients are partial: summed before
-    last: Group | None  # ranks of other stages that use the parameter too: summed when the plan says so
+    last: Group | None  # ranks of other stages that use the parameter too: summed when the plan says so, each such parameter by itself
 
 
 def by_host(ranks: Sequence[int], hosts: Sequence[int], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

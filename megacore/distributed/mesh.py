@@ -122,10 +122,12 @@ class Mesh(Topology):
         self.world = self._create("world", everyone)
         for product in map(self._several, (*self._used(config), *self.used)):
             self.groups[product] = self._create("×".join(product), self._ranks_along(product))
-        super()._create_groups(config)
-        for ranks in {*self._holders(config).values()}:
-            if self.rank not in ranks:
+        for ranks in dict.fromkeys(self._holders(config).values()):  # a rank that is in some takes its place among those of the others
+            if self.rank in ranks:
+                self._create("tied", ranks)
+            else:
                 self._communicator("not tied", (self.rank,))  # unused: it keeps the number of groups equal
+        super()._create_groups(config)
 
     def _used(self, config: Config) -> Iterator[tuple[str, ...]]:
         """The products of axes along which a config has collectives. The pipeline's ranks only send messages, see `_connect_stages`."""

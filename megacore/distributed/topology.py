@@ -154,7 +154,7 @@ class Topology:
         return Group(name, ranks, ranks.index(self.rank))
 
     def _holders(self, config: Config) -> dict[str, tuple[int, ...]]:
-        """The ranks of this pipeline that hold a parameter which stages share, by its name, where they are several."""
+        """The ranks of this pipeline that hold a parameter which stages share, by its name, where they are several; in one order."""
         pipeline = self._ranks_along(("pp",))
         if len(pipeline) == 1:
             return {}
@@ -165,7 +165,7 @@ class Topology:
     def _create_groups(self, config: Config) -> None:
         """Makes the groups that do not wait until somebody asks for them."""
         holders = self._holders(config)
-        self.shared = {name: self._create("tied", ranks) for name, ranks in holders.items() if self.rank in ranks}
+        self.shared = {name: self._create(f"tied {name}", ranks) for name, ranks in holders.items() if self.rank in ranks}
 
 
 def fsdp_products(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -127,8 +127,8 @@ class DeepSpeedEngine(Engine):
             self._sum(parameters, group)
 
     def reduce_tied(self) -> None:
-        for group, parameters in self.last.items():
-            self._sum(parameters, group)
+        for group in self.mesh.shared.values():
+            self._sum(self.last[group], group)
 
     @torch.no_grad()
     def _sum(self, parameters: list[nn.Parameter], group: Group) -> None:

@@ -178,9 +178,9 @@ def fill_buffers(
 ) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
-    What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay it out alike. `sharded`: the
-    ranks of a sum divide the optimizer's state. `narrow`: gradients travel in 16 bits. A parameter that two stages of the rank share
-    belongs to the first of them.
+    What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay it out alike; so has each
+    parameter that other ranks' stages share too (`GradientSum.last`). `sharded`: the ranks of a sum divide the optimizer's state.
+    `narrow`: gradients travel in 16 bits. A parameter that two stages of the rank share belongs to the first of them.
     """
     owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):

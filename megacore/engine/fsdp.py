@@ -5,6 +5,7 @@ the compute dtype before the block runs, and sum its gradients in fp32 after its
 own data ranks, for which its piece of a tensor is simply a tensor.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -134,7 +135,9 @@ class FSDPEngine(OptimizerStep):
 
     def _units(self, stage: Stage, sums: Mapping[str, GradientSum]) -> dict[nn.Module, GradientSum]:
         """The modules that FSDP2 gathers, inner ones first, and over which ranks each sums its gradients: every block, the stage with
-        its other parameters, and each module whose weights are summed over others. Raises `ConfigError` if a module has both."""
+        its other parameters, and each module whose weights are summed over others. Raises `ConfigError` if a module has both.
+
+        A block that shares a parameter with another layer of the stage is gathered with the stage: FSDP2 divides it once."""
         units: dict[nn.Module, GradientSum] = {}
         usual = self.mesh.token_axes
         for name, module in reversed(list(stage.named_modules())):
@@ -151,7 +154,9 @@ class FSDPEngine(OptimizerStep):
                     )
                 units |= {module: next(iter(over.values()))}
         first = next(over for over in sums.values() if over.tokens == usual)
-        return units | dict.fromkeys((*stage.inner, stage), first)
+        uses = Counter(parameter for layer in stage.layers for parameter in layer.parameters())
+        alone = [layer for layer in stage.inner if all(uses[parameter] == 1 for parameter in layer.parameters())]
+        return units | dict.fromkeys((*alone, stage), first)
 
     def _device_mesh(self, over: GradientSum) -> DeviceMesh:
         """The ranks of a sum as PyTorch's mesh: shards of one copy, and copies."""
@@ -190,8 +195,8 @@ class FSDPEngine(OptimizerStep):
 
     @torch.no_grad()
     def reduce_tied(self) -> None:
-        """See `Engine`. Both stages divide their copy in the same way."""
-        for group in {rows.sum.last for rows in self.rows if rows.sum.last is not None}:
+        """See `Engine`. All ranks divide their copies in the same way."""
+        for group in self.mesh.shared.values():
             self._sum([rows.gradient for rows in self.rows if rows.sum.last == group], group)
 
     def _sum(self, gradients: Sequence[Tensor], group: Group) -> None:

@@ -75,10 +75,11 @@ class NativeEngine(OptimizerStep):
         self.reducer.finish()
 
     def reduce_tied(self) -> None:
-        for buffer in self.buffers:
-            if buffer.sum.last is not None:
-                for gradients in buffer.own_gradients:
-                    all_reduce(gradients, buffer.sum.last)
+        for group in self.mesh.shared.values():
+            for buffer in self.buffers:
+                if buffer.sum.last == group:
+                    for gradients in buffer.own_gradients:
+                        all_reduce(gradients, group)
 
     def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])

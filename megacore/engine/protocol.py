@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Sums gradients over the ranks that hold the same parameters: data ranks, and tensor ranks where partial."""
 
     def reduce_tied(self) -> None:
-        """Sums the gradients of the embeddings that the first and the last stage share."""
+        """Sums the gradients of each parameter that stages of several ranks share, in the order of `Topology.shared`, which all have."""
 
     def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """This rank's pieces of the gradients by parameter name (see `shard.piece_key`), not copied. Between the reductions and `step`

@@ -12,7 +12,7 @@ from megacore.distributed.topology import Topology
 from megacore.errors import ConfigError
 from megacore.model.flow import ModelFlow
 from megacore.model.gpt import gpt
-from megacore.model.layers import Layers, LayerSpec, check, crossing, losses_of
+from megacore.model.layers import Layers, LayerSpec, check, crossing, losses_of, sharing
 from megacore.pipeline.partition import layer_ranges
 
 
@@ -37,6 +37,14 @@ def flow_of(config: Config) -> ModelFlow:
     layers = layers_of(config)
     ends = [own.stop for own in layer_ranges(config)[:-1]]
     return ModelFlow(tuple(crossing(layers, end) for end in ends), len(losses_of(layers)))
+
+
+def sharing_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """Which layers of a user's file use a parameter together, by its name."""
+    source = source_of(config)
+    assert source is not None
+    with source.blamed(", layers"):
+        return sharing(layers_of(config), config)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 
 
 def vocabulary(config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> VocabParallelEmbedding:
-    """A vector for each token. If embeddings are tied, the first and the last stage hold one each, under the same name."""
+    """A vector for each token: of the embedding, or of the LM head, which are one if they are tied."""
     model = config.model
     return VocabParallelEmbedding(
         model.vocab_size,

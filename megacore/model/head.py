@@ -14,7 +14,6 @@ from megacore.model.flow import CROSS_ENTROPY, Flow
 from megacore.model.layers import Layer
 from megacore.model.norm import Norm
 from megacore.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 from megacore.tensor_parallel.linear import column_linear, row_stride
 
 
@@ -30,13 +29,12 @@ class Head(Layer):
         self.model, self.group = config.model, mesh.tp
         self.sequence = config.parallel.sequence and mesh.tp.size > 1
         self.norm = Norm(config.model, mesh.tp, self.sequence, dtype, device)
-        name = "embedding" if config.model.tie_embeddings else "head"
-        self.add_module(name, vocabulary(config, mesh, dtype, device))
+        self.head = vocabulary(config, mesh, dtype, device)  # this rank's rows
 
-    @property
-    def vocabulary(self) -> VocabParallelEmbedding:
-        """The layer whose weight is this rank's rows of the LM head."""
-        return self.embedding if self.model.tie_embeddings else self.head  # type: ignore[return-value]
+    @classmethod
+    def shares(cls, config: Config) -> Mapping[str, str]:
+        """See `Layer`."""
+        return {"head.weight": "embedding.weight"} if config.model.tie_embeddings else {}
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """The sum of the losses of all targets, see `loss`."""
@@ -48,10 +46,10 @@ class Head(Layer):
 
         `gradient`: what backward will start with, if it is known: forward then writes the gradient of the logits.
         """
-        model, first_row = self.model, self.vocabulary.first_row
+        model, first_row = self.model, self.head.first_row
         if model.chunked_loss:
             return vocab_parallel_linear_cross_entropy(
-                self.scaled_norm(x), self.vocabulary.weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
+                self.scaled_norm(x), self.head.weight, targets.flatten(), self.group, self.sequence, first_row, model.kernels
             )
         return vocab_parallel_cross_entropy(self.logits(x), targets.flatten(), self.group, first_row, model.kernels, gradient).sum()
 
@@ -60,7 +58,7 @@ class Head(Layer):
 
         The vocabulary may be of any size: what is padded is the distance between the rows, in memory alone.
         """
-        weight = self.vocabulary.weight
+        weight = self.head.weight
         return column_linear(self.scaled_norm(x), weight, None, self.group, self.sequence, row_stride(x, len(weight)))
 
     def scaled_norm(self, x: Tensor) -> Tensor:

@@ -34,6 +34,12 @@ class Layer(nn.Module):
     fields: ClassVar[Mapping[str, FieldSource]] = {}  # of the batch, besides those that every batch has
     bare: ClassVar[bool] = False  # its parameters are named without the layer's name
 
+    @classmethod
+    def shares(cls, *arguments: Any, **_: Any) -> Mapping[str, str]:
+        """Which of its parameters are other layers': by its own name for one, the name that this has in the model. It makes them as the
+        other layer does; both are then one. `arguments`: those of the constructor, up to the config."""
+        return {}
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -50,6 +56,11 @@ class LayerSpec:
         """What the class declares: `reads`, `writes`, `losses`, `fields` or `bare`."""
         return getattr(self.kind, what, getattr(Layer, what))
 
+    def shares(self, config: Config) -> Mapping[str, str]:
+        """See `Layer.shares`."""
+        shared: Mapping[str, str] = self.declared("shares")(*self.arguments, config)
+        return shared
+
     def build(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> Any:
         """The layer, with this rank's part of its parameters."""
         layer = self.kind(*self.arguments, config, mesh, dtype, device)
@@ -57,6 +68,8 @@ class LayerSpec:
             raise TypeError(f"{type(layer).__name__} is no torch.nn.Module")
         for what in ("reads", "writes", "losses"):
             setattr(layer, what, self.declared(what))
+        if missing := self.shares(config).keys() - dict(layer.named_parameters()).keys():
+            raise ValueError(f"{self.name} shares its {min(missing)}, and has no such parameter")
         return layer
 
 
@@ -87,6 +100,24 @@ def losses_of(layers: Layers) -> dict[str, Loss]:
 def fields_of(layers: Layers) -> dict[str, FieldSource]:
     """The fields of the batch that a model's layers need, besides those that every batch has."""
     return {name: source for spec in layers for name, source in spec.declared("fields").items()}
+
+
+def sharing(layers: Layers, config: Config) -> dict[str, tuple[int, ...]]:
+    """Which layers use a parameter together, by its name. Raises `ValueError` if it is no layer's own."""
+    users: dict[str, set[int]] = {}
+    for number, spec in enumerate(layers):
+        for name in spec.shares(config).values():
+            users.setdefault(name, {_owner(layers, name)}).add(number)
+    return {name: tuple(sorted(numbers)) for name, numbers in users.items()}
+
+
+def _owner(layers: Layers, name: str) -> int:
+    """The layer whose own parameter has this name: one whose name it begins with, or else the first bare one."""
+    named = [number for number, spec in enumerate(layers) if name.startswith(f"{spec.name}.")]
+    bare = [number for number, spec in enumerate(layers) if spec.declared("bare")]
+    if not named + bare:
+        raise ValueError(f"a layer shares {name}, which no layer has")
+    return (named + bare)[0]
 
 
 def check(layers: Layers) -> None:

@@ -43,8 +43,8 @@ class Stage(nn.Module):
     """Consecutive layers of a model.
 
     A parameter has the same name in every layout: its layer's name in the list, and its own name in the layer. Initialisation,
-    checkpoints and comparisons use this name. Two stages that share a parameter each hold a copy under the same name, and the engine
-    sums the two gradients; on one rank it is one.
+    checkpoints and comparisons use this name. A parameter that layers share (`Layer.shares`) has one name. On one rank it is one; ranks
+    that hold it each have a copy, and the engine sums their gradients.
     """
 
     def __init__(self, config: Config, own: range, mesh: Topology, device: torch.device | str, layers: Layers | None = None) -> None:
@@ -66,6 +66,7 @@ class Stage(nn.Module):
         self.before, self.behind = self.layers[: int(self.first)], self.layers[len(self.layers) - int(self.last) :]
         self.inner = self.layers[len(self.before) : len(self.layers) - len(self.behind)]
         self.bare = tuple(f"{layers[i].name}." for i in own if layers[i].declared("bare"))
+        self.shared = {f"{layers[i].name}.{name}": other for i in own for name, other in layers[i].shares(config).items()}
         share_by_name([self])
         if device.type != "meta":
             self.compute_on(device)
@@ -95,6 +96,8 @@ class Stage(nn.Module):
 
     def logical_name(self, name: str) -> str:
         """A parameter's name in every layout, from its place among the modules."""
+        if name in self.shared:
+            return self.shared[name]
         return next((name.removeprefix(prefix) for prefix in self.bare if name.startswith(prefix)), name)
 
     def compute_on(self, device: torch.device) -> None:
@@ -210,13 +213,17 @@ def run(layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], contex
 
 
 def share_by_name(stages: Iterable[Stage]) -> None:
-    """Parameters of one rank that have the same name are one parameter."""
+    """Parameters of one rank that have the same name are one parameter. Raises `ValueError` if they are not alike."""
     held: dict[str, nn.Parameter] = {}
     for stage in stages:
         for place, module in stage.named_modules():
             for own, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[own] = held.setdefault(stage.logical_name(f"{place}.{own}"), parameter)
+                    name = stage.logical_name(f"{place}.{own}")
+                    one = held.setdefault(name, parameter)
+                    if shard_of(one) != shard_of(parameter):
+                        raise ValueError(f"{place}.{own} is to be {name}, and is of another shape, placement or first value")
+                    module._parameters[own] = one
 
 
 def whole_model(config: Config, device: torch.device | str = "cpu", layers: Layers | None = None) -> Stage:

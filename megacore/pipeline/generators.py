@@ -7,7 +7,7 @@ Below, p is the number of ranks and m that of microbatches.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped, lower, unsplit, v_shaped
 
@@ -173,14 +173,15 @@ GENERATORS: dict[str, Generator] = {
 }
 
 
-def build(name: str, ranks: int, microbatches: int, chunks: int | None = None, *, tied: bool = False, split: bool = True) -> Plan:
+def build(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, *, shared: Sequence[tuple[int, ...]] = (), split: bool = True
+) -> Plan:
     """The lowered plan of a named schedule, which the runtime executes.
 
-    `chunks`: of a rank, by default the schedule's own number. `tied`: first and last stage share the embedding. Without `split` every
-    backward is whole.
+    `chunks`: of a rank, by default the schedule's own number. `shared`: see `lower`. Without `split` every backward is whole.
     """
     plan = generated(name, ranks, microbatches, chunks)
-    return lower(plan if split else unsplit(plan), tied=tied)
+    return lower(plan if split else unsplit(plan), shared)
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:

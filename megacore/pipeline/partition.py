@@ -9,7 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
+from importlib import import_module
 from itertools import accumulate, pairwise
+from typing import Any
 
 from megacore.config.resolve_auto import ends_apart, one_chunk, splits_backward
 from megacore.config.schema import CHUNKS, Config
@@ -84,12 +86,12 @@ def plan_of(config: Config) -> Plan:
     if parallel.schedule in GENERATORS:
         return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, **options)
     if parallel.schedule == "auto":
-        return lower(_searched(config), tied=options["tied"])
+        return lower(_searched(config), options["shared"])
     plan = read_plan(path := parallel.schedule.removeprefix("file:"), parallel.pipeline, config.num_microbatches)
     if ends_apart(config) and any({0, plan.stages - 1} <= set(own) for own in plan.placement if len(own) > 1):
         wrong = f"{path} gives one rank both ends, and fsdp cannot divide the embedding that they share"
         raise ConfigError("parallel.schedule", wrong, "a plan with the ends apart, model.tie_embeddings=false, or engine.kind=native")
-    return lower(plan if options["split"] else unsplit(plan), tied=options["tied"])
+    return lower(plan if options["split"] else unsplit(plan), options["shared"])
 
 
 def settled(config: Config) -> Config:
@@ -125,20 +127,29 @@ def _search(placements: tuple[Placement, ...], microbatches: int, costs: Costs, 
     return search(list(placements), microbatches, costs, limit, split=split)
 
 
-def _options(config: Config) -> dict[str, bool]:
-    return {"tied": bool(shared_parameters(config)), "split": splits_backward(config)}
+def _options(config: Config) -> dict[str, Any]:
+    return {"shared": tuple(shared_parameters(config).values()), "split": splits_backward(config)}
 
 
 def shared_parameters(config: Config) -> dict[str, tuple[int, ...]]:
-    """Which stages use a parameter together, by its name. The ranks that hold it, and their sum, follow (`Topology.shared`).
+    """Which stages use a parameter together, by its name, in one order on every rank. The ranks that hold it, and their sum, follow
+    (`Topology.shared`, `schedule.lower`)."""
+    model, ranges = config.model, layer_ranges(config)
+    if model.source is None:  # known without torch
+        users = {"embedding.weight": (0, model.num_layers + 1)} if model.tie_embeddings else {}
+    else:
+        users = import_module("megacore.model.choose").sharing_of(config)
+    return {name: stages_of(layers, ranges) for name, layers in users.items()}
 
-    A plan sums what the first and the last stage share; a parameter of other stages would need its place in `schedule.lower`.
-    """
-    return {"embedding.weight": (0, len(stage_layers(config)) - 1)} if config.model.tie_embeddings else {}
+
+def stages_of(layers: Sequence[int], ranges: Sequence[range]) -> tuple[int, ...]:
+    """The stages that have these layers."""
+    starts = [own.start for own in ranges]
+    return tuple(sorted({bisect_right(starts, layer) - 1 for layer in layers}))
 
 
 @lru_cache(maxsize=16)
-def _built(schedule: str, ranks: int, microbatches: int, chunks: int, **options: bool) -> Plan:
+def _built(schedule: str, ranks: int, microbatches: int, chunks: int, **options: Any) -> Plan:
     """A plan that several predictions ask for."""
     return build(schedule, ranks, microbatches, chunks, **options)
 

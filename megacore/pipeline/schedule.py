@@ -24,8 +24,8 @@ gloo matches messages by the pair of ranks, in order, in both directions at once
 """
 
 from collections import defaultdict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -44,7 +44,7 @@ class Op(Enum):
     SEND_GRADIENT = "send_gradient"  # to the rank that holds the stage before
     RECV_GRADIENT = "recv_gradient"
     REDUCE_GRADIENTS = "reduce_gradients"  # over the data-parallel ranks
-    REDUCE_TIED = "reduce_tied"  # between the ranks that share the embedding
+    REDUCE_TIED = "reduce_tied"  # between the ranks whose stages share parameters, such as tied embeddings
 
 
 BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # give the gradient of a chunk's input
@@ -76,10 +76,12 @@ Placement = tuple[tuple[int, ...], ...]  # for every rank, the stage of each of 
 
 @dataclass(frozen=True)
 class Plan:
-    """For every rank of the pipeline, its actions in order, and the stage of each of its chunks."""
+    """For every rank of the pipeline, its actions in order, and the stage of each of its chunks; and for every parameter that several
+    stages use, those stages."""
 
     actions: tuple[tuple[Action, ...], ...]
     placement: Placement
+    shared: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def where(self) -> dict[int, tuple[int, int]]:
@@ -90,6 +92,11 @@ class Plan:
     def stages(self) -> int:
         """The number of stages."""
         return len(self.where)
+
+    def shares(self, rank: int) -> bool:
+        """Whether a rank holds a parameter that other ranks hold too."""
+        holders = ({self.where[stage][0] for stage in stages} for stages in self.shared)
+        return any(rank in ranks and len(ranks) > 1 for ranks in holders)
 
     @property
     def splits(self) -> bool:
@@ -138,13 +145,15 @@ def unsplit(plan: Plan) -> Plan:
     return Plan(tuple(tuple(row) for row in rows), plan.placement)
 
 
-def lower(plan: Plan, *, tied: bool = False) -> Plan:
-    """Adds transfers to a plan of compute actions, and reductions at the end. `tied`: first and last stage share the embedding.
+def lower(plan: Plan, shared: Sequence[tuple[int, ...]] = ()) -> Plan:
+    """Adds transfers to a plan of compute actions, and reductions at the end. `shared`: for every parameter that stages use together,
+    these stages; the ranks that hold it sum its gradient last.
 
     A send follows the action that computes its message. A receive is posted one compute action ahead of the action that takes its
     message, so that the message travels while the rank computes; and earlier where the other rank sends this message before one that
     is taken earlier. Chunks of one rank need no message.
     """
+    plan = replace(plan, shared=tuple(shared))
     sent: dict[tuple[int, int], list[Hashable]] = defaultdict(list)  # by channel, in order
     sends: list[list[list[Action]]] = []  # of every rank, behind each compute action
     for rank, actions in enumerate(plan.actions):
@@ -159,8 +168,9 @@ def lower(plan: Plan, *, tied: bool = False) -> Plan:
         for i, action in enumerate(actions):
             completes = action.op in COMPLETING and final[action.chunk] == i
             out += [*receives[i], Action(action.op, action.microbatch, action.chunk, last=completes), *sends[rank][i]]
-        lowered.append((*out, *_reductions(plan, rank, bool(final), tied)))
-    return Plan(tuple(lowered), plan.placement)
+        reductions = [Action(Op.REDUCE_GRADIENTS), *([Action(Op.REDUCE_TIED)] if plan.shares(rank) else [])]
+        lowered.append((*out, *(reductions if final else [])))
+    return replace(plan, actions=tuple(lowered))
 
 
 def _transfers(plan: Plan, rank: int, action: Action, *, sending: bool) -> list[Action]:
@@ -190,9 +200,3 @@ def _posted(plan: Plan, rank: int, sent: dict[tuple[int, int], list[Hashable]]) 
             due = min(due, at)
             posts[due].insert(0, receive)
     return posts
-
-
-def _reductions(plan: Plan, rank: int, trains: bool, tied: bool) -> list[Action]:
-    ends = (plan.where[0][0], plan.where[plan.stages - 1][0])
-    shared = [Action(Op.REDUCE_TIED)] if tied and ends[0] != ends[1] and rank in ends else []
-    return [Action(Op.REDUCE_GRADIENTS), *shared] if trains else []

@@ -33,8 +33,7 @@ def validate(plan: Plan, microbatches: int, forward_only: bool = False) -> None:
     for rank, actions in enumerate(plan.actions):
         _check_complete(rank, actions, _required(plan, rank, microbatches, forward_only))
         _check_order(plan, rank)
-        _check_reductions(rank, actions, forward_only)
-    _check_tied(plan)
+        _check_reductions(plan, rank, forward_only)
     _check_matched(plan)
     idle = [0.0] * plan.stages
     simulate(plan, idle, idle)
@@ -90,26 +89,18 @@ def _check_order(plan: Plan, rank: int) -> None:
         seen.add((action.op, action.microbatch, action.chunk))
 
 
-def _check_reductions(rank: int, actions: Sequence[Action], forward_only: bool) -> None:
+def _check_reductions(plan: Plan, rank: int, forward_only: bool) -> None:
+    actions = plan.actions[rank]
     counts = Counter(a.op for a in actions)
-    wanted = 0 if forward_only else 1
-    if counts[Op.REDUCE_GRADIENTS] != wanted:
-        raise ValueError(f"pp rank {rank}, reduce_gradients: done {counts[Op.REDUCE_GRADIENTS]} times, not {wanted}")
-    if counts[Op.REDUCE_TIED] > wanted:
-        raise ValueError(f"pp rank {rank}, reduce_tied: done {counts[Op.REDUCE_TIED]} times, not {wanted}")
+    for op, wanted in ((Op.REDUCE_GRADIENTS, not forward_only), (Op.REDUCE_TIED, not forward_only and plan.shares(rank))):
+        if counts[op] != wanted:
+            raise ValueError(f"pp rank {rank}, {op.value}: done {counts[op]} times, not {wanted:d}")
     backwards_left = sum(counts[op] for op in COMPLETING)
     for action in actions:
         backwards_left -= action.op in COMPLETING
         if action.op in REDUCTIONS and backwards_left:
             wrong = f"comes before {backwards_left} backwards whose gradients it would miss"
             raise ValueError(f"pp rank {rank}, {describe(action)}: {wrong}")
-
-
-def _check_tied(plan: Plan) -> None:
-    tied = {rank for rank, actions in enumerate(plan.actions) if any(a.op is Op.REDUCE_TIED for a in actions)}
-    ends = {plan.where[0][0], plan.where[plan.stages - 1][0]}
-    if tied and (tied != ends or len(ends) == 1):
-        raise ValueError(f"pp rank {min(tied)}, reduce_tied: is between the first and the last stage, but stands on {sorted(tied)}")
 
 
 def _check_matched(plan: Plan) -> None:

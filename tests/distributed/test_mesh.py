@@ -106,7 +106,7 @@ def test_groups_reach_exactly_their_ranks(run_ranks: Callable[..., Any], tmp_pat
             "dp": mesh[pp, :, tp],
             "pp": mesh[:, dp, tp],
             "pp×tp": mesh[:, dp, :],
-            "tied": mesh[[0, -1], dp, tp],
+            "tied embedding.weight": mesh[[0, -1], dp, tp],
         }
         assert {name: found[name] for name in right} == {
             name: (tuple(ranks.ravel()), tuple(ranks.ravel()), rank, 77.0) for name, ranks in right.items()

@@ -53,7 +53,7 @@ def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str,
     for microbatches in numbers:
         stages = build_stages(config, mesh)
         runtime = Watched(stages, NativeEngine(config, stages, mesh), mesh.pp)
-        plan = generators.build(name, STAGES, microbatches, tied=True)
+        plan = generators.build(name, STAGES, microbatches, shared=[(0, STAGES - 1)])
         shape = (microbatches, 2, config.train.micro_batch_size, config.train.seq_len)
         tokens = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
         batch = [Microbatch(inputs, targets) for inputs, targets in tokens]

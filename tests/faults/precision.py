@@ -102,10 +102,10 @@ def tied_copy_behind() -> Any:
     def stale(self: Any, *rest: Any) -> Any:
         (stage,) = self.modules
         behind = stage.last and not stage.first and self.buffers[0].rounds
-        before = stage.behind[0].vocabulary.weight.detach().clone() if behind else None
+        before = stage.behind[0].head.weight.detach().clone() if behind else None
         statistics = step(self, *rest)
         if before is not None:
-            stage.behind[0].vocabulary.weight.data.copy_(before)
+            stage.behind[0].head.weight.data.copy_(before)
         return statistics
 
     return patch(native.NativeEngine, "step", stale)

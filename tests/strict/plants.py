@@ -113,20 +113,20 @@ def one_communicator() -> Any:
 
 def downward_behind_tied() -> Any:
     """As it was: NCCL's pipelines had a second group, and their middle ranks had made one group less than the ends before it."""
-    create, tie, connect = Mesh._communicator, Mesh._tie_ends, Mesh._connect_stages
+    create, holders, connect = Mesh._communicator, Mesh._holders, Mesh._connect_stages
 
     def fewer(self: Any, name: str, ranks: tuple[int, ...]) -> Any:
         return None if name == "not tied" else create(self, name, ranks)
 
     def pipeline_first(self: Any, config: Any) -> Any:
-        self.groups[("pp",)] = self._create("pp", self._ranks_along(("pp",)))
-        return tie(self, config)
+        self.groups.setdefault(("pp",), self._create("pp", self._ranks_along(("pp",))))
+        return holders(self, config)
 
     def on_nccl(self: Any, config: Any) -> None:
         if self.backend != "gloo":
             connect(self, config)
 
-    changes = {"_communicator": fewer, "_tie_ends": pipeline_first, "_connect_stages": on_nccl}
+    changes = {"_communicator": fewer, "_holders": pipeline_first, "_connect_stages": on_nccl}
     return mock.patch.multiple(Mesh, **changes)
 
 

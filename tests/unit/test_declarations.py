@@ -6,10 +6,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megacore.config import load
+from megacore.config import Config, load
 from megacore.engine.choose import check_shared
 from megacore.errors import ConfigError
-from megacore.model import choose
 from megacore.model.flow import Flow, Loss
 from megacore.model.gpt import gpt
 from megacore.model.layers import Layer, LayerSpec, check
@@ -53,19 +52,70 @@ def test_a_flow_without_gradient_has_none_within_a_stage_either() -> None:
     assert torch.equal(flow["seen"], torch.full((2,), 2.0)) and not flow["seen"].requires_grad
 
 
-class OwnHead(torch.nn.Module):
-    losses = (Loss("cross_entropy", over="targets"),)
-    writes: ClassVar[dict[str, Flow]] = {}
+OWN = """
+from megacore.distributed.shard import Shard, new_parameter
+from megacore.model.block import Block
+from megacore.model.gpt import gpt
+from megacore.model.head import Head
+from megacore.model.layers import LayerSpec
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
+
+class Own(Block):
+    def __init__(self, index, config, mesh, dtype, device):
+        super().__init__(index, config, mesh, dtype, device)
+        self.own = new_parameter(Shard((4 + LONGER * index,)), dtype, device)
+
+    @classmethod
+    def shares(cls, index, config):
+        return {NAME: OTHER} if index else {}
 
 
-def test_ends_that_do_not_share_what_the_config_says_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage would wait for ever for a sum that the last one does not have."""
-    path = training.write_config(tmp_path, "unused")
-    monkeypatch.setattr(choose, "gpt", lambda config, block=None: [*gpt(config)[:-1], LayerSpec("head", OwnHead)])
-    with pytest.raises(ConfigError, match="model.tie_embeddings: says that the first and the last layer share embedding.weight"):
-        check_shared(load(path, ["parallel.pipeline=2", "model.tie_embeddings=true"], 2).config)
-    check_shared(load(path, ["parallel.pipeline=2", "model.tie_embeddings=false"], 2).config)
-    check_shared(load(path, ["model.tie_embeddings=true"]).config)
+class OwnHead(Head):
+    SHARES
+
+
+def layers(config):
+    usual = gpt(config, Own)
+    return [*usual[:-1], LayerSpec("head", OwnHead)]
+"""
+RIGHT = {"LONGER": "0", "NAME": '"own"', "OTHER": '"blocks.0.own"', "SHARES": "pass"}
+NOTHING = "shares = classmethod(lambda cls, config: {})"
+PP2, FSDP = ["parallel.pipeline=2"], ["parallel.pipeline=2", "parallel.data=2", "engine.kind=fsdp"]
+REFUSED: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "another's that nobody has": ({"OTHER": '"blocks.0.owned"'}, [], "model.source: .*a layer shares blocks.0.owned, which no layer has"),
+    "a layer that nobody has": ({"OTHER": '"tower.own"', "SHARES": "bare = False"}, [], "a layer shares tower.own, which no layer has"),
+    "one's own that it has not": ({"NAME": '"owned"'}, [], "blocks.1 shares its owned, and has no such parameter"),
+    "another shape": ({"LONGER": "1"}, [], "blocks.1.own is to be blocks.0.own, and is of another shape"),
+    "ends apart": ({"SHARES": NOTHING}, PP2, "model.tie_embeddings: says that layers share embedding.weight, and none does"),
+    "one name": ({"SHARES": NOTHING + "; __init__ = tied"}, [*PP2, "model.tie_embeddings=false"], "of one name, embedding.weight"),
+    "two stages of a rank, fsdp": ({}, [*FSDP, "parallel.schedule=interleaved"], "gives one rank stages that share blocks.0.own"),
+}  # fmt: skip
+
+
+def own_config(folder: Path, changes: dict[str, str], overrides: list[str]) -> Config:
+    text = OWN.replace(
+        "class OwnHead",
+        """
+def tied(self, config, mesh, dtype, device):
+    Head.__init__(self, config, mesh, dtype, device)
+    self.embedding = self.head
+    del self.head
+
+
+class OwnHead""",
+    )
+    for word, value in (RIGHT | changes).items():
+        text = text.replace(word, value)
+    (folder / "own.py").write_text(text)
+    path = training.write_config(folder, "unused", model={"num_layers": 4, "source": "own.py"})
+    return load(path, overrides, 2 * overrides.count("parallel.data=2") + 2 if overrides else 1).config
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_layers_that_do_not_share_what_they_say_are_refused(tmp_path: Path, case: str) -> None:
+    """A rank would wait for ever for a sum that others do not have, or copies would part in silence."""
+    changes, overrides, wrong = REFUSED[case]
+    with pytest.raises(ConfigError, match=wrong):
+        check_shared(own_config(tmp_path, changes, overrides))
+    for overrides in ([], PP2, FSDP):
+        check_shared(own_config(tmp_path, {}, overrides))

@@ -62,7 +62,7 @@ def batch_of(config: Config, step: int) -> list[Microbatch]:
 
 def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) -> Tensor:
     """Forward and backward of a step's whole batch; its mean loss."""
-    plan = generators.build(config.parallel.schedule, 1, config.num_microbatches, tied=config.model.tie_embeddings)
+    plan = generators.build(config.parallel.schedule, 1, config.num_microbatches)
     weight = 1 / (config.train.global_batch_size * config.train.seq_len)
     return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), {"cross_entropy": weight})["cross_entropy"] * weight
 

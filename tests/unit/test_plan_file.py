@@ -9,7 +9,7 @@ import pytest
 
 from megacore.config import load
 from megacore.errors import ConfigError
-from megacore.pipeline.generators import GENERATORS, build
+from megacore.pipeline.generators import GENERATORS, build, generated
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.plan_file import write_plan
 from tests.training import write_config
@@ -19,7 +19,7 @@ from tests.training import write_config
 def test_a_plan_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """A schedule that was looked at and written down would not be the one that runs."""
     path = str(tmp_path / "plan.json")
-    plan = build(name, 2, 4, tied=True)
+    plan = build(name, 2, 4, shared=[(0, generated(name, 2, 4).stages - 1)])
     write_plan("--write", path, plan)
     layout = ["parallel.pipeline=2", "model.num_layers=4", "train.global_batch_size=4", "train.micro_batch_size=1"]
     config = load(write_config(tmp_path, "unused"), [*layout, f"parallel.schedule=file:{path}"], 2).config

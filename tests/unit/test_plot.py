@@ -17,7 +17,7 @@ COSTS = {"equal": (1.0, 1.0), "a heavy last stage": (1.0, 1.37), "a heavy first 
 def timeline(name: str, stages: int, microbatches: int, costs: str = "equal") -> Timeline:
     first, last = COSTS[costs]
     forward = [first, *[1.0] * (stages - 2), last][:stages]
-    return simulate(build(name, stages, microbatches, tied=stages > 1), forward, [2 * cost for cost in forward])
+    return simulate(build(name, stages, microbatches, shared=[(0, stages - 1)]), forward, [2 * cost for cost in forward])
 
 
 def found_cut(drawn: Timeline) -> Cut:

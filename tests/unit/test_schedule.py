@@ -21,8 +21,8 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 7), (4, 2), (4, 8), (8, 3), (8, 16)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_schedule_is_valid(name: str, stages: int, microbatches: int, tied: bool) -> None:
     """A schedule that loses a microbatch, mismatches a transfer or hangs would be accepted into training."""
-    validate(build(name, stages, microbatches, tied=tied), microbatches)
     whole = unsplit(generated(name, stages, microbatches))
+    validate(build(name, stages, microbatches, shared=[(0, whole.stages - 1)] if tied else ()), microbatches)
     validate(lower(whole), microbatches)
     assert not whole.splits and build(name, stages, microbatches).splits == generated(name, stages, microbatches).splits
 
@@ -31,7 +31,7 @@ def test_every_schedule_is_valid(name: str, stages: int, microbatches: int, tied
 @pytest.mark.parametrize("chunks", [3, 4])
 def test_any_number_of_chunks_can_be_interleaved(ranks: int, microbatches: int, chunks: int) -> None:
     """Microbatches that the ranks do not divide, or more than two chunks, would make ranks wait for each other."""
-    validate(build("interleaved", ranks, microbatches, chunks, tied=True), microbatches)
+    validate(build("interleaved", ranks, microbatches, chunks, shared=[(0, ranks * chunks - 1), (1, ranks + 1)]), microbatches)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -60,7 +60,7 @@ def edit(plan: Plan, stage: int, change: Callable[[list[Action]], object]) -> Pl
     """`plan` with the actions of one stage changed in place."""
     actions = [list(own) for own in plan.actions]
     change(actions[stage])
-    return Plan(tuple(tuple(own) for own in actions), plan.placement)
+    return replace(plan, actions=tuple(tuple(own) for own in actions))
 
 
 def find(actions: list[Action], op: Op, microbatch: int = -1) -> int:
@@ -98,8 +98,10 @@ FAULTS: dict[str, tuple[int, Callable[[list[Action]], object], str]] = {
     "no reduction": (2, lambda a: a.remove(Action(Op.REDUCE_GRADIENTS)), "pp rank 2, reduce_gradients: done 0 times"),
     "reduced twice": (2, lambda a: a.append(Action(Op.REDUCE_GRADIENTS)), "pp rank 2, reduce_gradients: done 2 times"),
     "reduced too early": (2, lambda a: to_front(a, Op.REDUCE_GRADIENTS), "pp rank 2, reduce_gradients: comes before 8 backwards"),
-    "tied on a middle stage": (2, lambda a: a.append(Action(Op.REDUCE_TIED)), "reduce_tied: is between the first and the last stage"),
-    "tied on one side": (3, lambda a: a.remove(Action(Op.REDUCE_TIED)), "reduce_tied: is between the first and the last stage"),
+    "tied on a stage that shares nothing": (2, lambda a: a.append(Action(Op.REDUCE_TIED)), "pp rank 2, reduce_tied: done 1 times, not 0"),
+    "one holder left out": (1, lambda a: a.remove(Action(Op.REDUCE_TIED)), "pp rank 1, reduce_tied: done 0 times, not 1"),
+    "tied twice": (3, lambda a: a.append(Action(Op.REDUCE_TIED)), "pp rank 3, reduce_tied: done 2 times, not 1"),
+    "tied too early": (3, lambda a: to_front(a, Op.REDUCE_TIED), "pp rank 3, reduce_tied: comes before 8 backwards"),
 }
 
 
@@ -127,7 +129,7 @@ def test_planted_faults_are_named(fault: str) -> None:
     """Validation that lets one of these through would let a schedule train on wrong gradients."""
     stage, spoil, message = FAULTS[fault]
     with pytest.raises(ValueError) as error:
-        validate(edit(build("1f1b", 4, 8, tied=True), stage, spoil), 8)
+        validate(edit(build("1f1b", 4, 8, shared=[(0, 3), (0, 1)]), stage, spoil), 8)
     assert message in str(error.value)
 
 

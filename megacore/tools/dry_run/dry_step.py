@@ -68,7 +68,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
         with watch.during("update"):
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()
-        names = {group.name: group for group in (mesh.world, *mesh.shared.values())}
+        names = {"world": mesh.world, **{"tied" if len(mesh.shared) == 1 else group.name: group for group in mesh.shared.values()}}
         names |= {"dp" if axes == ("dp", "cp") else "×".join(axes): group for axes, group in mesh.groups.items()}
         found = DryRank(
             rank,

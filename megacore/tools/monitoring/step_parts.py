@@ -26,9 +26,10 @@ class StepParts:
 
     def group_of(self, name: str) -> str:
         """The one of `groups` to which a group of the mesh belongs."""
-        if name == self.data_group or name.split()[0] == "dp" or name in ("shard", "replicate"):
+        kind = name.split()[0]  # of "dp within a host", or "tied embedding.weight"
+        if name == self.data_group or kind in ("dp", "shard", "replicate"):
             return "dp"
-        return name if name in self.groups else "world"
+        return kind if kind in self.groups else "world"
 
     def of(self, computed: float, waits: Mapping[str, float], steps: int, device_waits: Mapping[str, float]) -> dict[str, float]:
         """Seconds a step by `names`. `computed`: of this rank's own a step. `waits`: of its host in `steps` steps, by the name of a

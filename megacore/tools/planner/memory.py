@@ -31,7 +31,7 @@ from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import reshards
 from megacore.config.schema import Config
 from megacore.engine.alignment import ALIGNMENT
-from megacore.pipeline.partition import placement_of
+from megacore.pipeline.partition import placement_of, shared_parameters
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
@@ -107,10 +107,11 @@ def communicators_of(config: Config) -> list[int]:
     groups |= {along("pp", "tp")} if config.engine.kind == "deepspeed" else set()
     placement = placement_of(config)
     place = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-    tied = {place[0], place[max(place)]} if config.model.tie_embeddings and place[0] != place[max(place)] else set()
+    holders = [{place[stage] for stage in stages} for stages in shared_parameters(config).values()]
     counts = []
     for rank, stages in enumerate(placement):
-        own = groups | ({along("pp") if parallel.pipeline == 2 else frozenset({"tied"})} if rank in tied else set())
+        sharing = [ranks for ranks in holders if rank in ranks and len(ranks) > 1]
+        own = groups | {along("pp") if len(ranks) == parallel.pipeline else frozenset(map(str, ranks)) for ranks in sharing}
         neighbours = {place[stage + step] for stage in stages for step in (-1, 1) if stage + step in place} - {rank}
         counts.append(len(own - {frozenset()}) + levels + 2 * len(neighbours))
     return counts

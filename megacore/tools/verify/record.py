@@ -185,10 +185,12 @@ class Evidence:
         for step, given in self.given.items():
             for name, total in given.items():
                 self._sum(total, self.mesh.gradient_sum(shards[name]))
+            for name, group in self.mesh.shared.items():  # in one order on every rank
+                all_reduce(given[name], group)
             record.tensors(f"given {step}", {name: (total, shards[name]) for name, total in given.items()})
 
     def _sum(self, total: Tensor, over: GradientSum) -> None:
-        """Sums a gradient over its ranks, in the engine's order, and rounds it where the engine does."""
+        """Sums a gradient over the ranks with its stage, in the engine's order, and rounds it where the engine does."""
         rounds = self.rounds and over.levels.size > 1
         for group in (*over.first, over.levels.within):
             all_reduce(total, group)
@@ -197,8 +199,6 @@ class Evidence:
         all_reduce(total, over.levels.between)
         if rounds and self.gathers:
             total.copy_(total.bfloat16())
-        if over.last is not None:
-            all_reduce(total, over.last)
 
     def _copies(self) -> dict[str, Tensor]:
         return {name: parameter.detach().float() for name, parameter in self.parameters.items()}
