@@ -2,14 +2,15 @@
 parameters are.
 
 A layer makes one with `new_buffer`, reads its `value`, and notes what it counts in each microbatch. Once behind every step the counts
-are summed over microbatches, and over the ranks over which the gradient of a parameter with this placement would be; from the sums
-every rank computes the same next value. A step that is skipped leaves it as it is.
+are summed over microbatches, and over the ranks over which the gradient of a parameter with this placement would be; or their largest is
+taken, such as a scale of 8-bit numbers needs. From that every rank computes the same next value. A step that is skipped leaves it.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.distributed.collectives import all_reduce
@@ -20,6 +21,7 @@ from megacore.distributed.topology import Topology
 BUFFERS = "buffer/"  # the prefix of their names in a checkpoint
 
 Rule = Callable[[Tensor, Tensor], Tensor]  # the value and the counts of a step, of one shape → the next value
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class ShardedBuffer(nn.Module):
@@ -27,9 +29,9 @@ class ShardedBuffer(nn.Module):
 
     value: Tensor
 
-    def __init__(self, shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum") -> None:
         super().__init__()
-        self.shard, self.rule = shard, rule
+        self.shard, self.rule, self.reduction = shard, rule, reduction
         self.noted: dict[int, Tensor] = {}
         self.register_buffer("value", torch.empty(shard.local_shape, dtype=dtype))
         self.fill(torch.device(device))
@@ -49,9 +51,11 @@ class ShardedBuffer(nn.Module):
         self.note = torch.compiler.disable(self.note)  # type: ignore[method-assign]
 
     def take(self) -> Tensor:
-        """The sum of what was noted since the last time."""
-        noted, self.noted = self.noted, {}
-        return torch.stack(list(noted.values())).sum(0) if noted else torch.zeros_like(self.value)
+        """The sum of what was noted since the last time, or its largest: of nothing the least that there is."""
+        noted, self.noted = list(self.noted.values()), {}
+        if self.reduction == "sum":
+            return torch.stack(noted).sum(0) if noted else torch.zeros_like(self.value)
+        return torch.stack(noted).amax(0) if noted else torch.full_like(self.value, -torch.inf)
 
     @property
     def piece(self) -> tuple[Tensor, TensorSlice]:
@@ -60,9 +64,10 @@ class ShardedBuffer(nn.Module):
         return self.value, TensorSlice(shard.global_shape, shard.offset, shard.local_shape, shard.copied)
 
 
-def new_buffer(shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str) -> ShardedBuffer:
-    """A buffer that is `shard.fill` at first, and is updated by `rule`; for a layer's constructor."""
-    return ShardedBuffer(shard, rule, dtype, device)
+def new_buffer(shard: Shard, rule: Rule, dtype: torch.dtype, device: torch.device | str, reduction: str = "sum") -> ShardedBuffer:
+    """A buffer that is `shard.fill` at first, and is updated by `rule`; for a layer's constructor. `reduction`: one of `REDUCTIONS`, of
+    what is noted; "max" of floating-point numbers."""
+    return ShardedBuffer(shard, rule, dtype, device, reduction)
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> dict[str, ShardedBuffer]:
@@ -72,15 +77,15 @@ def buffers_of(modules: Iterable[nn.Module]) -> dict[str, ShardedBuffer]:
 
 @torch.no_grad()
 def update_buffers(buffers: Mapping[str, ShardedBuffer], mesh: Topology, skip: Tensor | float = 0.0) -> None:
-    """Sums what this step counted, and updates the buffers unless `skip`, a scalar on the device, is not 0; collective."""
-    alike: dict[tuple[GradientSum, torch.dtype], list[tuple[ShardedBuffer, Tensor]]] = defaultdict(list)
+    """Reduces what this step counted, and updates the buffers unless `skip`, a scalar on the device, is not 0; collective."""
+    alike: dict[tuple[GradientSum, str, torch.dtype], list[tuple[ShardedBuffer, Tensor]]] = defaultdict(list)
     for buffer in buffers.values():
         counts = buffer.take()
-        alike[mesh.gradient_sum(buffer.shard), counts.dtype].append((buffer, counts))
-    for (over, _), pairs in alike.items():
+        alike[mesh.gradient_sum(buffer.shard), buffer.reduction, counts.dtype].append((buffer, counts))
+    for (over, reduction, _), pairs in alike.items():
         total = torch.cat([counts.flatten() for _, counts in pairs])
         for group in (*over.first, over.levels.within, over.levels.between):
-            all_reduce(total, group)
+            all_reduce(total, group, REDUCTIONS[reduction])
         for (buffer, _), part in zip(pairs, total.split([counts.numel() for _, counts in pairs]), strict=True):
             after = buffer.rule(buffer.value, part.view_as(buffer.value))
             buffer.value.copy_(torch.where(torch.as_tensor(skip, device=after.device) == 0, after, buffer.value))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config, load
+from megacore.distributed import buffers
 from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.buffers import ShardedBuffer, new_buffer, update_buffers
 from megacore.distributed.collectives import all_gather, enter_tensor_parallel, leave_tensor_parallel, own_part
@@ -29,7 +30,7 @@ from megacore.errors import ConfigError
 from megacore.model.block import Block
 from megacore.model.choose import layers_of
 from megacore.model.context import Context
-from megacore.model.gpt import BLOCKS
+from megacore.model.gpt import BLOCKS, gpt
 from megacore.model.stage import Stage
 from megacore.tools.launchers import place_from_environment
 from megacore.train.inputs import Inputs
@@ -267,6 +268,40 @@ def test_buffers_move_between_layouts(pool: Any, tmp_path: Path) -> None:
     whole, moved, forgotten = (training.figures(tmp_path / name) for name in ("whole", "moved", "forgotten"))
     assert training.difference(moved, whole) < 1e-10
     assert training.difference(forgotten, whole) > 1e-6
+
+
+class Scaled(Block):
+    """A block whose output is divided by the largest number that a step before has seen, as that of 8-bit numbers is."""
+
+    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(index, config, mesh, dtype, device)
+        shard = Shard((1,), (replicated(mesh.tp, partial=config.parallel.sequence),), fill=1.0)
+        self.largest = new_buffer(shard, lambda value, largest: largest, torch.float64, device, "max")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same."""
+        x = super().forward(x, context)
+        self.largest.note(context.key, x.detach().abs().amax().view(1))
+        return x / self.largest.value
+
+
+def scaled(path: str, overrides: list[str], local: bool = False) -> Found:
+    """Training with such blocks; `local`: the planted fault, the largest number that a rank has seen itself."""
+    place = place_from_environment()
+    config = load(path, overrides, place.world_size).config
+    fault = mock.patch.object(buffers, "all_reduce", lambda x, group, op: x) if local else contextlib.nullcontext()
+    with fault:
+        return train(config, Mesh(config, place, CPU), gpt(config, Scaled))
+
+
+@pytest.mark.parametrize("overrides", [["parallel.tensor=2", "parallel.sequence=true"], ["parallel.data=2"]])
+def test_the_largest_of_all_ranks(pool: Any, config_path: str, overrides: list[str]) -> None:
+    """A sum of maxima, or of one rank's tokens alone."""
+    (one,) = pool.run(1, scaled, config_path, [])
+    assert len({float(one.pieces[f"buffer/blocks.{i}.largest"].tensor) for i in range(2)} | {1.0}) == 3
+    assert apart(pool.run(2, scaled, config_path, overrides), one) < TOLERANCE
+    found = pool.run(2, scaled, config_path, overrides, True)
+    assert max(training.difference(rank.figures, one.figures) for rank in found) > 1e-6
 
 
 def test_a_skipped_step_leaves_buffers(tmp_path: Path) -> None:
