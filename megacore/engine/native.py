@@ -64,12 +64,11 @@ class NativeEngine(OptimizerStep):
             for _ in finish_in_turn(parts):
                 pass
             return
-        left = Counter(part.total for part in parts)
+        left = Counter(total for part in parts for total in part.totals)
         self.reducer.complete(total for total in self.reducer.totals_of(chunk) if not left[total])
         for part in finish_in_turn(parts):
-            left[part.total] -= 1
-            if not left[part.total]:
-                self.reducer.complete([part.total])
+            left.subtract(part.totals)
+            self.reducer.complete(total for total in part.totals if not left[total])
 
     def reduce_gradients(self) -> None:
         self.reducer.finish()

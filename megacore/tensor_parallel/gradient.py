@@ -4,10 +4,10 @@ Megatron calls this gradient accumulation fusion. In 16 bits it saves writing th
 sum; and the product is never rounded, where the device can add it in fp32.
 
 A schedule may want weights' gradients later than inputs' (Qi et al. 2023, zero bubble). Then the layers leave what they are made of
-in a `WeightGradQueue`, and nothing else of the backward pass is kept.
+in a `WeightGradQueue`, with a function that makes them, and nothing else of the backward pass is kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,27 +22,26 @@ from megacore.kernels.linear_cross_entropy import adds_in_fp32
 
 @dataclass(eq=False)
 class WeightGradPart:
-    """A part of a weight's gradient that is added later: `add` is called with the two tensors that it is made of.
+    """A part of gradients that is added to their sums, `totals`, later: `add` is called with the tensors that it is made of.
 
-    `x` has this rank's tokens, if it is to be gathered over `group`: in between it takes no more memory than before.
+    The last of them has this rank's tokens, if it is to be gathered over `group`: in between it takes no more memory than before.
     """
 
-    total: Tensor
-    add: Callable[[Tensor, Tensor], None]
-    grad: Tensor
-    x: Tensor
+    totals: tuple[Tensor, ...]
+    add: Callable[..., None]
+    tensors: list[Tensor]
     group: Group = SOLO
     gathering: Work | None = None
 
     def start(self) -> None:
-        """Begins to gather x."""
-        self.x, self.gathering = all_gather_start(self.x, self.group)
+        """Begins to gather the last tensor."""
+        self.tensors[-1], self.gathering = all_gather_start(self.tensors[-1], self.group)
 
     def finish(self) -> None:
-        """Adds the part to the sum."""
+        """Adds the part to the sums."""
         if self.gathering is not None:
             self.gathering.wait()
-        self.add(self.grad, self.x)
+        self.add(*self.tensors)
 
 
 class WeightGradQueue:
@@ -91,10 +90,11 @@ class MainGradient:
         """Whether parts that can be added later are left to `defer`."""
         return self.deferral.parts is not None
 
-    def defer(self, add: Callable[[Tensor, Tensor], None], grad: Tensor, x: Tensor, group: Group = SOLO) -> None:
-        """Leaves ``add(grad, x)`` for later, with x gathered over `group`."""
+    def defer(self, add: Callable[..., None], *tensors: Tensor, group: Group = SOLO, others: "Sequence[MainGradient]" = ()) -> None:
+        """Leaves ``add(*tensors)`` for later, with the last tensor gathered over `group`. It adds to this sum, and to `others`."""
         assert self.deferral.parts is not None
-        self.deferral.parts.append(WeightGradPart(self.total, add, grad.detach(), x.detach(), group))  # x would hold what made it
+        totals = tuple(main.total for main in (self, *others))
+        self.deferral.parts.append(WeightGradPart(totals, add, [x.detach() for x in tensors], group))  # x would hold what made it
 
     def add_rows(self, grad: Tensor, rows: Tensor) -> None:
         """Adds the gradient of a lookup: `grad` ``[tokens, features]`` of the `rows` ``[tokens]`` that were looked up."""

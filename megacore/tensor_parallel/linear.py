@@ -56,7 +56,7 @@ def weight_gradient(grad: Tensor, x: Tensor, main: MainGradient | None, group: G
     if main is None:
         return linear(grad.t(), x.t())
     if main.waits:
-        main.defer(main.add_product, grad, x, group)
+        main.defer(main.add_product, grad, x, group=group)
     else:
         main.add_product(grad, x)
     return None

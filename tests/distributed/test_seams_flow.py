@@ -21,12 +21,14 @@ from megacore.model.context import Context
 from megacore.model.decoding import Decoder
 from megacore.model.embedding import Embedding
 from megacore.model.flow import HIDDEN, Flow, Loss
+from megacore.model.gpt import gpt
 from megacore.model.head import Head
 from megacore.model.layers import Layer, Layers, LayerSpec, check, crossing
 from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.pipeline.runtime import Runtime
+from megacore.tensor_parallel.gradient import WeightGradPart, main_gradient_of
 from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
@@ -194,6 +196,69 @@ def test_a_text_passes_all_that_flows(pool: Any, config_path: str) -> None:
     assert len(set(one)) > 4
     for overrides in (["parallel.pipeline=4"], [*ZB, "parallel.tensor=2"]):
         assert pool.run(4, written, config_path, overrides) == [one] * 4
+
+
+class Scale(torch.autograd.Function):
+    """``x · gain + shift``, whose backward may leave the gradients of both vectors for later, as one function of two tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        ctx.mains = main_gradient_of(gain), main_gradient_of(shift)
+        return x * gain + shift
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        x, gain = ctx.saved_tensors
+        of_gain, of_shift = ctx.mains
+
+        def add(x: Tensor, grad: Tensor) -> None:
+            of_gain.add((grad * x).sum(0))
+            of_shift.add(grad.sum(0))
+
+        if of_gain.waits:
+            of_gain.defer(add, x, grad, others=[of_shift])
+        else:
+            add(x, grad)
+        return grad * gain, None, None
+
+
+class ScaledBlock(Block):
+    """A block that scales and shifts its output."""
+
+    def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(index, config, mesh, dtype, device)
+        shard = Shard((config.model.hidden_size,), init_std=0.5)
+        self.gain, self.shift = (new_parameter(shard, dtype, device) for _ in range(2))
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """``[tokens, hidden]`` → the same."""
+        return Scale.apply(super().forward(x, context), self.gain, self.shift)  # type: ignore[no-any-return]
+
+
+def with_a_function_left(config_path: str, overrides: list[str]) -> tuple[Found, int]:
+    """Training, and how many functions with several sums the second halves of backwards got."""
+    left, finish = 0, WeightGradPart.finish
+
+    def counted(part: WeightGradPart) -> None:
+        nonlocal left
+        left += len(part.totals) > 1
+        finish(part)
+
+    place = place_from_environment()
+    config = load(config_path, overrides, place.world_size).config
+    with mock.patch.object(WeightGradPart, "finish", counted):
+        return train(config, Mesh(config, place, torch.device("cpu")), gpt(config, ScaledBlock)), left
+
+
+def test_a_layer_leaves_a_function_for_later(pool: Any, config_path: str) -> None:
+    """To a split backward; what it adds must be there before its sums are reduced, and be the same bits as in a whole one."""
+    pp2 = ["parallel.pipeline=2", "parallel.data=2", "engine.shard_optimizer=true"]
+    whole, split = (pool.run(4, with_a_function_left, config_path, [*pp2, *more]) for more in ([], ["parallel.schedule=zb_h1"]))
+    for (right, none), (found, left) in zip(whole, split, strict=True):
+        assert none == 0 < left
+        assert found.figures == right.figures and found.pieces.keys() == right.pieces.keys()
+        assert all(torch.equal(piece.tensor, right.pieces[name].tensor) for name, piece in found.pieces.items())
 
 
 def test_what_crosses_a_cut_is_what_later_layers_read() -> None:

@@ -1,6 +1,7 @@
 """Mistakes of backwards in two halves, and of ranks that hold several chunks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -41,7 +42,7 @@ def weight_gradient_lost() -> Any:
     ZB,
 )
 def weight_gradient_doubled() -> Any:
-    return spoiling(lambda engine, parts: parts.append(WeightGradPart(parts[-2].total, parts[-2].add, parts[-2].grad, parts[-2].x)))
+    return spoiling(lambda engine, parts: parts.append(replace(parts[-2], tensors=[*parts[-2].tensors])))
 
 
 @fault(
@@ -55,9 +56,9 @@ def weight_gradient_of_another_microbatch() -> Any:
 
     def mix(engine: Any, parts: list[WeightGradPart]) -> None:
         for part in parts:
-            own = part.x
-            part.x = before.get(id(part.total), own)
-            before[id(part.total)] = own
+            (total,), own = part.totals, part.tensors[-1]
+            part.tensors[-1] = before.get(id(total), own)
+            before[id(total)] = own
 
     return spoiling(mix)
 
