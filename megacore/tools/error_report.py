@@ -28,32 +28,36 @@ def say_once(error: UserError, place: RankInfo) -> None:
     """Prints a mistake on stderr, unless another rank of the job has. Returns when it is printed.
 
     On a machine, the first rank that finds the mistake speaks. On other machines than rank 0's, it speaks only if rank 0 has found
-    nothing wrong. Its line then names the machine, as it does for mistakes that may concern only one machine.
+    nothing wrong, or cannot be asked. Its line then names the machine, as it does for mistakes that may concern only one machine.
     """
-    beside = place.rank - place.local_rank > 0  # on another machine than rank 0
+    # On another machine than rank 0; or ranks were dealt to machines in turn, and rank 0, which may be here, must not wait for this one.
+    beside = place.rank != place.local_rank
     named = beside or (error.of_this_machine and place.local_world_size < place.world_size)
     line = f"rank {place.rank} on {socket.gethostname()}: {error}" if named else str(error)
 
     def speak() -> None:
-        if not beside or rank_0_waits(place):
-            sys.stderr.write(line + "\n")
-            sys.stderr.flush()
-            record(line)
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+        record(line)
+
+    def speak_for_machine() -> None:
+        if not rank_0_has_spoken(place):
+            first_of_job(speak)
 
     if place.world_size == 1 and not any(name in os.environ for name in RANKS):
         speak()
-    elif not first_of_job(speak):
+    elif not (first_of_job(speak_for_machine, "-beside") if beside else first_of_job(speak)):
         time.sleep(GRACE_SECONDS)  # the launcher reports the rank that ended first, which should be the one that spoke
 
 
-def first_of_job(speak: Callable[[], None]) -> bool:
+def first_of_job(speak: Callable[[], None], among: str = "") -> bool:
     """Calls `speak` if no rank of this job has done so on this machine; returns whether it did. While another rank speaks it waits,
-    and speaks itself if that rank is ended meanwhile.
+    and speaks itself if that rank is ended meanwhile. `among`: of some ranks, which go by a name of their own.
     """
     me = "/".join(os.environ.get(name, "") for name in RANKS)
     try:
         folder = private_folder()
-        file = os.open(folder / job_name(os.environ), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = os.open(folder / f"{job_name(os.environ)}{among}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:  # better twice than never
         speak()
         return True
@@ -109,20 +113,22 @@ def job_name(env: Mapping[str, str]) -> str:
     return f"process-{parent}-{began}-{env.get('MASTER_PORT', '').replace('/', '_')}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def rank_0_waits(place: RankInfo) -> bool:
-    """Whether rank 0, on another machine, has found nothing wrong, so that it listens where the ranks meet.
+def rank_0_has_spoken(place: RankInfo) -> bool:
+    """Whether rank 0 has found a mistake, so that it has said it and ended: it does not come to where the ranks meet.
 
-    If rank 0 has found a mistake, it has said it and ended. This rank then ends too, or its launcher ends it before.
+    This rank then ends too, or its launcher ends it before. Where rank 0's machine cannot be reached, nobody knows: rather twice than
+    never.
     """
     time.sleep(GRACE_SECONDS)  # torchrun itself listens there, until its ranks have ended
-    deadline = time.monotonic() + MEETING_SECONDS
+    deadline, refused = time.monotonic() + MEETING_SECONDS, False
     while time.monotonic() < deadline:
         try:
             socket.create_connection((place.master_address, place.master_port), timeout=1.0).close()
-            return True
-        except OSError:
+            return False
+        except OSError as error:
+            refused |= isinstance(error, ConnectionRefusedError)  # the machine answers, and nobody listens there
             time.sleep(0.5)
-    return False
+    return refused
 
 
 def record(reason: str) -> None:

@@ -1,5 +1,6 @@
 """Why a job ends is said once: by the first rank that finds it, on another machine than rank 0's only if rank 0 has found nothing."""
 
+import errno
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ SAY = f"""
 from megacore.tools import error_report as reasons
 from megacore.tools.launchers import place_from_environment
 {MISTAKE}
-reasons.GRACE_SECONDS = 0.0
+reasons.GRACE_SECONDS, reasons.MEETING_SECONDS = 0.0, 1.0
 reasons.say_once(error, place_from_environment())
 """
 SPEAK_FOR_EVER = """
@@ -38,9 +39,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")} | {"TMPDIR": str(tmp_path)}
 
 
-def start(code: str, rank: int, environment: dict[str, str], port: int = 29500) -> subprocess.Popen[str]:
-    """A rank of four, whose launcher is this process."""
-    env = environment | rank_environment(rank, 4, port)
+def start(
+    code: str, rank: int, environment: dict[str, str], port: int = 29500, machine: tuple[int, ...] = (0, 1, 2, 3), world: int = 4
+) -> subprocess.Popen[str]:
+    """A rank of four, whose launcher is this process. `machine`: the ranks on its machine."""
+    local = {"LOCAL_RANK": str(machine.index(rank)), "LOCAL_WORLD_SIZE": str(len(machine))}
+    env = environment | rank_environment(rank, world, port) | local
     return subprocess.Popen([sys.executable, "-c", code], env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -63,6 +67,36 @@ def test_a_start_by_hand_with_another_rank_is_not_silent(environment: dict[str, 
     earlier = time.time() - 30.0
     os.utime(list_of_ranks, (earlier, earlier))
     assert len(said([start(SAY, 1, environment)])) == 1
+
+
+def test_rank_0_waits_for_no_rank_that_waits_for_it(environment: dict[str, str]) -> None:
+    """srun --distribution=cyclic deals ranks to machines in turn, so rank 2 is beside rank 0. It waited for rank 0 to say the mistake or
+    to go on, and rank 0 for it: the job ended without a word."""
+    machine, port = (0, 2), free_port()
+    later = start(SAY, 2, environment, port, machine)
+    deadline = time.monotonic() + 60.0
+    while not list(Path(environment["TMPDIR"]).glob("megacore-*/*")):  # rank 2 has begun to wait
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert said([start(SAY, 0, environment, port, machine)]) == ["data error: corpus: is missing (a corpus)"]
+    assert said([later]) == []
+
+
+@pytest.mark.parametrize(
+    ("machines", "lines"), [(((0, 2, 4, 6), (1, 3, 5, 7)), 1), (((0, 1, 2, 3), (4, 5, 6, 7)), 2), (((0, 1, 7), (2, 3, 4, 5, 6)), 2)]
+)
+def test_each_machine_says_once_what_some_of_its_ranks_find(
+    environment: dict[str, str], listening: int, tmp_path: Path, machines: tuple[tuple[int, ...], ...], lines: int
+) -> None:
+    """Ranks 1, 3 and 7 of eight find a mistake, and rank 0 nothing: it waits for the others. A machine without rank 0 is named."""
+    ranks = []
+    for number, machine in enumerate(machines):
+        (tmp_path / str(number)).mkdir()
+        own = environment | {"TMPDIR": str(tmp_path / str(number))}
+        ranks += [start(SAY, rank, own, listening, machine, world=8) for rank in machine if rank in (1, 3, 7)]
+    found = said(ranks)
+    assert len(found) == lines and all(line.endswith("data error: corpus: is missing (a corpus)") for line in found), found
+    assert any(line.startswith(tuple(f"rank {rank} on {socket.gethostname()}: " for rank in machines[1])) for line in found)
 
 
 def test_a_rank_that_is_ended_while_it_speaks_is_replaced(environment: dict[str, str]) -> None:
@@ -118,6 +152,20 @@ def test_what_rank_0_has_said_no_other_machine_repeats(
     """Rank 0 has ended; a launcher such as srun lets the others go on."""
     of_second_machine(monkeypatch, tmp_path, free_port())
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("gone", [OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out"), socket.gaierror(-2, "unknown")])
+def test_where_rank_0s_machine_is_gone_another_speaks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: OSError
+) -> None:
+    """Whether rank 0 has said it nobody knows then; the other machines ended with status 2 and without a word."""
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise gone
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    of_second_machine(monkeypatch, tmp_path, free_port())
+    assert capsys.readouterr().err == f"rank 2 on {socket.gethostname()}: data error: corpus: is missing (a corpus)\n"
 
 
 def test_rank_0s_machine_is_named_where_it_may_lack_something_alone(
