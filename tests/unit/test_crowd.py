@@ -228,42 +228,56 @@ def test_no_team_is_held_where_threads_run_out(tmp_path: Path, monkeypatch: pyte
 
 
 SPINNING = """
-import sys, threading, time
+import os, threading, time
+from pathlib import Path
 import torch
 from megacore.tools.crowd import hold_team
 
-def spin():  # threads that do still work for milliseconds when an operation is done
+TASKS = Path("/proc/self/task")
+
+def states():  # of each of the team's threads: whether it sleeps or could run, and the hundredths of a second that it ran
+    fields = [(TASKS / task / "stat").read_text().rpartition(")")[2].split() for task in team]
+    return [own[0] for own in fields], sum(int(own[11]) + int(own[12]) for own in fields)
+
+def spin():  # whether an operation's threads go on working when it is done, which they then do for ever, or sleep
+    others = set(os.listdir(TASKS))
     torch.ones(1 << 20).add_(1)
-    before, until = time.process_time() - time.thread_time(), time.monotonic() + 0.5
-    while time.monotonic() < until:
-        if time.process_time() - time.thread_time() - before > 2e-3:
+    team.update(set(os.listdir(TASKS)) - others)
+    before = states()[1]
+    while True:
+        now, ran = states()
+        if ran > before + 20:
             return True
+        if set(now) == {"S"}:
+            return False
         time.sleep(0.01)
-    return False
 
 def holding():
     hold_team()
     held.set()
     free.wait()
 
-found, held, free = [spin()], threading.Event(), threading.Event()
+team, held, free = set(), threading.Event(), threading.Event()
+found = [spin()]
 holder = threading.Thread(target=holding)
 holder.start()
 held.wait()
 found.append(spin())
 free.set()
 holder.join()
-print(*found, spin())
+print(*found, spin(), len(team))
 """
 
 
 def test_a_team_that_sleeps_keeps_openmp_from_spinning() -> None:
-    """It is GCC's OpenMP that decides: with more threads than cores nobody spins."""
-    environment = {name: value for name, value in os.environ.items() if name not in (crowd.SPIN_COUNT, "OMP_WAIT_POLICY")}
-    environment["OMP_NUM_THREADS"] = str(max(2, len(os.sched_getaffinity(0))))
-    if len(os.sched_getaffinity(0)) == 1 or not libgomp_mapped():
+    """It is GCC's OpenMP that decides: with more threads than cores nobody spins, even where they otherwise spin for ever."""
+    cores = len(os.sched_getaffinity(0))
+    if cores == 1 or not libgomp_mapped():
         pytest.skip("one core, or torch brings along another OpenMP than GCC's")
-    assert subprocess.check_output([sys.executable, "-c", SPINNING], env=environment, text=True).split() == ["True", "False", "True"]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_NUM_THREADS": str(cores), crowd.SPIN_COUNT: "infinite"}
+    found = subprocess.check_output([sys.executable, "-c", SPINNING], env=environment, text=True).split()
+    assert found == ["True", "False", "True", str(cores - 1)]
 
 
 def libgomp_mapped() -> bool:
