@@ -154,7 +154,10 @@ def test_what_rank_0_has_said_no_other_machine_repeats(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("gone", [OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out"), socket.gaierror(-2, "unknown")])
+GONE = [OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out"), socket.gaierror(-2, "unknown")]
+
+
+@pytest.mark.parametrize("gone", GONE)
 def test_where_rank_0s_machine_is_gone_another_speaks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: OSError
 ) -> None:
