@@ -4,6 +4,7 @@ A model is a list of layers, and a pipeline may cut it between any two. What cro
 these declarations alone: each rank knows it of every cut, and the planner without a device.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -139,6 +140,6 @@ def check(layers: Layers) -> None:
             raise ValueError(f"the loss {loss.name} is over {loss.over}, a field of the batch that no layer declares")
         if loss.name in FIGURES:
             raise ValueError(f"a loss is called {loss.name}, as a figure of every record is")
-    names = [spec.name for spec in layers]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    names = Counter(spec.name for spec in layers)
+    if twice := sorted(name for name, count in names.items() if count > 1):
         raise ValueError(f"two layers are named {twice[0]}")

@@ -9,6 +9,7 @@ Below, p is the number of ranks and m that of microbatches.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from megacore.config.schema import CHUNKS, V_SHAPED
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped, lower, unsplit, v_shaped
 
 Generator = Callable[..., Plan]  # (ranks, microbatches, chunks), of which the last has a default
@@ -125,10 +126,12 @@ def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager:
         pattern += [(loss + there * i, Op.BACKWARD_INPUT, 1), (end + back * j, Op.BACKWARD_INPUT, 0)]
         repeated = sorted((6 * m + at, k, m) for m in range(microbatches) for k, (at, _, _) in enumerate(pattern))
         todo.append(deque(Action(pattern[k][1], m, pattern[k][2]) for _, k, m in repeated))
-    placement = v_shaped(ranks)
+    placement, where = v_shaped(ranks), [*range(ranks), *reversed(range(ranks))]
     done: dict[tuple[bool, int, int], int] = {}  # when each stage's forward or backward of a microbatch ends
     late: list[deque[Action]] = [deque() for _ in range(ranks)]  # weights' backwards
     held, plan, now = [0] * ranks, [list[Action]() for _ in range(ranks)], 0
+    begun = [0] * ranks  # forwards of the first chunk
+    looking = set(range(ranks))  # who may begin something now: others wait for a rank's result
 
     def can_begin(rank: int, action: Action) -> bool:
         stage, m = placement[rank][action.chunk], action.microbatch
@@ -138,27 +141,34 @@ def in_v(ranks: int, microbatches: int, there: int, back: int, most: int, eager:
         after = stage == 2 * ranks - 1 or done.get((False, stage + 1, m), now + 1) <= now
         return after and done.get((True, stage, m), now + 1) <= now
 
-    while any(todo) or any(late):
-        for rank in range(ranks):
+    while looking:
+        later = set[int]()
+        for rank in looking:
+            while todo[rank] and (head := todo[rank][0]).op is Op.FORWARD and head.chunk == 0 and head.microbatch < begun[rank]:
+                todo[rank].popleft()  # it was begun further ahead
             if todo[rank] and can_begin(rank, todo[rank][0]):
                 action = todo[rank].popleft()
             elif late[rank]:
                 action = late[rank].popleft()
+            elif eager and begun[rank] < microbatches and can_begin(rank, further := Action(Op.FORWARD, begun[rank], 0)):
+                action = further
             else:
-                further = next((a for a in todo[rank] if a.op is Op.FORWARD and a.chunk == 0), None) if eager else None
-                if further is None or not can_begin(rank, further):
-                    continue
-                todo[rank].remove(action := further)
+                continue
             plan[rank].append(action)
+            later.add(rank)
             if action.op is Op.BACKWARD_WEIGHT:
                 held[rank] -= 1
                 continue
-            done[action.op is Op.FORWARD, placement[rank][action.chunk], action.microbatch] = now + 1
-            if action.op is Op.FORWARD:
+            stage, forward = placement[rank][action.chunk], action.op is Op.FORWARD
+            done[forward, stage, action.microbatch] = now + 1
+            if 0 <= (behind := stage + (1 if forward else -1)) < 2 * ranks:
+                later.add(where[behind])
+            begun[rank] += forward and action.chunk == 0
+            if forward:
                 held[rank] += 1
             else:
                 late[rank].append(Action(Op.BACKWARD_WEIGHT, action.microbatch, action.chunk))
-        now += 1
+        looking, now = later, now + 1
     return Plan(tuple(map(tuple, plan)), placement)
 
 
@@ -186,7 +196,7 @@ def build(
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     """The stages that each rank holds under a named schedule, for any number of microbatches."""
-    return generated(name, ranks, 1, chunks).placement
+    return v_shaped(ranks) if name in V_SHAPED else looped(ranks, CHUNKS[name] if chunks is None else chunks)
 
 
 def generated(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Plan:

@@ -1,19 +1,28 @@
 """Plans of very many microbatches are measured by formula, and not built."""
 
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from megacore.config import Config, load
-from megacore.pipeline import partition
-from megacore.pipeline.generators import GENERATORS
+from megacore.config.schema import V_SHAPED
+from megacore.distributed.shard import shard_of
+from megacore.engine.choose import parameter_shapes
+from megacore.model.layers import LayerSpec
+from megacore.model.stage import whole_model
+from megacore.pipeline import generators, partition
+from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import measured, plan_of
 from megacore.pipeline.schedule import SENDS, Plan
 from megacore.pipeline.simulate import peak_held, peak_live, simulate
-from megacore.tools.planner import activations
+from megacore.tools.planner import activations, memory, parameters, traffic
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
 from tests import training
@@ -52,9 +61,9 @@ def test_times_are_those_of_the_whole_plan(schedule: str, tmp_path: Path) -> Non
     assert measured(config, makespan) == pytest.approx(makespan(plan_of(config)), rel=1e-12)
 
 
-@pytest.mark.parametrize("predict", [rank_memory, rank_traffic])
-def test_no_long_plan_is_built(predict: Callable[[Config], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built action by action, a quarter of a million microbatches take seconds and a gigabyte, and a search asks for thousands of plans."""
+def test_no_long_plan_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built action by action, a quarter of a million microbatches take seconds and a gigabyte, and a search asks for thousands of plans.
+    Messages need no plan at all."""
     built = []
 
     def noted(make: Callable[..., Plan]) -> Callable[..., Plan]:
@@ -68,5 +77,78 @@ def test_no_long_plan_is_built(predict: Callable[[Config], object], tmp_path: Pa
     activations._fullest.cache_clear()
     monkeypatch.setattr(partition, "build", noted(partition.build))
     monkeypatch.setattr(activations, "generated", noted(activations.generated))
-    predict(config_of(tmp_path, "1f1b", 7, 2**15))
+    config = config_of(tmp_path, "1f1b", 7, 2**15)
+    assert rank_traffic(config) and not built
+    rank_memory(config)
     assert built and max(built) <= (partition.ROUNDS + 2) * 7
+
+
+@contextmanager
+def calls_of(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator[list[str]]:
+    """Has an entry for each call of a function or method meanwhile."""
+    calls, whole = list[str](), getattr(where, name)
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, lambda *args, **named: calls.append(name) or whole(*args, **named))
+        yield calls
+
+
+@pytest.mark.parametrize("engine", ["native", "fsdp"])
+def test_ranks_that_hold_alike_layers_are_laid_out_once(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 ranks each was laid out by itself, twice, for minutes. A rank whose names choose another optimizer is not alike."""
+    layout = ["parallel.pipeline=40", "parallel.data=2", "model.num_layers=80", f"engine.kind={engine}"]
+    config = load(training.write_config(tmp_path, "nothing"), layout, 80).config
+    memory._PADDED.clear()
+    name = "units_of" if engine == "fsdp" else "buffers_of"
+    with calls_of(monkeypatch, memory, name) as of_memory, calls_of(monkeypatch, traffic, name) as of_traffic:
+        assert len(rank_memory(config)) == len(rank_traffic(config)) == 40
+    assert max(len(of_memory), len(of_traffic)) <= 4
+    groups = '[{"match": ["blocks.7.*"], "kind": "sgd"}]'
+    config = load(training.write_config(tmp_path, "nothing"), [*layout, f"optim.groups={groups}"], 80).config
+    state = [rank.optimizer for rank in rank_memory(config)]
+    assert sum(own < max(state[5:-5]) for own in state[1:-1]) == 1, "one rank has SGD, with half the state, in one block"
+
+
+def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of each of 16,384 layers' parameters were made for every question."""
+    config = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=500"]).config
+    with calls_of(monkeypatch, parameters.Parameter, "named") as named, calls_of(monkeypatch, LayerSpec, "build") as built:
+        assert parameters.parameters(config) == sum(map(prod, parameter_shapes(config).values())) and not named
+    assert len(built) <= 6, "three layers for each"
+    few = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=12"]).config
+    whole = [(name, shard_of(parameter).global_shape) for name, parameter in whole_model(few, "meta").named_parameters()]
+    assert list(parameter_shapes(few).items()) == whole
+
+
+def test_the_fullest_states_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank's 512 states each was compared with all others, on each of 1,024 ranks."""
+    for schedule, ranks, microbatches in (("1f1b", 16, 64), ("zb_v", 6, 30)):
+        plan = generated(schedule, ranks, microbatches)
+        with calls_of(monkeypatch, activations.State, "holds_no_more_than") as compared:
+            found = activations.states_of(plan)
+        states = [activations.states_of(Plan((own,), (stages,)))[0] for own, stages in zip(plan.actions, plan.placement, strict=True)]
+        assert found == states and len(compared) <= 12 * sum(map(len, plan.actions))
+        for own in found:
+            assert not any(a is not b and a.holds_no_more_than(b) for a in own for b in own)
+
+
+@pytest.mark.parametrize("schedule", V_SHAPED)
+def test_a_rank_that_waits_is_not_asked_at_every_tick(schedule: str) -> None:
+    """Ranks times ticks: with 1,024 ranks millions of questions for a few microbatches."""
+    asked = list[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "can_begin":
+            asked.append(schedule)
+
+    sys.setprofile(note)
+    try:
+        plan = generated(schedule, 24, 3)
+    finally:
+        sys.setprofile(None)
+    assert asked and len(asked) <= 3 * sum(map(len, plan.actions))
+
+
+def test_where_stages_are_needs_no_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of one microbatch was made to ask it."""
+    monkeypatch.setattr(generators, "Action", pytest.fail)
+    assert [len(generators.placement(name, 5)) for name in GENERATORS] == [5] * len(GENERATORS)

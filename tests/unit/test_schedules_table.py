@@ -10,7 +10,7 @@ import pytest
 from megacore.config import load
 from megacore.config.schema import CHUNKS, V_SHAPED, ParallelConfig
 from megacore.pipeline import partition
-from megacore.pipeline.generators import GENERATORS, build, placement
+from megacore.pipeline.generators import GENERATORS, build, generated, placement
 from megacore.pipeline.partition import _search, alternatives, settled, step_times
 from megacore.pipeline.schedule import SENDS, Placement, Plan, v_shaped
 from megacore.pipeline.simulate import peak_live, simulate
@@ -40,8 +40,10 @@ def test_the_config_names_every_schedule() -> None:
     """A schedule could not be chosen, or would be checked and timed with other chunks, or with chunks on other ranks, than it has."""
     names = get_args(get_args(ParallelConfig.model_fields["schedule"].annotation)[0])
     assert {*names} == {*GENERATORS, "auto"}, "Parallel.schedule names others than GENERATORS"
-    assert {name: len(placement(name, 4)[0]) for name in GENERATORS} == CHUNKS, "CHUNKS has others"
-    assert {name for name in GENERATORS if placement(name, 4) == v_shaped(4)} == {*V_SHAPED}, "V_SHAPED has others"
+    placed = {name: generated(name, 4, 1).placement for name in GENERATORS}
+    assert {name: len(own[0]) for name, own in placed.items()} == CHUNKS, "CHUNKS has others"
+    assert {name for name, own in placed.items() if own == v_shaped(4)} == {*V_SHAPED}, "V_SHAPED has others"
+    assert placed == {name: placement(name, 4) for name in GENERATORS}
 
 
 @pytest.mark.parametrize("name", GENERATORS)

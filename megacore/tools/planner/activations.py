@@ -172,6 +172,14 @@ def states_of(plan: Plan) -> list[list[State]]:
             elif action.op is not Op.FORWARD:
                 held = waiting if (action.microbatch, c) in divided else live
                 held[c] -= 1
-        own = list(states.values())
-        found.append([a for a in own if not any(a is not b and a.holds_no_more_than(b) for b in own)])
+        found.append(_maximal(list(states.values())))
     return found
+
+
+def _maximal(states: Sequence[State]) -> list[State]:
+    """Those of different states of which no other of the same kind holds more, in their order."""
+    kept: dict[int, State] = {}
+    for at in sorted(range(len(states)), key=lambda at: -sum(states[at].live + states[at].waiting)):  # who holds more of all comes first
+        if not any(states[at].holds_no_more_than(other) for other in kept.values()):
+            kept[at] = states[at]
+    return [kept[at] for at in sorted(kept)]

@@ -35,7 +35,7 @@ from megacore.pipeline.partition import placement_of, shared_parameters
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
-from megacore.tools.planner.parameters import block_parameters, rank_parameters, stage_parameters
+from megacore.tools.planner.parameters import block_parameters, of_each_rank, rank_parameters, stage_parameters
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
 CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)
@@ -154,7 +154,7 @@ def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int]]:
     optim = config.optim.kind, config.optim.groups
     key = config.model, config.parallel, *divides, *optim, config.train.precision, config.train.seq_len, tensor_rank
     if key not in _PADDED:
-        laid_out = [buffers_of(config, rank, tensor_rank) for rank in range(config.parallel.pipeline)]
+        laid_out = of_each_rank(config, lambda rank: buffers_of(config, rank, tensor_rank))
         _PADDED[key] = [(sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own)) for own in laid_out]
     return _PADDED[key]
 
@@ -164,12 +164,14 @@ def own_state_numbers(config: Config) -> list[int]:
     groups = ParameterGroups(config.optim)
     if not any(group.rule.whole for group in groups.every):
         return [0] * config.parallel.pipeline
-    found = []
-    for stages in placement_of(config):
-        shapes = {parameter.name: parameter.shape for stage in stages for parameter in stage_parameters(config, stage).all}
+    placement = placement_of(config)
+
+    def numbers(rank: int) -> int:
+        shapes = {parameter.name: parameter.shape for stage in placement[rank] for parameter in stage_parameters(config, stage).all}
         every = (groups.of(name).rule.own_state(shape) for name, shape in shapes.items())
-        found.append(sum(prod(shape) for own in every for shape in own.values()))
-    return found
+        return sum(prod(shape) for own in every for shape in own.values())
+
+    return of_each_rank(config, numbers)
 
 
 def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
@@ -183,8 +185,8 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
     memories = []
     groups, whole = ParameterGroups(config.optim), own_state_numbers(config)
-    for rank, activations in enumerate(rank_activations(config)):
-        units = units_of(config, rank, tensor_rank, shard_rank)
+    every = of_each_rank(config, lambda rank: units_of(config, rank, tensor_rank, shard_rank))
+    for rank, (units, activations) in enumerate(zip(every, rank_activations(config), strict=True)):
         block = shards * max((unit.padded for unit in units if unit.block), default=0)
         outermost = shards * sum(unit.padded for unit in units if not unit.block)
         n, blocks = shards * sum(unit.padded for unit in units), sum(unit.block for unit in units)

@@ -1,14 +1,16 @@
 """The parameters of a model as its layers state them. The layers are built on `meta`, for any rank; those that are alike are built once."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megacore.config.schema import Config
 from megacore.pipeline.partition import layer_ranges, placement_of
 
 if TYPE_CHECKING:
     from torch import nn
+
+T = TypeVar("T")
 
 _BUILT: dict[Hashable, list["Parameter"]] = {}
 
@@ -59,8 +61,7 @@ def stage_parameters(config: Config, stage: int, tensor_rank: int = 0) -> StageP
 
 def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     """The parameters of a layer, by its number in the model's list."""
-    # Between the ends megacore's own layers differ in their names alone; those of the user's own may differ in all.
-    alike = 1 if 0 < layer <= config.model.num_layers and config.model.source is None else layer
+    alike = 1 if _is_alike(config, layer) else layer
     parallel = config.parallel
     key = config.model, parallel.tensor, parallel.sequence, config.max_positions, config.train.precision, alike, tensor_rank
     if key not in _BUILT:
@@ -75,21 +76,49 @@ def _layer(config: Config, layer: int, tensor_rank: int) -> list[Parameter]:
     return [parameter.named(parameter.name.replace(f".{alike - 1}.", f".{layer - 1}.", 1)) for parameter in _BUILT[key]]
 
 
+def _is_alike(config: Config, layer: int) -> bool:
+    """Whether a layer is one of those that differ in their names alone: megacore's own between the ends; the user's own may differ in
+    all."""
+    return 0 < layer <= config.model.num_layers and config.model.source is None
+
+
+def of_each_rank(config: Config, measure: Callable[[int], T]) -> list[T]:
+    """`measure` of each rank of the pipeline, which must not depend on names. It is asked once for ranks with the same ends and equally
+    many layers, where layers are alike, and parameters' names choose no optimizer."""
+    ranges, last = layer_ranges(config), config.model.num_layers + 1
+    differ = config.model.source is not None or bool(config.optim.groups)
+    found: dict[Hashable, T] = {}
+    kinds: list[Hashable] = []
+    for rank, stages in enumerate(placement_of(config)):
+        own = (ranges[stage] for stage in stages)
+        kinds.append(rank if differ else tuple((layers.start == 0, len(layers), layers.stop > last) for layers in own))
+        if kinds[-1] not in found:
+            found[kinds[-1]] = measure(rank)
+    return [found[kind] for kind in kinds]
+
+
 @dataclass(frozen=True)
 class Held:
-    """The parameters of a rank of the pipeline: those of `blocks` blocks, and all."""
+    """What a rank of the pipeline holds: blocks, and elements in all."""
 
     blocks: int
-    all: list[Parameter]
+    elements: int
 
 
 def held_by(config: Config, tensor_rank: int = 0) -> list[Held]:
-    """The parameters of each rank of the pipeline. A parameter that two of its stages share counts once."""
-    found = []
-    for stages in placement_of(config):
-        own = [stage_parameters(config, stage, tensor_rank) for stage in stages]
-        found.append(Held(sum(len(stage.blocks) for stage in own), list({p.name: p for stage in own for p in stage.all}.values())))
-    return found
+    """What each rank of the pipeline holds."""
+    ranges, placement = layer_ranges(config), placement_of(config)
+    return of_each_rank(config, lambda rank: _held(config, [ranges[stage] for stage in placement[rank]], tensor_rank))
+
+
+def _held(config: Config, ranges: Iterable[range], tensor_rank: int = 0) -> Held:
+    """What stages with these layers hold on one rank. A parameter that two of them share counts once."""
+    layers = [layer for own in ranges for layer in own]
+    alike = sum(_is_alike(config, layer) for layer in layers)
+    others = {p.name: p for layer in layers if not _is_alike(config, layer) for p in _layer(config, layer, tensor_rank)}
+    of_alike = alike * elements(_layer(config, 1, tensor_rank)) if alike else 0
+    blocks = sum(0 < layer <= config.model.num_layers for layer in layers)
+    return Held(blocks, of_alike + elements(others.values()))
 
 
 def elements(parameters: Iterable[Parameter]) -> int:
@@ -99,15 +128,17 @@ def elements(parameters: Iterable[Parameter]) -> int:
 
 def block_parameters(config: Config) -> int:
     """Parameters of the largest transformer block on the fullest tensor rank."""
-    return max(elements(block) for stage in range(len(layer_ranges(config))) for block in stage_parameters(config, stage).blocks)
+    blocks = range(1, 2 if config.model.source is None else config.model.num_layers + 1)
+    return max(elements(_layer(config, layer, 0)) for layer in blocks)
 
 
 def parameters(config: Config) -> int:
     """The number of logical parameters of the whole model. A tied LM head is the embedding, and counts once."""
     alone = {"tensor": 1, "pipeline": 1, "context": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
-    return elements(stage_parameters(config.model_copy(update={"parallel": config.parallel.model_copy(update=alone)}), 0).all)
+    whole = config.model_copy(update={"parallel": config.parallel.model_copy(update=alone)})
+    return _held(whole, [range(config.model.num_layers + 2)]).elements
 
 
 def rank_parameters(config: Config) -> list[int]:
     """Parameters that each rank of the pipeline holds, on the fullest of its tensor ranks."""
-    return [elements(held.all) for held in held_by(config)]
+    return [held.elements for held in held_by(config)]

@@ -21,20 +21,18 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 `rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import context_method_of, loss_chunk, masks_targets, reshards
 from megacore.config.schema import Config
 from megacore.model.flow import GPT, ModelFlow
-from megacore.pipeline.partition import measured, placement_of
-from megacore.pipeline.schedule import SENDS, Plan, message
+from megacore.pipeline.partition import placement_of
 from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
 from megacore.tools.planner.operations import Machine
-from megacore.tools.planner.parameters import held_by
+from megacore.tools.planner.parameters import held_by, of_each_rank
 
 
 @dataclass(frozen=True)
@@ -76,18 +74,17 @@ def rank_traffic(
     """
     placement = placement_of(config)
     final = max(stage for stages in placement for stage in stages)
-    kinds = [(kind, boundary) for kind in ("activation", "gradient") for boundary in range(final)]
-    sent = iter(measured(config, lambda plan: [count for rank in range(len(placement)) for count in _messages(plan, rank, kinds)]))
-    traffic = []
-    for rank, (stages, held) in enumerate(zip(placement, held_by(config), strict=True)):
-        first, last = 0 in stages, final in stages
-        messages = {kind: int(next(sent)) for kind in kinds}
-        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), *_pipeline(config, messages, flow)]
+
+    def state(rank: int) -> list[Transfer]:
         if divides_parameters(config):
-            found += _units(config, units_of(config, rank, tensor_rank, shard_rank))
-        else:
-            found += _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
-        found += _figures(config, flow.losses)
+            return _units(config, units_of(config, rank, tensor_rank, shard_rank))
+        return _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
+
+    traffic = []
+    for stages, held, of_state in zip(placement, held_by(config), of_each_rank(config, state), strict=True):
+        first, last = 0 in stages, final in stages
+        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), *_pipeline(config, stages, final, flow)]
+        found += [*of_state, *_figures(config, flow.losses)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
@@ -134,17 +131,14 @@ def _context(config: Config, layers: int) -> list[Transfer]:
     return [Transfer("cp", "all_to_all", c, runs * ((forwards + 1) * exchanged + products), element, runs * (forwards + 1) * 4)]
 
 
-def _messages(plan: Plan, rank: int, kinds: Sequence[tuple[str, int]]) -> list[int]:
-    """How many messages of each kind a rank sends, in the order of `kinds`."""
-    counts = Counter(message(plan, rank, action)[:2] for action in plan.actions[rank] if action.op in SENDS)
-    return [counts[kind] for kind in kinds]
-
-
-def _pipeline(config: Config, messages: Mapping[tuple[str, int], int], flow: ModelFlow) -> list[Transfer]:
-    """What crosses a cut, sent to the next stage, and its gradients, sent to the one before, if another rank holds it."""
-    sent: dict[int, tuple[int, int]] = {}  # elements and calls, by the bytes of an element
-    for (kind, boundary), count in messages.items():
-        for one in flow.crossing(boundary, gradients=kind == "gradient") if count else ():
+def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow) -> list[Transfer]:
+    """What crosses a cut, sent to the next stage, and its gradients, sent to the one before, if another rank holds it: each of them
+    once for every microbatch, under any schedule."""
+    count, sent = config.num_microbatches, dict[int, tuple[int, int]]()  # elements and calls, by the bytes of an element
+    ahead = [(stage, False) for stage in sorted(stages) if stage < final and stage + 1 not in stages]
+    back = [(stage - 1, True) for stage in sorted(stages) if stage > 0 and stage - 1 not in stages]
+    for boundary, gradients in ahead + back:
+        for one in flow.crossing(boundary, gradients=gradients):
             elements, calls = sent.get(each := ELEMENT_BYTES[one.precision(config)], (0, 0))
             sent[each] = elements + count * one.elements(config), calls + count
     return [Transfer("pp", "send", config.parallel.pipeline, elements, each, calls) for each, (elements, calls) in sent.items()]
