@@ -1,6 +1,10 @@
 """Opens and checks all that a run reads, before any rank waits for another."""
 
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -8,6 +12,7 @@ from megacore import checkpoint
 from megacore.checkpoint.format import RunState
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
+from megacore.config.load import flatten
 from megacore.config.optim_groups import KEY, ParameterGroups
 from megacore.config.schema import resolved
 from megacore.config.validation import MOST_SAMPLES
@@ -17,6 +22,9 @@ from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
 from megacore.model.stage import whole_model
 from megacore.records import complaint
+
+UNHEARD = ("model.init_std", "checkpoint.weights")  # settings of first weights: a run that goes on has its own
+HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
 
 
 class Inputs:
@@ -113,20 +121,23 @@ class Inputs:
             raise CheckpointError(str(reader.path), wrong, "more steps, or checkpoint.resume=never")
 
     def _check_state(self, reader: checkpoint.Reader) -> None:
-        """Refuses a checkpoint without the state of a parameter's optimizer."""
-        groups, names = ParameterGroups(self.config.optim), set(reader.names)
+        """Refuses a checkpoint without the state of a parameter's optimizer, or with another's, which may give it another meaning."""
+        groups, names, before = ParameterGroups(self.config.optim), set(reader.names), recorded_sections(reader).get("optim")
         for name in reader.names:
             kind, _, parameter = name.partition("/")
             if f"{kind}/" != WEIGHTS:
                 continue
             group = groups.of(parameter)
             state = group.state(reader.manifest.tensors[name].shape)
+            by = f"{KEY}[{group.number - 1}]" if group.number else f"optim.kind={group.rule.name}"
+            right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
             if lacking := [kind for kind in state if f"{kind}/{parameter}" not in names]:
                 saved = [kind for kind in lacking if any(name.startswith(f"{kind}/") for name in names)]
                 of = f" of {parameter}" if saved else ""
-                by = f"{KEY}[{group.number - 1}]" if group.number else f"optim.kind={group.rule.name}"
                 wrong = f"holds no {' and no '.join(lacking)}{of}, which {by} goes on with"
-                right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
+                raise CheckpointError(str(reader.path), wrong, right)
+            if state and (was := recorded_rule(before, parameter)) not in (None, group.rule.name):
+                wrong = f"holds {' and '.join(state)} of {parameter} as {was} left it, and {by} means something else by that"
                 raise CheckpointError(str(reader.path), wrong, right)
 
     def _check_counts(self, reader: checkpoint.Reader) -> None:
@@ -175,3 +186,28 @@ class Inputs:
         if len(known) < len(sidecars):
             return None
         return sum(s.unigram_entropy * (s.learned or s.tokens) for s in known) / sum(s.learned or s.tokens for s in known)
+
+
+def recorded_rule(optim: Any, parameter: str) -> Any:
+    """The name of the rule that updated a parameter, by a recorded section `optim`, which may be any JSON; None where it does not say."""
+    if not isinstance(optim, dict):
+        return None
+    groups = optim.get("groups")
+    for entry in groups if isinstance(groups, list) else []:
+        match = entry.get("match") if isinstance(entry, dict) else None
+        if isinstance(match, list) and any(fnmatchcase(parameter, str(pattern)) for pattern in match):
+            return entry.get("kind", optim.get("kind"))
+    return optim.get("kind")
+
+
+def changes(config: Config, recorded: Mapping[str, Any]) -> list[str]:
+    """Which settings of a run that goes on are others than those of its checkpoint (`recorded` sections), in up to two lines."""
+    now, was = (
+        flatten(config.model_dump(mode="json", by_alias=True)),
+        flatten({n: own for n, own in recorded.items() if isinstance(own, dict)}),
+    )
+    differ = [key for key in now if key in was and key not in HOW and was[key] != now[key]]
+    texts = {key: f"{key}={json.dumps(now[key])} (was {json.dumps(was[key])})" for key in differ}
+    heard, unheard = ([text for key, text in texts.items() if (key in UNHEARD) == kind] for kind in (False, True))
+    lines = [f"changed since: {', '.join(heard)}"] if heard else []
+    return lines + ([f"WARNING: without effect, because a checkpoint has weights: {', '.join(unheard)}"] if unheard else [])

@@ -12,7 +12,7 @@ import torch
 
 from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.folder import set_aside
-from megacore.checkpoint.weights import WEIGHTS
+from megacore.checkpoint.weights import WEIGHTS, recorded_sections
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.buffers import BUFFERS
@@ -26,7 +26,7 @@ from megacore.train.checkpointing import Saving, choose, engine_state
 from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import check_measurable, evaluate
-from megacore.train.inputs import Inputs
+from megacore.train.inputs import Inputs, changes
 from megacore.train.loader import Loader
 from megacore.train.logs import Logs, Monitor
 from megacore.train.metrics import AsyncMetrics, Reporter, StepMetrics, opening
@@ -58,6 +58,7 @@ class Trainer:
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
         self.resumed_step = 0
+        self.changes = list[str]()  # settings that are others than the resumed checkpoint's, in words
         self.origin: Path | None = None  # the checkpoint that gave the first weights
         self.stop = StopRequest()
         self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
@@ -180,7 +181,7 @@ class Trainer:
         if self.step == steps:
             lines.append(f"all {steps} steps are done already (checkpoint.resume=never trains anew)")
         elif self.step:
-            lines.append(f"resumed after step {self.step} of {steps}")
+            lines += [f"resumed after step {self.step} of {steps}", *self.changes]
         elif self.origin:
             lines.append(f"starting from the weights of {self.origin}")
         for line in lines:
@@ -263,6 +264,7 @@ class Trainer:
             self.origin = reader.path
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
+        self.changes = changes(self.config, recorded_sections(reader))
         self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))  # which older checkpoints do not have
         self.ahead = reader.state["samples"] // self.config.train.global_batch_size - reader.step
         return reader.step

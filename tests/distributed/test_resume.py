@@ -104,6 +104,16 @@ def test_a_resume_that_repeats_a_step_is_noticed(pool: Any, corpus: Path, tmp_pa
     assert figures(tmp_path / "run")[11] != figures(tmp_path / "whole")[11]
 
 
+def test_a_run_that_goes_on_says_what_is_new(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A setting that has changed unnoticed, or that has no effect, would be looked for in the losses."""
+    for overrides in (["train.steps=1"], ["train.steps=2", "optim.lr=0.001", "model.init_std=0.5"]):
+        assert training.run_rank(str(corpus / "config.json"), overrides, str(tmp_path / "run")) == 0
+    lines = capfd.readouterr().out.splitlines()
+    (said,) = (line for line in lines if line.startswith("changed since: "))
+    assert "optim.lr=0.001 (was 0.003)" in said and "train.steps=2 (was 1)" in said and "init_std" not in said
+    assert "WARNING: without effect, because a checkpoint has weights: model.init_std=0.5 (was 0.02)" in lines
+
+
 @pytest.mark.parametrize("change", ["train.seed=1", "train.global_batch_size=4", "train.seq_len=8"])
 def test_another_sample_order_is_refused(pool: Any, corpus: Path, tmp_path: Path, change: str) -> None:
     """Going on with another order would repeat samples and skip others, without a word."""
