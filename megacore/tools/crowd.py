@@ -31,6 +31,8 @@ WATCHED = 0.5  # seconds between two looks at how threads are to wait
 EVERY = 1.0  # seconds between two looks at how many there are to be
 GRANTED = 0.8  # of the time that its threads could run, from which a process has all of its cores: some program always runs for a moment
 ENOUGH = 0.05  # seconds that threads could run, from which that part says something
+SURE = 1.0  # such seconds from which one look is believed that cores are short: a shorter one may have met what ends with it
+WAKING = 1e-4  # seconds that a thread may wait each time it gets a core: an idle one has to wake up, which is nobody's load
 TASKS = Path("/proc/self/task")
 
 
@@ -111,15 +113,21 @@ class Books:
     """The kernel's books of this process's threads."""
 
     def __init__(self, tasks: Path) -> None:
-        self.tasks, self.before = tasks, dict[str, tuple[int, int]]()  # the first look is back at all that was since the process began
+        self.tasks, self.before = tasks, dict[str, tuple[int, int, int]]()  # the first look is back at all that was since the process began
+        self.doubted = False  # whether the last look said that cores are short
 
     def granted(self) -> float | None:
         """The part of the time in which its threads could run that they had a core, since this was last asked. None: they hardly wanted
-        one, or the kernel keeps no such books, as some containers' do not."""
+        one; or cores were short, and a longer or a second look is to say so too; or the kernel keeps no such books, as some containers'
+        do not."""
         now = run_and_waited(self.tasks)
-        ran, waited = (sum(now[task][i] - self.before.get(task, (0, 0))[i] for task in now) for i in range(2))
-        self.before = now
-        return ran / (ran + waited) if ran + waited > ENOUGH * 1e9 else None
+        ran, waited, times = (sum(now[task][i] - self.before.get(task, (0, 0, 0))[i] for task in now) for i in range(3))
+        self.before, waited = now, max(0, waited - round(times * WAKING * 1e9))
+        if (wanted := (ran + waited) / 1e9) <= ENOUGH:
+            return None
+        granted, doubted = ran / (ran + waited), self.doubted
+        self.doubted = granted <= GRANTED
+        return None if self.doubted and not doubted and wanted < SURE else granted
 
 
 class FittingThreads(Observer):
@@ -130,7 +138,7 @@ class FittingThreads(Observer):
         self.set_threads = set_threads
         self.most, self.threads = most, most
         self.looked, self.books = float("-inf"), Books(tasks)
-        self.rest, self.patience = 0, 1  # looks to pass until more threads are tried; how many that will be next time
+        self.rest, self.patience = 0, 0  # looks to pass until more threads are tried; how many that will be next time
 
     def step_begins(self, step: int, logged: bool) -> None:
         """Between two steps."""
@@ -150,9 +158,9 @@ class FittingThreads(Observer):
         often."""
         wanted = self.most if granted > GRANTED else max(1, floor(self.most * granted))
         if wanted < self.threads:
-            self.rest, self.patience = self.patience, min(2 * self.patience, 32)
+            self.rest, self.patience = self.patience, min(2 * self.patience + 1, 32)
         elif wanted == self.threads:
-            self.patience = 1
+            self.patience = 0
         elif self.rest:
             self.rest -= 1
             return self.threads
@@ -164,13 +172,14 @@ class FittingThreads(Observer):
             self.set_threads(threads)
 
 
-def run_and_waited(tasks: Path) -> dict[str, tuple[int, int]]:
-    """For each thread of this process, how long it has run so far, and how long it could have run and had no core; nanoseconds."""
+def run_and_waited(tasks: Path) -> dict[str, tuple[int, int, int]]:
+    """For each thread of this process, how long it has run so far, how long it could have run and had no core, in nanoseconds; and how
+    often it got one."""
     found = {}
     for task in os.listdir(tasks):
         try:
-            ran, waited, _ = (tasks / task / "schedstat").read_text().split()
+            ran, waited, times = (tasks / task / "schedstat").read_text().split()
         except OSError:
             continue  # it has ended meanwhile
-        found[task] = int(ran), int(waited)
+        found[task] = int(ran), int(waited), int(times)
     return found
