@@ -38,7 +38,8 @@ model: source dropout attention kernels chunked_loss
 parallel: tensor pipeline data context context_method sequence schedule chunks backend shared_memory timeout_seconds hang_seconds
     heartbeat_seconds
 train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches
-optim: lr min_lr warmup_steps decay_steps schedule weight_decay grad_clip spike_threshold max_skips max_rollbacks beta1 beta2 eps momentum
+optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks
+    beta1 beta2 eps momentum
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels
@@ -89,7 +90,8 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "model.block": "another", "model.source_digest": "another", "model.rope_scaling": LinearRope(type="linear", factor=2.0),
         "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
-        "train.compile": True, "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
+        "train.compile": True, "optim.lag": (1, 1),
+        "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
     }  # fmt: skip
     if key in special:
         return special[key]
