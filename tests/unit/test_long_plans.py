@@ -121,12 +121,12 @@ def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pyte
 
 def test_the_fullest_states_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a rank's 512 states each was compared with all others, on each of 1,024 ranks."""
-    for schedule, ranks, microbatches in (("1f1b", 16, 64), ("zb_v", 6, 30)):
+    for schedule, ranks, microbatches in (("1f1b", 32, 32), ("zb_v", 6, 30)):
         plan = generated(schedule, ranks, microbatches)
         with calls_of(monkeypatch, activations.State, "holds_no_more_than") as compared:
             found = activations.states_of(plan)
         states = [activations.states_of(Plan((own,), (stages,)))[0] for own, stages in zip(plan.actions, plan.placement, strict=True)]
-        assert found == states and len(compared) <= 12 * sum(map(len, plan.actions))
+        assert found == states and len(compared) <= 2 * sum(map(len, plan.actions))
         for own in found:
             assert not any(a is not b and a.holds_no_more_than(b) for a in own for b in own)
 
