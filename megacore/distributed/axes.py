@@ -40,6 +40,13 @@ def sums_of(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
     return [tuple(axis.name for axis in axes if axis.tokens and axis.name not in left) for left in without]
 
 
+def called(product: Sequence[str], axes: Sequence[Axis] = AXES) -> str:
+    """A short name for the ranks along a product of axes: those that sum most gradients are called by the axis of samples."""
+    if tuple(product) == sums_of(axes)[0]:
+        return next(axis.name for axis in axes if axis.samples)
+    return "×".join(product)
+
+
 def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     """A rank's coordinate along each axis. `sizes` go from the outermost axis to the innermost."""
     found = {}

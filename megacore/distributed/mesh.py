@@ -16,7 +16,7 @@ import torch.nn.attention
 
 from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.distributed.axes import AXES, Axis, describe, ranks_along, sums_of
+from megacore.distributed.axes import AXES, Axis, called, describe, ranks_along, sums_of
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.cpu import set_up_cpu
 from megacore.distributed.gpu import set_up_environment
@@ -190,8 +190,7 @@ class Mesh(Topology):
                     continue
                 found = by_host(own, hosts, self.rank)
                 assert found is not None
-                along = "dp" if product == self.token_axes else "×".join(product)
-                names = f"{along} within a host", f"{along} between hosts"
+                names = f"{called(product, self.axes)} within a host", f"{called(product, self.axes)} between hosts"
                 made = self.made
                 groups = [self._create(name, ranks) for name, ranks in zip(names, found, strict=True)]
                 while self.made < made + len(names):  # where a level is a group that is there already, which may be so on some ranks alone

@@ -20,10 +20,8 @@ ROOMS = {
     "megacore/distributed/": "the mesh",
     "megacore/tensor_parallel/": "its own axis",
     "megacore/context_parallel/": "its own axis",
-    "megacore/tools/monitoring/step_parts.py": "labels of waits in Prometheus",
-    "megacore/tools/planner/": "labels of predicted traffic",
-    "megacore/tools/dry_run/": "labels of predicted traffic",
-    "launch/plan.py": "labels of predicted traffic",
+    "megacore/tools/planner/traffic.py": "what layers of these axes send",
+    "launch/plan.py": "columns of predicted traffic, in a fixed order",
     "launch/samples.py": "layouts as its users write them",
 }
 

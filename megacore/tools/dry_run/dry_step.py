@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.distributed.axes import called
 from megacore.engine.native import NativeEngine
 from megacore.engine.stepper import OptimizerStep
 from megacore.model.batch import Microbatch
@@ -69,12 +70,12 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
             step(1, batch, lambda: (0.0, 0.0))
         step.engine.settle()
         names = {"world": mesh.world, **{"tied" if len(mesh.shared) == 1 else group.name: group for group in mesh.shared.values()}}
-        names |= {"dp" if axes == ("dp", "cp") else "×".join(axes): group for axes, group in mesh.groups.items()}
+        names |= {called(axes): group for axes, group in mesh.groups.items()}
         found = DryRank(
             rank,
             mesh.coordinates_text,
-            mesh.coordinates["pp"],
-            mesh.coordinates["tp"],
+            mesh.pp.rank,
+            mesh.tp.rank,
             mesh.group("shard").rank if divides_parameters(config) else 0,
             sum(parameter.numel() for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()),
             held,

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megacore.config import Config
+from megacore.distributed.axes import AXES
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology
 from megacore.model.flops import counted_layers, model_flops
@@ -58,7 +59,8 @@ def report(config: Config) -> None:
         console.print(f"bubble        {1 - sum(busy) / (len(busy) * makespan):.1%} under {parallel.schedule}")
     else:
         console.print(f"a step        {tokens:,} tokens; FLOPs and bubble unknown: the layers do not run on tensors without content")
-    for name in ("pp", "layers", "parameters", *(["GFLOP"] if counted else [])):
+    axis = next(axis.name for axis in AXES if axis.layers)
+    for name in (axis, "layers", "parameters", *(["GFLOP"] if counted else [])):
         table.add_column(name, justify="right", no_wrap=True)
     layers, costs = stage_layers(config), stage_costs(config)
     for rank, (stages, held) in enumerate(zip(placement_of(config), rank_parameters(config), strict=True)):

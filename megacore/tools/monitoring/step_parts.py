@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from megacore.config import Config
+from megacore.distributed.axes import called
 from megacore.distributed.mesh import Mesh
 from megacore.pipeline.partition import step_times
 
@@ -16,8 +17,9 @@ class StepParts:
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.data_group = "×".join(mesh.token_axes)
-        self.groups = [axis.name for axis in mesh.axes if axis.name not in mesh.token_axes] + ["dp", "tied", "world"]
+        self.data_group, self.data = "×".join(mesh.token_axes), called(mesh.token_axes, mesh.axes)
+        self.groups = [axis.name for axis in mesh.axes if axis.name not in mesh.token_axes] + [self.data, "tied", "world"]
+        self.late = [*(axis.name for axis in mesh.axes if axis.layers), "tied", "world", self.data]  # where the bubble is waited out
         self.names = ["bubble", "data", *self.groups]
         self.idle = 0.0  # seconds for each second of this rank's computing
         if mesh.pp.size > 1:
@@ -27,8 +29,8 @@ class StepParts:
     def group_of(self, name: str) -> str:
         """The one of `groups` to which a group of the mesh belongs."""
         kind = name.split()[0]  # of "dp within a host", or "tied embedding.weight"
-        if name == self.data_group or kind in ("dp", "shard", "replicate"):
-            return "dp"
+        if name == self.data_group or kind in (self.data, "shard", "replicate"):
+            return self.data
         return kind if kind in self.groups else "world"
 
     def of(self, computed: float, waits: Mapping[str, float], steps: int, device_waits: Mapping[str, float]) -> dict[str, float]:
@@ -40,7 +42,7 @@ class StepParts:
         for name, waited in device_waits.items():
             seconds[self.group_of(name)] += waited
         left = self.idle * computed
-        for name in ("pp", "tied", "world", "dp"):
+        for name in self.late:
             taken = min(left, seconds[name])
             seconds[name] -= taken
             seconds["bubble"] += taken

@@ -30,6 +30,7 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.resolve_auto import reshards
 from megacore.config.schema import Config
+from megacore.distributed.axes import AXES, Axis
 from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of, shared_parameters
 from megacore.tools.planner.activations import Peak, rank_activations
@@ -95,23 +96,23 @@ class Besides:
 def communicators_of(config: Config) -> list[int]:
     """How many communicators NCCL has on each rank of the pipeline: one for each group of ranks with collectives, and with each rank
     before or behind in the pipeline one for each direction."""
-    parallel, levels = config.parallel, 2 * (config.engine.reduce_levels == 2)
-    sizes = {"pp": parallel.pipeline, "dp": config.data_size, "cp": parallel.context, "tp": parallel.tensor}
+    levels = 2 * (config.engine.reduce_levels == 2)
 
-    def along(*axes: str) -> frozenset[str]:
-        return frozenset(axis for axis in axes if sizes[axis] > 1)
+    def along(*axes: Axis) -> frozenset[str]:
+        return frozenset(axis.name for axis in axes if config.sizes[axis.name] > 1)
 
-    groups = {along(*sizes), along("tp"), along("cp")}  # groups of the same ranks share one
-    shards = config.shard_size if config.engine.kind == "fsdp" else config.token_ranks
-    groups |= {along("dp", "cp")} if shards in (1, config.token_ranks) else {frozenset({"shard"}), frozenset({"replicate"})}
-    groups |= {along("pp", "tp")} if config.engine.kind == "deepspeed" else set()
+    groups = {along(*AXES), *(along(axis) for axis in AXES if not (axis.layers or axis.samples))}  # groups of the same ranks share one
+    shards, tokens = config.shard_size if config.engine.kind == "fsdp" else config.token_ranks, [axis for axis in AXES if axis.tokens]
+    groups |= {along(*tokens)} if shards in (1, config.token_ranks) else {frozenset({"shard"}), frozenset({"replicate"})}
+    groups |= {along(*(axis for axis in AXES if not axis.tokens))} if config.engine.kind == "deepspeed" else set()
     placement = placement_of(config)
     place = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     holders = [{place[stage] for stage in stages} for stages in shared_parameters(config).values()]
+    pipeline = along(*(axis for axis in AXES if axis.layers))
     counts = []
     for rank, stages in enumerate(placement):
         sharing = [ranks for ranks in holders if rank in ranks and len(ranks) > 1]
-        own = groups | {along("pp") if len(ranks) == parallel.pipeline else frozenset(map(str, ranks)) for ranks in sharing}
+        own = groups | {pipeline if len(ranks) == len(placement) else frozenset(map(str, ranks)) for ranks in sharing}
         neighbours = {place[stage + step] for stage in stages for step in (-1, 1) if stage + step in place} - {rank}
         counts.append(len(own - {frozenset()}) + levels + 2 * len(neighbours))
     return counts

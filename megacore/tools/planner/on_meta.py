@@ -8,6 +8,7 @@ from torch import nn
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
+from megacore.distributed.axes import AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels
 from megacore.distributed.shard import Shard, shard_of
@@ -49,8 +50,8 @@ def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def summed_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Whether a gradient is one tensor rank's part of a sum."""
-    return "tp" in shard_of(parameter).partial_over
+    """Whether a gradient is one rank's part of a sum over ranks that see the same tokens."""
+    return not {axis.name for axis in AXES if not axis.tokens}.isdisjoint(shard_of(parameter).partial_over)
 
 
 def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Parameter, tuple[int, ...]]]) -> list[FlatBuffer]:
