@@ -27,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.Costs(config.option.costs, config.option.write_slow))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import files of which no test is quick, which takes seconds."""
+    if not config.option.quick or collection_path.suffix != ".py" or "unit" in collection_path.parts:
+        return None
+    return "mark.quick" not in collection_path.read_text(encoding="utf-8") or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is not quick."""
     if not config.option.quick:
