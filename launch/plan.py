@@ -50,7 +50,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, __doc__, epilog=EPILOG)
     parser.add_argument("--config", required=True, metavar="FILE", help="the run's config")
-    parser.add_argument("--world", type=int, metavar="N", help="ranks; default: tensor × pipeline, × data if the config has a number")
+    parser.add_argument("--world", type=int, metavar="N", help="ranks; default: as many as the config's axes have, one where data is auto")
     parser.add_argument("--device", metavar="NAME", help=f"adds a bound on step time: {', '.join(device_names())}, or a JSON file")
     parser.add_argument(
         "--cluster",
@@ -85,12 +85,11 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
 
     train, parallel = config.train, config.parallel
     assert isinstance(parallel.data, int)
-    context = f" × context {parallel.context}" if parallel.context > 1 else ""
     world, step_tokens = config.world_size, train.global_batch_size * train.seq_len
     full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(f"parameters    {parameters(config):,}")
-    console.print(f"ranks         {world} = tensor {parallel.tensor} × pipeline {parallel.pipeline}{context} × data {parallel.data}")
+    console.print(f"ranks         {world} = {parallel.described()}")
     console.print(
         f"batch         global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
         f" × microbatches {config.num_microbatches} × data {parallel.data}"

@@ -155,7 +155,7 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     tensor: Ranks = 1
     pipeline: Ranks = 1
-    data: Ranks | Literal["auto"] = Field("auto", description="auto: world size / (tensor × pipeline × context)")
+    data: Ranks | Literal["auto"] = Field("auto", description="auto: world size / all other axes")
     context: Ranks = Field(1, description="ranks that divide the tokens of every sample among themselves, in every layer")
     context_method: Literal["auto", "gather", "ring", "ulysses"] = Field(
         "auto",
@@ -182,6 +182,12 @@ class ParallelConfig(Section):
     heartbeat_seconds: Annotated[float, Field(ge=1, le=1e8)] | None = Field(
         20.0, description="a host that others hear nothing of for so long is lost, and all ranks end; null: hosts are not watched"
     )
+
+    def described(self) -> str:
+        """The axes' sizes, such as `tensor 2 × pipeline 1 × data 4`."""
+        told = [axis for axis in reversed(AXES) if not axis.rare or getattr(self, axis.title) > 1]
+        told.sort(key=lambda axis: (axis.title == "data", axis.rare))
+        return " × ".join(f"{axis.title} {getattr(self, axis.title)}" for axis in told)
 
     @property
     def ranks_besides_data(self) -> int:

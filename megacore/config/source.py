@@ -7,7 +7,7 @@ run, its checkpoints and its ranks all mean the same file. docs/blocks.md says w
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from megacore.errors import ConfigError
 from megacore.files import read_text
 
 KEY, DIGEST = "model.source", "model.source_digest"
-SETTINGS, BLOCK, LAYERS = "Settings", "Block", "layers"  # what a file holds
+SETTINGS, BLOCK, LAYERS, MONITORS = "Settings", "Block", "layers", "MONITORS"  # what a file holds
 RIGHT = f"a Python file with a class {BLOCK}, and a class {SETTINGS} if it has settings: docs/blocks.md"
 MOST_BYTES = 1 << 20
 COPY = "source.py"  # in a run's folder
@@ -47,6 +47,11 @@ class Source:
     def layers(self) -> Callable[[Config], Any] | None:
         """The function that gives all its layers, if it has one."""
         return getattr(self.module, LAYERS, None)
+
+    @property
+    def monitors(self) -> Sequence[Callable[[], Any]]:
+        """The classes of its `megacore.train.logs.Monitor`s, if it has any."""
+        return getattr(self.module, MONITORS, ())
 
     @contextmanager
     def blamed(self, doing: str = "") -> Iterator[None]:

@@ -4,6 +4,7 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 """
 
 import json
+import re
 from math import prod
 from typing import Any
 
@@ -230,12 +231,10 @@ def check_world(config: Config, world_size: int) -> None:
     """Checks that the mesh has as many places as there are ranks."""
     others, p = config.parallel.ranks_besides_data, config.parallel
     if config.world_size != world_size:
-        told = [axis for axis in reversed(AXES) if axis.title != "data" and (not axis.rare or getattr(p, axis.title) > 1)]
-        told.sort(key=lambda axis: axis.rare)
-        sizes = " × ".join(f"{title} {getattr(p, title)}" for title in [*(axis.title for axis in told), "data"])
+        sizes = p.described()
         wrong = f"{sizes} = {config.world_size} ranks, but there are {world_size}"
         if world_size % others:
-            raise ConfigError("parallel", wrong, f"a multiple of {' × '.join(axis.title for axis in told)} = {others} ranks")
+            raise ConfigError("parallel", wrong, f"a multiple of {' × '.join(re.findall('[a-z_]+', sizes)[:-1])} = {others} ranks")
         raise ConfigError("parallel.data", wrong, f"{world_size // others} or auto")
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
+TAKEN = ("shard", "replicate", "world")  # groups that follow from the axes: those of FSDP2, and of all ranks
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -20,6 +22,9 @@ class Axis:
     tokens: bool = False  # they compute on different tokens: gradients of parameters that all hold are summed over them
     splits: bool = False  # although they do, weights may be split over them (experts): there are groups along the other such axes
     rare: bool = False  # most runs have one rank along it, and are not told so
+
+    def __post_init__(self) -> None:
+        assert self.name not in TAKEN, f"{self.name} is the name of another group of ranks"
 
 
 # From the outermost, whose neighbours are far apart in rank, to the innermost. Tensor ranks communicate in every layer, so they are

@@ -20,6 +20,8 @@ from megacore.files import open_plain, write_whole
 from megacore.records import as_json, recorded
 
 if TYPE_CHECKING:  # the process that talks to wandb needs no torch
+    from torch import nn
+
     from megacore.distributed.mesh import Mesh
     from megacore.distributed.observer import Waits
     from megacore.train.metrics import StepMetrics
@@ -59,6 +61,11 @@ class Monitor:
     def parts(self, computed: float, waits: "Waits", steps: int) -> Mapping[str, float]:
         """On every rank, before each report: seconds of this rank's step by what they were spent on, under names that all ranks have.
         `computed`: seconds a step that it worked itself. `waits`: its waits in so many `steps`."""
+        return {}
+
+    def figures(self, figures: Mapping[str, Any], stages: Sequence["nn.Module"]) -> Mapping[str, float]:
+        """On every rank, for each report: further figures of a logged step, from those there are and from this rank's stages of the model.
+        All ranks answer alike; where that needs others' numbers, they communicate over the mesh of `start`."""
         return {}
 
     def report(self, report: Report) -> None:

@@ -190,6 +190,12 @@ class Trainer:
     def report(self, metrics: StepMetrics, lr: float) -> None:
         """Logs a step that the device has done."""
         report, stragglers = self.reporter.report(self.step, metrics, lr, self.saved_step)
+        for monitor in self.monitors:
+            more = monitor.figures(report.figures, self.train_step.stages)
+            assert not more.keys() & report.figures.keys(), (
+                f"{type(monitor).__name__} has figures that there are already"
+            )
+            report.figures.update(more)
         self.logs.step(report.figures, stragglers)
         for monitor in self.monitors:
             monitor.report(report)

@@ -91,7 +91,7 @@ def test_products_of_axes_are_known_from_the_axes() -> None:
 def test_sizes_and_their_product(tmp_path: Path) -> None:
     overrides = ["parallel.data=3", "parallel.context=2", "parallel.tensor=2", "train.global_batch_size=24"]
     config = load(training.write_config(tmp_path, "unused"), overrides, 12).config
-    assert config.sizes == {"pp": 1, "dp": 3, "cp": 2, "tp": 2} and list(config.sizes) == [axis.name for axis in AXES]
+    assert config.sizes.items() >= {"pp": 1, "dp": 3, "cp": 2, "tp": 2}.items() and list(config.sizes) == [axis.name for axis in AXES]
     assert (config.world_size, config.token_ranks, config.parallel.ranks_besides_data) == (12, 6, 4)
     assert prod(alone(config).sizes.values()) == 1
 
@@ -100,7 +100,7 @@ def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.Monk
     """Ranks that read other samples are data ranks by another name: a product that knew `data` alone would read samples twice."""
     expert = Axis("ep", "expert", samples=True, tokens=True)
     for module in (schema, validation):
-        monkeypatch.setattr(module, "AXES", (*AXES[:3], expert, AXES[3]))
+        monkeypatch.setattr(module, "AXES", (*AXES[:-1], expert, AXES[-1]))
 
     class Experts(schema.ParallelConfig):
         expert: int = 2

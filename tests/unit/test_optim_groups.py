@@ -170,7 +170,7 @@ REFUSED = [
     ([{"match": ["*"]}, {"match": ["Embedding.*"]}], [], "Embedding.* matches no parameter"),
     ([{"match": []}], [], "match: tuple should have at least 1 item"),
     ([{"match": ["*"], "beta1": 1.0}], [], "1.0 is not valid: beta1"),
-    ([{"match": ["*"], "kind": "lion"}], [], "kind: input should be 'adamw'"),
+    ([{"match": ["*"], "kind": "no_such_rule"}], [], "kind: input should be 'adamw'"),
     ([{"match": ["*"], "rate": 1.0}], [], "unknown key rate"),
     ([{"match": ["*"], "momentum": 0.5}], [], "adamw has no setting momentum (beta1, beta2, eps or another kind)"),
     ([{"match": ["*"], "lr": 0.5}], ["optim.lr=0"], "lr 0.5 follows the schedule of optim.lr, which is 0"),

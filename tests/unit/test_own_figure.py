@@ -1,31 +1,45 @@
-"""Another figure of a logged step, as docs/tour.md says: a line in `Reporter.report`, and the records and TensorBoard have it."""
+"""Another figure of a logged step: a monitor in a file of the user's own, and the records and TensorBoard have it."""
 
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megacore.records import FIGURES
-from megacore.train.metrics import Reporter
 from tests import training
+
+SOURCE = """
+from megacore.model.block import Block
+from megacore.train.logs import Monitor
+
+class Halved(Monitor):
+    def figures(self, figures, stages):
+        return {NAME: figures["loss"] / 2, "parameters": float(sum(p.numel() for stage in stages for p in stage.parameters()))}
+
+MONITORS = [Halved]
+"""
+
+
+def run(tmp_path: Path, name: str) -> Path:
+    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": 2})
+    (tmp_path / "own.py").write_text(SOURCE.replace("NAME", repr(name)))
+    training.run_rank(path, ["log.tensorboard=true", f"model.source={tmp_path}/own.py"], str(tmp_path / "run"))
+    return tmp_path / "run"
 
 
 def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
     """Whoever adds one would find it in the file, and wait for it in TensorBoard."""
-    report = Reporter.report
-
-    def longer(self: Reporter, *arguments: Any) -> Any:
-        made, stragglers = report(self, *arguments)
-        made.figures["halved_loss"] = made.figures["loss"] / 2
-        return made, stragglers
-
-    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": 2})
-    with mock.patch.object(Reporter, "report", longer):
-        training.run_rank(path, ["log.tensorboard=true"], str(tmp_path / "run"))
-    logged = [figures["halved_loss"] for figures in training.metrics(tmp_path / "run")]
-    assert logged == [figures["loss"] / 2 for figures in training.metrics(tmp_path / "run")]
-    assert training.metrics(tmp_path / "run")[0].keys() <= FIGURES | {"halved_loss"}, "a model's loss might have such a name"
-    shown = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    folder = run(tmp_path, "halved_loss")
+    logged = training.metrics(folder)
+    assert [figures["halved_loss"] for figures in logged] == [figures["loss"] / 2 for figures in logged]
+    assert logged[0]["parameters"] > 1000, "it is given the stages"
+    assert logged[0].keys() <= FIGURES | {"halved_loss", "parameters"}, "a model's loss might have such a name"
+    shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     assert [event.step for event in shown.Scalars("halved_loss")] == [1, 2]
+
+
+def test_no_figure_takes_another_ones_place(tmp_path: Path) -> None:
+    """A record whose loss is something else would be believed."""
+    with pytest.raises(AssertionError, match="Halved has figures that there are already"):
+        run(tmp_path, "loss")

@@ -44,8 +44,7 @@ def report(config: Config) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     console.print(f"parameters    {parameters(config):,}, of the layers of {config.model.source}")
     train, parallel, tokens = config.train, config.parallel, config.train.global_batch_size * config.train.seq_len
-    ranks = f"tensor {parallel.tensor} × pipeline {parallel.pipeline} × context {parallel.context} × data {parallel.data}"
-    console.print(f"ranks         {parallel.tensor * parallel.pipeline * config.token_ranks} = {ranks}")
+    console.print(f"ranks         {config.world_size} = {parallel.described()}")
     console.print(
         f"batch         global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
         f" × microbatches {config.num_microbatches} × data {parallel.data}"

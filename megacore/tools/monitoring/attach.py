@@ -1,8 +1,9 @@
-"""The monitors that a config asks for."""
+"""The monitors that a config asks for, and those of its model's own file."""
 
 import torch
 
 from megacore.config import Config
+from megacore.config.source import MONITORS, source_of
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.monitoring.progress import ProgressLine, has_terminal
 from megacore.tools.monitoring.prometheus import Exporter
@@ -21,4 +22,7 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
         found += [Tracker()] if log.wandb != "off" else []
     if log.prometheus_port is not None:
         found.append(Exporter(log.prometheus_port, place, device))
+    if (source := source_of(config)) is not None:
+        with source.blamed(f", {MONITORS}"):
+            found += [monitor() for monitor in source.monitors]
     return found

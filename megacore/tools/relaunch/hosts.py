@@ -91,9 +91,8 @@ def check_ranks(hosts: dict[str, int], config: str, overrides: list[str]) -> Non
     needed, there = smallest_world(config, overrides), sum(hosts.values())
     if needed > there:
         p = load_any(config, overrides).parallel
-        context = f" × context {p.context}" if p.context > 1 else ""
-        layout = f"tensor {p.tensor} × pipeline {p.pipeline}{context} × data {p.data}"
-        raise ConfigError("--hostfile", f"its hosts have {there} slots, and the config needs {needed} ranks ({layout})", "more hosts")
+        wrong = f"its hosts have {there} slots, and the config needs {needed} ranks ({p.described()})"
+        raise ConfigError("--hostfile", wrong, "more hosts")
 
 
 def write_hostfile(file: Path, hosts: Mapping[str, int], ranks: int) -> int:

@@ -82,7 +82,8 @@ def parse(text: str) -> Layout:
     sequence = any(sp for *_, sp in parts)
     whole = "".join(axis + size + sp for axis, size, sp in parts) == name
     if name != "one" and (not whole or not parts or len(sizes) + sequence != len(parts)):
-        raise ConfigError("--layouts", f"{name!r} is no layout", "such as tp2, pp4, cp2, tp2pp2dp2 or tp4sp (sp: sequence parallelism)")
+        right = f"such as tp2pp2dp2 or tp4sp: {', '.join(TITLES)} with a number, and sp, sequence parallelism"
+        raise ConfigError("--layouts", f"{name!r} is no layout", right)
     if at and schedule not in CHUNKS:
         raise ConfigError("--layouts", f"{schedule!r} is no schedule", f"one of {', '.join(CHUNKS)}")
     layout = Layout(text, sizes, sequence, schedule or None)
