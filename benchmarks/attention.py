@@ -1,6 +1,6 @@
 """How long attention takes on this device, forward and backward, by the formula (eager) and by PyTorch's kernel (sdpa).
 
-What `model.attention=auto` chooses is this table in a rule, `megacore/config/resolve_auto.py`. Each time is the median of the calls of half
+What `model.attention=auto` chooses is this table in a rule, `megacore/config/implied.py`. Each time is the median of the calls of half
 a second, after two; the two ways take turns.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.training import join
 from megacore.config import Config
+from megacore.config.implied import attention_of
 from megacore.config.load import resolve
-from megacore.config.resolve_auto import attention_of
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.attention import Attention
 from megacore.model.layers import DTYPES

@@ -29,13 +29,13 @@ from benchmarks.figures import BLUE, GREY, ORANGE, figure
 from benchmarks.training import join
 from benchmarks.wire import Wire
 from megacore.config import Config
-from megacore.config.context_method import METHODS
 from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend, gathered
 from megacore.context_parallel.ring_blocks import DocumentAttention
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.choices.context_method import METHODS
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.planner.traffic import Transfer, rank_traffic, ring_share
 

@@ -1,7 +1,7 @@
 """What documents cost: steps with attention within them, what best-fit packing pads and saves, how even context ranks' work is.
 
 Steps: a small model trains on one sample, filled with documents of one length, with `data.document_mask` and without. Counted are the
-operations that attention's kernels were asked for; predicted is `megacore/model/flops.py`. Times are medians of rounds in which the
+operations that attention's kernels were asked for; predicted is `megacore/tools/choices/flops.py`. Times are medians of rounds in which the
 lengths take turns. Packing is that of a corpus; work is counted for random documents.
 """
 
@@ -26,7 +26,7 @@ from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import Bounds, WholeDocuments
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.rank_info import RankInfo
-from megacore.model.flops import document_attention_flops
+from megacore.tools.choices.flops import document_attention_flops
 from megacore.tools.cli import Parser, count, exit_with
 
 EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"

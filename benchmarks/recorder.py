@@ -16,11 +16,12 @@ from megacore.distributed.init import joined
 from megacore.distributed.mesh import pick_device
 from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.train.inputs import Inputs
-from megacore.train.trainer import Trainer
 
 NOTES = 100_000
 
@@ -46,12 +47,12 @@ def run(argv: list[str], place: RankInfo) -> int:
     args = parser.parse_intermixed_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"log.dir={folder}", "checkpoint.every=0", "checkpoint.last=false", "log.tensorboard=false"]
-        config = load(args.config, [*args.overrides, *fixed], place.world_size).config
+        config = partitioned(load(args.config, [*args.overrides, *fixed], place.world_size).config)
         device, inputs = pick_device(config, place), Inputs(config, place.rank)
         guardians = Guardians(config, place, device)
         with joined(config, place, device, guardians) as mesh:
             started = time.perf_counter()
-            Trainer(config, mesh, inputs).run()
+            trainer_of(config, mesh, inputs).run()
             seconds = (time.perf_counter() - started) / config.train.steps
             notes = guardians.recorder.events / config.train.steps
     note = seconds_a_note()

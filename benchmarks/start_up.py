@@ -39,6 +39,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import logical_name
 from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.protocol import Engine
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python -m benchmarks.start_up --ranks 64,512"
@@ -72,14 +73,14 @@ def fake_rank(config: Config, rank: int, world: int) -> Iterator[Mesh]:
         patch.object(dist, "init_process_group", init),
         patch.object(dist, "new_group", new_group),
     ):
-        mesh = Mesh(config, RankInfo(rank, world, rank % NODE, NODE), torch.device("meta"), store=FakeStore())
+        mesh = Mesh(settled_alone(config), RankInfo(rank, world, rank % NODE, NODE), torch.device("meta"), store=FakeStore())
         yield mesh
     mesh.close()
 
 
 def engine_of(config: Config, mesh: Mesh) -> Engine:
     """The engine of a fake rank."""
-    return build_engine(config, build_stages(config, mesh), mesh)
+    return build_engine(config, build_stages(settled_alone(config), mesh), mesh)
 
 
 def sparse_safetensors(file: Path, layout: Layout, tensors: Iterator[Tensor], note: Callable[[Tensor], None]) -> File:

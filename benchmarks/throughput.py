@@ -28,15 +28,16 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.model.flops import flops_per_token, recomputed_flops
 from megacore.model.layers import DTYPES
+from megacore.tools.choices.flops import flops_per_token, recomputed_flops
+from megacore.tools.choices.utilisation import Utilisation
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.plot import check_plot, draw
 from megacore.tools.planner.traffic import sent_by_group
 from megacore.tools.verify.layouts import parse as parse_layout
-from megacore.train.metrics import Utilisation, peak_memory, reserved_memory
+from megacore.train.metrics import peak_memory, reserved_memory
 
 EXAMPLE = "python -m benchmarks.throughput --config configs/gpt_tiny.json --layouts one,dp2,tp2,pp2 --output throughput.json"
 MORE = """One layout, under a launcher:

@@ -22,8 +22,9 @@ from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
 from megacore.tensor_parallel.gradient import WeightGradPart
+from megacore.tools.choices.compiling import settled
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.crowd import share_cores
-from megacore.train.compiling import settled
 from megacore.train.loader import Loader, SampleSource
 from megacore.train.step import StepResult, TrainStep
 
@@ -32,7 +33,7 @@ def join(config: Config, place: RankInfo) -> Mesh:
     """The mesh, with this rank's device set up as for training; collective."""
     device = pick_device(config, place)
     set_up_device(config, place, device)
-    return Mesh(config, place, device)
+    return Mesh(partitioned(config), place, device)
 
 
 def random_batch(config: Config, device: torch.device, seed: int = 0, cp: Group = SOLO) -> list[Microbatch]:
@@ -121,7 +122,7 @@ class LoneStage:
     """One stage of a pipeline in a process of its own: what its forward and its backward take with nobody to wait for."""
 
     def __init__(self, path: str, overrides: list[str], index: int, stages: int) -> None:
-        pipeline = load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config
+        pipeline = partitioned(load(path, [*overrides, f"parallel.pipeline={stages}"], world_size=stages).config)
         config = load(path, overrides).config
         self.mesh = join(config, RankInfo())
         self.stage = Stage(config, layer_ranges(pipeline)[index], self.mesh, self.mesh.device)

@@ -135,13 +135,14 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.choices.settle import settled_alone
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.train.evaluation import check_measurable, evaluate
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
-        config = evaluation_config(sections_to_run(reader, args.source), args, place.world_size)
+        config = settled_alone(evaluation_config(sections_to_run(reader, args.source), args, place.world_size))
         check_weights(reader, config)
         check_measurable(config)
         assert config.data.valid is not None

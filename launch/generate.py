@@ -132,13 +132,14 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.model.decoding import Decoder, share_tokens
     from megacore.model.sampling import Sampler
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.choices.settle import settled_alone
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.text.stream import TextStream
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
-        config = text_config(sections_to_run(reader, args.source), args.overrides, args.device, place.world_size)
+        config = settled_alone(text_config(sections_to_run(reader, args.source), args.overrides, args.device, place.world_size))
         check_weights(reader, config)
         tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
         prompt = read_prompt(args) if place.rank == 0 else ""
@@ -165,7 +166,8 @@ def run(argv: list[str], place: RankInfo) -> int:
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
         share_cores(config, place.world_size, device)
         tokens = share_tokens(tokens, mesh)
-        stages = [stage.eval() for stage in build_stages(for_length(config, len(tokens) + args.tokens), mesh)]
+        config = settled_alone(for_length(config, len(tokens) + args.tokens))
+        stages = [stage.eval() for stage in build_stages(config, mesh)]
         load_weights(reader, stages)
         sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, tokenizer.vocab_size)
         text = TextStream(tokenizer)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
 from megacore.config import Config, load
-from megacore.config.context_method import DEVICE, METHODS
 from megacore.config.load import smallest_world
 from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
-from megacore.model.flops import counted_layers, flops_per_token
-from megacore.pipeline.partition import alternatives, placement_of, plan_of, settled, simulated, stage_costs, stage_layers, step_times
+from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.plan_file import write_plan
 from megacore.pipeline.simulate import Timeline
+from megacore.tools.choices.context_method import DEVICE, METHODS
+from megacore.tools.choices.flops import counted_layers, flops_per_token
+from megacore.tools.choices.partition import alternatives, partitioned, simulated, stage_costs, step_times
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
@@ -243,7 +244,7 @@ def compare_schedules(config: Config, device: DeviceSpec | None) -> None:
     from rich.table import Table
 
     peak = device.peak_flops[config.train.precision] if device else None
-    others = [settled(other) for other in alternatives(config)]  # once, because every prediction asks for it
+    others = [partitioned(other) for other in alternatives(config)]  # once, because every prediction asks for it
     found = [(step_times(other), max(rank_memory(other), key=lambda m: m.total), other) for other in others]
     found.sort(key=lambda row: (row[0][0], row[1].total))
     longest = found[-1][1]
@@ -281,7 +282,7 @@ def run(argv: list[str]) -> int:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}", "only a search reads it", "also --search")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
-    config = load(args.config, args.overrides, world).config
+    config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
         refuse_for_source(config, args)
     device = None if args.device is None else read_device(args.device)

@@ -15,6 +15,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import plan_of
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.cli import Parser, StandardStream, exit_rank_with
 from megacore.train.stopping import StopRequest
 
@@ -43,7 +44,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
     loaded = load(args.config, args.overrides, place.world_size)
     if loaded.config.parallel.schedule.startswith("file:"):
-        plan_of(loaded.config)
+        plan_of(partitioned(loaded.config))
     refuse_overwriting(args.config, loaded)
     if args.print_config:
         if place.rank == 0:
@@ -70,6 +71,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
+    from megacore.tools.choices.run import trainer_of
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
@@ -77,10 +79,10 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.first_step import FirstStep
     from megacore.train.inputs import Inputs
-    from megacore.train.trainer import Trainer
 
     with own_mistakes():
         device = pick_device(config, place)
+        config = partitioned(config)
         check_engine(config, device)
         folder = Path(resolved(config.log.dir))
         lock = FolderLock(folder) if place.rank == 0 else None
@@ -93,7 +95,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage:
         if place.rank == 0:
             StandardStream.go_on = "training"
-        trainer = Trainer(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
+        trainer = trainer_of(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
         mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
         if place.rank == 0:
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)

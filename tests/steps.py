@@ -12,6 +12,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.model.layers import Layers, fields_of
+from megacore.tools.choices.settle import settled_alone
 from megacore.train.loader import microbatch_on
 from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, difference
@@ -48,7 +49,7 @@ def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
 
 def train(config: Config, mesh: Mesh, layers: Layers | None = None) -> Found:
     """Some steps, without a trainer around them. `layers`: of another model than the config's."""
-    step, figures = TrainStep(config, mesh, layers=layers), []
+    step, figures = TrainStep(settled_alone(config), mesh, layers=layers), []
     sources = fields_of(layers or ())
     for number in range(1, STEPS + 1):
         whole = batch_of(config, number, mesh.sample_group)

@@ -10,12 +10,12 @@ from megacore.config import Config, load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import whole_model
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.train.inputs import Inputs
-from megacore.train.trainer import Trainer
 from tests.checkpoints import save
 
 VOCAB_SIZE = 65  # does not divide by 2 or 4
@@ -59,7 +59,7 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
     mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
-    status = Trainer(config, mesh, inputs, monitors_of(config, place, mesh.device)).run()
+    status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run()
     mesh.close()
     return status
 

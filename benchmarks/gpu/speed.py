@@ -21,7 +21,8 @@ from benchmarks.rounds import race
 from benchmarks.training import Training, join
 from megacore.config import Config, load
 from megacore.distributed.rank_info import RankInfo
-from megacore.train.metrics import Utilisation, peak_memory, reserved_memory
+from megacore.tools.choices.utilisation import Utilisation
+from megacore.train.metrics import peak_memory, reserved_memory
 
 MICRO_BATCHES = {"gpt_124m": (16, 4, 64), "gpt_350m": (16, 4, 32), "gpt_1b": (4, 1, 16)}  # the one that says most first
 MICROBATCHES, WARM_UP, STEPS = 4, 3, 6

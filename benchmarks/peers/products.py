@@ -12,6 +12,7 @@ from megacore.engine.choose import build_stages
 from megacore.model.head import Head
 from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 
 
@@ -56,7 +57,7 @@ class ProductsLoop:
         self.mesh = join(config, place_from_environment())
         dtype, device, train = DTYPES[config.train.precision], self.mesh.device, config.train
         dtype = torch.float32 if device.type == "cpu" and dtype in WIDENED else dtype
-        shapes = weight_shapes(build_stages(config, self.mesh))
+        shapes = weight_shapes(build_stages(settled_alone(config), self.mesh))
         self.products = [Product(train.micro_batch_size * train.seq_len, shape, dtype, device) for shape in shapes]
         self.microbatches = config.num_microbatches
 

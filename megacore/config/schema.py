@@ -4,10 +4,11 @@ Its classes hold values and check one section alone. Rules over several sections
 `validation.py`. Files and overrides are in `load.py`.
 """
 
+from collections.abc import Mapping
 from math import prod
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 from pydantic.fields import FieldInfo
 
 import megacore.optimizers.every  # noqa: F401 (whose settings are keys of `optim`)
@@ -356,6 +357,24 @@ class Config(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     cpu: CpuConfig = Field(default_factory=CpuConfig)
     log: LogConfig = Field(default_factory=LogConfig)
+    _partition: Any = PrivateAttr(None)  # `pipeline.partition.Partition`, and `None` until whoever starts a run has chosen it
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """See `BaseModel`. A partition was chosen for all settings together: a copy with others has none."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy._partition = None if update else self._partition
+        return copy
+
+    def with_partition(self, partition: Any) -> Self:
+        """A copy whose model is cut into these stages, see `pipeline.partition`."""
+        copy = self.model_copy()
+        copy._partition = partition
+        return copy
+
+    @property
+    def partition(self) -> Any:
+        """How the model is cut into stages, see `pipeline.partition`."""
+        return self._partition
 
     @property
     def data_size(self) -> int:
@@ -364,8 +383,10 @@ class Config(Section):
 
     @property
     def chunks(self) -> int:
-        """Chunks of the model that each rank of the pipeline has; 1 while `auto` has not chosen (`pipeline.partition.settled`)."""
-        return 1 if self.parallel.chunks is None and self.parallel.schedule == "auto" else resolved(self.parallel.chunks)
+        """Chunks of the model that each rank of the pipeline has; where the schedule `auto` chooses them, 1 until it has."""
+        if self.parallel.chunks is None and self.parallel.schedule == "auto":
+            return 1 if self._partition is None else len(self._partition.layers) // self.parallel.pipeline
+        return resolved(self.parallel.chunks)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from megacore.config import Config
+from megacore.config.implied import reshards
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.resolve_auto import reshards
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megacore.config.resolve_auto import compiles
+from megacore.config.implied import compiles
 from megacore.distributed.collectives import all_gather_inside, own_part
 from megacore.distributed.communicator import Staged, Work, side_stream
 from megacore.distributed.hierarchical_reduce import Levels

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacore.config import Config
-from megacore.config.resolve_auto import attention_of, compiles
+from megacore.config.implied import attention_of, compiles
 from megacore.config.schema import resolved
 from megacore.context_parallel.attention import Sequences, attend_divided
 from megacore.context_parallel.attention import attend as attend_parts

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config.resolve_auto import context_method_of
+from megacore.config.implied import settled_context_method
 from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
@@ -30,7 +30,7 @@ class Decoder:
         self.stages, self.mesh, self.config = stages, mesh, stages[0].config
         plan = Plan((), placement_of(self.config))
         self.where, self.held = plan.where, plan.placement[mesh.pp.rank]
-        positions, method = self.config.max_positions, context_method_of(self.config)
+        positions, method = self.config.max_positions, settled_context_method(self.config)
         self.caches = [KeyValueCache(1, positions) if mesh.cp.size == 1 else DividedCache(1, positions, mesh.cp, method) for _ in stages]
 
     def generate(self, prompt: Sequence[int], count: int, sampler: Sampler, end: int | None = None) -> Iterator[int]:

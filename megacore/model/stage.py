@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
-from megacore.config.resolve_auto import compiles, context_method_of
+from megacore.config.implied import compiles, settled_context_method
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.buffers import buffers_of
@@ -109,7 +109,7 @@ class Stage(nn.Module):
         self.sequences, self.positions = None, None
         own = np.arange(train.seq_len)
         if self.cp.size > 1:
-            self.sequences = Sequences(train.seq_len, self.cp, context_method_of(self.config))
+            self.sequences = Sequences(train.seq_len, self.cp, settled_context_method(self.config))
             own = positions_of(self.sequences.own)
             self.positions = torch.from_numpy(own).expand(train.micro_batch_size, -1).to(device)
         self.rope: tuple[Tensor, Tensor] | None = None
@@ -170,7 +170,7 @@ class Stage(nn.Module):
         if cache is not None:
             sequences, positions = cache.sequences, cache.positions
         elif batch.documents is not None:
-            sequences = Sequences(self.config.train.seq_len, self.cp, context_method_of(self.config), batch.documents)
+            sequences = Sequences(self.config.train.seq_len, self.cp, settled_context_method(self.config), batch.documents)
         elif positions is None:
             positions = self.positions
         rope = None

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megacore.config import Config
-from megacore.config.resolve_auto import compiles
+from megacore.config.implied import compiles
 from megacore.distributed.observer import Observer
 from megacore.distributed.processes import control_groups
 

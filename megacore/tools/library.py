@@ -16,11 +16,14 @@ if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
 
 
 def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -> Config:
-    """A checked config with all its values, from a JSON file and `section.key=value` overrides, for so many ranks.
+    """A checked config with all its values and its model cut into stages, from a JSON file and `section.key=value` overrides, for so
+    many ranks.
 
     Raises `ConfigError`, which says what is wrong and what would be right.
     """
-    return load(path, list(overrides), world_size).config
+    from megacore.tools.choices.partition import partitioned
+
+    return partitioned(load(path, list(overrides), world_size).config)
 
 
 def one_process(config: Config) -> "Mesh":

@@ -4,7 +4,7 @@ import platform
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.devices import peak_flops
-from megacore.config.resolve_auto import why_whole
+from megacore.config.implied import why_whole
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer, Observers
 from megacore.distributed.shard import shard_of
 from megacore.model.batch import Microbatch
-from megacore.model.flops import model_flops
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.train.checkpointing import Saving
 from megacore.train.logs import Monitor, Report
 
+# Of tokens a second, and of the part of all pairs that attention needs (`PairsSeen`): MFU, and MFU of causal attention.
+MFU = Callable[[float, float], tuple[float | None, float | None]]
 LAG = 2  # steps after which a GPU's figures are read: by then they have long arrived
 
 
@@ -114,37 +114,6 @@ class StepTimer:
         return mean
 
 
-class Utilisation:
-    """MFU (Chowdhery et al. 2022, PaLM): model FLOPs a second over the devices' dense peak at the run's precision.
-
-    None if the device's peak is not known and no `peak` is given (operations a second of all ranks together). `full` counts
-    attention over all pairs of positions, as is usual, or of positions in one document. `causal` counts the half that a causal model needs.
-    Both are None where a model of the user's own cannot be counted so.
-    """
-
-    def __init__(self, config: Config, device: torch.device, world_size: int, peak: float | None = None) -> None:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        listed = peak_flops(name, config.train.precision)
-        self.config, self.available = config, peak or (None if listed is None else listed * world_size)
-
-    def full(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
-        """The usual MFU, as a fraction. `pairs`: the part of all pairs that attention needs (`PairsSeen`)."""
-        return self.of(self._model_flops(tokens_per_second, False, pairs))
-
-    def causal(self, tokens_per_second: float, pairs: float = 1.0) -> float | None:
-        """MFU with causal attention counted as half."""
-        return self.of(self._model_flops(tokens_per_second, True, pairs))
-
-    def of(self, flops_per_second: float | None) -> float | None:
-        """Some operations a second, as a fraction of the peak."""
-        return None if self.available is None or flops_per_second is None else flops_per_second / self.available
-
-    def _model_flops(self, tokens_per_second: float, causal: bool, pairs: float) -> float | None:
-        """The model's operations a second; None if they are not known, or nobody needs them."""
-        flops = None if self.available is None else model_flops(self.config, causal, pairs)
-        return None if flops is None else flops * tokens_per_second
-
-
 class PairsSeen:
     """Counts which part of all pairs of a sample's tokens lie in one document, in the steps since the last reading.
 
@@ -180,13 +149,17 @@ def reserved_memory(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
+def unknown(tokens_per_second: float, pairs: float) -> tuple[None, None]:
+    """The utilisation where nobody tells what a token costs and what the devices can do; `megacore.tools.choices` does."""
+    return None, None
+
+
 class Reporter:
     """Measures steps, and gathers what all ranks have measured."""
 
-    def __init__(self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor] = ()) -> None:
-        self.config, self.mesh, self.saving, self.monitors = config, mesh, saving, monitors
+    def __init__(self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor], utilisation: MFU) -> None:
+        self.config, self.mesh, self.saving, self.monitors, self.utilisation = config, mesh, saving, monitors, utilisation
         self.pairs = PairsSeen()
-        self.utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
 
     def start(self) -> None:
         """Begins to measure."""
@@ -213,6 +186,7 @@ class Reporter:
         seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
         tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
         speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
+        mfu, mfu_causal = self.utilisation(speed, pairs)
         stragglers = self.mesh.observers.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         figures: dict[str, Any] = {
             "step": step,
@@ -223,8 +197,8 @@ class Reporter:
             "tokens": step * tokens_a_step,
             "tokens_per_second": speed,
             "step_seconds": seconds,
-            "mfu": self.utilisation.full(speed, pairs),
-            "mfu_causal": self.utilisation.causal(speed, pairs),
+            "mfu": mfu,
+            "mfu_causal": mfu_causal,
             "save_seconds": save_seconds,
             "memory_bytes": int(used),
             "memory_reserved_bytes": int(reserved),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
-from megacore.config.resolve_auto import masks_targets
+from megacore.config.implied import masks_targets
 from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.cpu import own_cores

@@ -14,6 +14,7 @@ from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.folder import set_aside
 from megacore.checkpoint.weights import WEIGHTS, recorded_sections
 from megacore.config import Config
+from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
 from megacore.distributed.buffers import BUFFERS
 from megacore.distributed.collectives import all_reduce
@@ -23,13 +24,12 @@ from megacore.distributed.shard import logical_name
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
 from megacore.train.checkpointing import Saving, choose, engine_state
-from megacore.train.compiling import settled
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import check_measurable, evaluate
 from megacore.train.inputs import Inputs, changes
 from megacore.train.loader import Loader
 from megacore.train.logs import Logs, Monitor
-from megacore.train.metrics import AsyncMetrics, Reporter, StepMetrics, opening
+from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, opening, unknown
 from megacore.train.step import TrainStep
 from megacore.train.stopping import Skips, StopAgreed, StopRequest, TooManySkips
 
@@ -40,9 +40,22 @@ FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job
 class Trainer:
     """One rank's part in a run. Construction and methods are collective over all ranks; `due`, `votes` and what is a property are not."""
 
-    def __init__(self, config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Monitor] = (), apart: str = "") -> None:
-        """`apart`: in words, that the machines of the run do not share its folder, if somebody has found that."""
-        config, self.compile_choice = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        inputs: Inputs,
+        monitors: Sequence[Monitor] = (),
+        apart: str = "",
+        utilisation: MFU = unknown,
+        choices: str = "",
+    ) -> None:
+        """`config`: settled, see `megacore.tools.choices`; `choices`: what to say of how it was.
+
+        `apart`: in words, that the machines of the run do not share its folder, if somebody has found that. `utilisation`: for reports.
+        """
+        check_settled(config)
+        self.choices = choices
         self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, monitors
         if inputs.validation is not None:
             check_measurable(config)
@@ -69,7 +82,7 @@ class Trainer:
         self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
         self.logs = Logs(config, self.is_writer, self.step + 1, monitors)
         self.saving = Saving(config, mesh, self.engine, self.logs.say)
-        self.reporter = Reporter(config, mesh, self.saving, monitors)
+        self.reporter = Reporter(config, mesh, self.saving, monitors, utilisation)
 
     def loop(self) -> None:
         """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""
@@ -174,8 +187,8 @@ class Trainer:
         steps = self.config.train.steps
         lines = opening(self.config, self.mesh, self.train_step.stages)
         lines[2:2] = self.inputs.stream.packed()
-        if self.compile_choice:
-            lines.append(self.compile_choice)
+        if self.choices:
+            lines.append(self.choices)
         if self.apart:
             lines.append(f"WARNING: {self.apart}: this run can save no checkpoint, not even when it is asked to stop")
         if self.step == steps:

@@ -24,6 +24,7 @@ from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.errors import CheckpointError
 from megacore.model.batch import Microbatch
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.inputs import Inputs
@@ -78,7 +79,7 @@ def hop(config_path: str, overrides: list[str], log_dir: str) -> None:
     config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
-    trainer = Trainer(config, mesh, inputs)
+    trainer = trainer_of(config, mesh, inputs)
     if trainer.step:
         save(Path(log_dir) / "copies", trainer.step, trainer.engine.tensors(), {}, keep=9, ranks=Ranks(mesh))
     assert trainer.run() == 0

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from megacore.checkpoint import Reader
-from megacore.config import resolve_auto
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.choices import compiling, resolve_auto
+from megacore.tools.choices.compiling import Small, Times, can_compile, settled
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
-from megacore.train import compiling
-from megacore.train.compiling import Small, Times, can_compile, settled
 from megacore.train.step import TrainStep
 from tests import training
 
@@ -93,7 +93,7 @@ def test_what_excludes_compiled_blocks_is_left_out() -> None:
 def test_who_says_true_or_false_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "can_compile", pytest.fail)
     for said in (True, False):
-        config = resolve({"train": {"compile": said}, "model": {"attention": "sdpa"}}, [], "x", 1).config
+        config = settled_alone(resolve({"train": {"compile": said}, "model": {"attention": "sdpa"}}, [], "x", 1).config)
         assert settled(config, Mesh(config, RankInfo(), CPU), None) == (config, "")
 
 

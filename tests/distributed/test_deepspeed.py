@@ -17,10 +17,10 @@ from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.model.batch import Microbatch
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
 from megacore.train.inputs import Inputs
 from megacore.train.step import TrainStep
-from megacore.train.trainer import Trainer
 from tests import training
 from tests.training import Figures, difference, figures
 
@@ -169,7 +169,7 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    trainer = Trainer(config, mesh, Inputs(config, place.rank))
+    trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     gathered = {}
 
     def note(module: torch.nn.Module, args: Any) -> None:
@@ -203,7 +203,7 @@ def gradients_rank(config_path: str, overrides: list[str], log_dir: str) -> dict
     place = place_from_environment()
     config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
     mesh = Mesh(config, place, pick_device(config, place))
-    trainer = Trainer(config, mesh, Inputs(config, place.rank))
+    trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     trainer.step = 1
     trainer.train_step.forward_backward(trainer.next_batch())
     found = {name: gradient.clone() for name, (gradient, _) in trainer.engine.gradients().items()}

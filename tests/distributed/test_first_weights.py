@@ -21,6 +21,7 @@ from megacore.engine.choose import build_stages
 from megacore.model.stage import whole_model
 from megacore.rng import RUN
 from megacore.tools.checkpoint_weights import load_weights
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
@@ -45,7 +46,7 @@ class Built:
 def build(config_path: str, overrides: list[str]) -> Built:
     """One rank's first weights, as training starts from them; drawn in one thread, the one that is counted."""
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     notes: Counter[str] = Counter()
 

@@ -15,6 +15,7 @@ from megacore.model.decoding import Decoder
 from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.launchers import place_from_environment
@@ -83,7 +84,7 @@ def greedy(model: dict[str, Any], overrides: list[str], lengths: list[int]) -> t
     """The tokens that follow prompts of some lengths, and the most positions of which this rank keeps keys."""
     place = place_from_environment()
     raw = {"model": SIZES | model, "train": {"seq_len": 24, "precision": "fp64", "global_batch_size": 1, "micro_batch_size": 1}}
-    config = resolve(raw, overrides, "test", place.world_size).config
+    config = settled_alone(resolve(raw, overrides, "test", place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     stage = Stage(config, range(config.model.num_layers + 2), mesh, mesh.device)
     decoder = Decoder([stage.eval()], mesh)
@@ -112,7 +113,7 @@ def transfers_seen() -> dict[str, int]:
     """How many transfers of a text's generation the watchdog's record has, by link."""
     place = place_from_environment()
     raw = {"model": SIZES, "train": {"seq_len": 24}, "parallel": {"pipeline": 3}}
-    config = resolve(raw, [], "test", place.world_size).config
+    config = settled_alone(resolve(raw, [], "test", place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     recorder = FlightRecorder()
     mesh.observers.append(recorder)

@@ -17,6 +17,7 @@ from megacore.data.samples import EvalSamples, SampleStream, training_stream
 from megacore.data.shuffle import dealt
 from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.train.evaluation import evaluate
 from megacore.train.loader import Loader
@@ -36,7 +37,7 @@ def mean_by_rank(self: TrainStep, batch: Any) -> Any:
 def train(config_path: str, overrides: list[str], fault: bool = False) -> tuple[list[tuple[float, float]], list[int], float, float]:
     """Losses and norms of three steps; the targets that this rank learns in each; the plain loss before the first; the loss behind all."""
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     step, stream = TrainStep(config, mesh), training_stream(config)
     loader, figures, learned = Loader(config, mesh, stream), [], []

@@ -12,8 +12,8 @@ import pytest
 from megacore.checkpoint import Saver
 from megacore.config import load
 from megacore.data.packing import of_inputs
-from megacore.model.flops import flops_per_token
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.choices.flops import flops_per_token
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
 from megacore.train import metrics as meters

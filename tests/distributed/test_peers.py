@@ -23,6 +23,7 @@ from megacore.model import attention, block
 from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.interchange import mapped
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.launchers import place_from_environment
@@ -53,7 +54,7 @@ class Found:
 def compute(config_path: str, overrides: list[str], weights: dict[str, Tensor]) -> Found:
     """One rank's forward and backward of `peers.tokens` with logical `weights`."""
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     (stage,) = build_stages(config, mesh)
     materialise(stage.parameters(), mesh.device)

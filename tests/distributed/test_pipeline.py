@@ -16,7 +16,8 @@ from megacore.model.batch import Microbatch
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op
-from megacore.pipeline.simulate import peak_live
+from megacore.tools.choices.held import peak_live
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from tests.training import VOCAB_SIZE, write_config
 
@@ -47,7 +48,7 @@ class Watched(Runtime):
 def run_steps(config_path: str, name: str, numbers: list[int]) -> list[dict[str, Any]]:
     """For each number of microbatches: one step, and what was held at once, and after it."""
     place = place_from_environment()
-    config = load(config_path, ["parallel.pipeline=4"], place.world_size).config
+    config = settled_alone(load(config_path, ["parallel.pipeline=4"], place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     results = []
     for microbatches in numbers:

@@ -13,6 +13,7 @@ from megacore.config import load
 from megacore.config.schema import CHUNKS, V_SHAPED
 from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import ParameterGatherer, start_gather
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.layouts import parse
 from tests import training
@@ -50,7 +51,7 @@ def overrides_of(row: dict[str, Any]) -> list[str]:
 
 def run_row(config_path: str, overrides: list[str], fault: Callable[[], contextlib.AbstractContextManager[Any]] | None = None) -> Found:
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     with contextlib.nullcontext() if fault is None else fault():
         return train(config, Mesh(config, place, torch.device("cpu")))
 

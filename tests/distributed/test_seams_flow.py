@@ -29,6 +29,7 @@ from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.pipeline.runtime import Runtime
 from megacore.tensor_parallel.gradient import WeightGradPart, main_gradient_of
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.train.step import TrainStep
 from tests import training
@@ -118,7 +119,7 @@ def config_path(tmp_path: Path) -> str:
 def trained(config_path: str, overrides: list[str], fault: str = "") -> Found:
     """Some steps of the model. `fault`: a mistake that is planted."""
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     with FAULTS[fault]() if fault else mock.MagicMock():
         return train(config, Mesh(config, place, torch.device("cpu")), model())
 
@@ -180,7 +181,7 @@ def test_planted_mistakes_are_caught(pool: Any, config_path: str, fault: str, na
 def written(config_path: str, overrides: list[str]) -> list[int]:
     """What the drawn model writes after a prompt."""
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     own = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     decoder = Decoder([Stage(config, layers, mesh, mesh.device, model()).eval() for layers in own], mesh)
@@ -246,7 +247,7 @@ def with_a_function_left(config_path: str, overrides: list[str]) -> tuple[Found,
         finish(part)
 
     place = place_from_environment()
-    config = load(config_path, overrides, place.world_size).config
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
     with mock.patch.object(WeightGradPart, "finish", counted):
         return train(config, Mesh(config, place, torch.device("cpu")), gpt(config, ScaledBlock)), left
 

@@ -32,9 +32,9 @@ from megacore.model.choose import layers_of
 from megacore.model.context import Context
 from megacore.model.gpt import BLOCKS, gpt
 from megacore.model.stage import Stage
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
 from megacore.train.inputs import Inputs
-from megacore.train.trainer import Trainer
 from tests import training
 from tests.steps import Found, apart, train
 
@@ -245,7 +245,7 @@ def run_with_experts(path: str, overrides: list[str], sizes: Mapping[str, int], 
     mesh, piece = joined(config, sizes), ShardedBuffer.piece.fget  # type: ignore[attr-defined]
     copied = mock.patch.object(ShardedBuffer, "piece", property(lambda self: (self.value.clone(), piece(self)[1])))
     with copied if forgets else contextlib.nullcontext():
-        Trainer(config, mesh, Inputs(config, place.rank)).run()
+        trainer_of(config, mesh, Inputs(config, place.rank)).run()
     mesh.close()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
 from megacore.train import trainer as trainer_module
 from megacore.train.inputs import Inputs
@@ -53,7 +54,7 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
                 ask()
             inputs = Inputs(config, place.rank)
             mesh = Mesh(config, place, pick_device(config, place))
-            trainer = Trainer(config, mesh, inputs)
+            trainer = trainer_of(config, mesh, inputs)
             status = trainer.run(stop)
             mesh.close()
             return status, trainer.step, batches

@@ -18,6 +18,7 @@ from megacore.config.load import resolve
 from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.tensor_parallel import linear
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.dry_run.meta_watch import OPERATIONS
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.planner.parameters import rank_parameters
@@ -71,7 +72,7 @@ def configured(layout: dict[str, dict[str, Any]]) -> Config:
     parallel = sections["parallel"]
     data = parallel.setdefault("data", 1)
     sections["train"]["global_batch_size"] = 2 * MICROBATCHES * data
-    return resolve(sections, [], "traffic", math.prod(parallel.get(a, 1) for a in AXES)).config
+    return settled_alone(resolve(sections, [], "traffic", math.prod(parallel.get(a, 1) for a in AXES)).config)
 
 
 def step_on_a_rank(layout: dict[str, dict[str, Any]], twice: bool = False) -> tuple[int, list[Transfer], dict[str, float]]:

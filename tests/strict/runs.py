@@ -21,6 +21,7 @@ from megacore.model.decoding import Decoder
 from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.worker import planted
@@ -156,7 +157,7 @@ def train(config: str, overrides: list[str], out: str) -> Outcome | None:
 def generate(config_path: str, overrides: list[str], out: str) -> Outcome:
     """Greedy texts after two prompts, the second longer than one window's half."""
     place = place_from_environment()
-    config = load(config_path, [*overrides, f"log.dir={out}"], place.world_size).config
+    config = settled_alone(load(config_path, [*overrides, f"log.dir={out}"], place.world_size).config)
     mesh = Mesh(config, place, torch.device("cpu"))
     held = [layer_ranges(config)[stage] for stage in placement_of(config)[mesh.pp.rank]]
     stages = [Stage(config, layers, mesh, mesh.device).eval() for layers in held]

@@ -38,9 +38,11 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology, sizes_of
 from megacore.errors import ConfigError
-from megacore.model.flops import attention_flops, block_flops, flops_per_token, head_flops
 from megacore.model.stage import Stage, whole_model
 from megacore.pipeline.schedule import COMPUTE, Action, Op
+from megacore.tools.choices import compiling
+from megacore.tools.choices.flops import attention_flops, block_flops, flops_per_token, head_flops
+from megacore.tools.choices.utilisation import Utilisation
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors
 from megacore.tools.interchange.nanogpt import nanogpt_tensors
 from megacore.tools.planner.devices import Cluster, DeviceSpec, Level
@@ -48,8 +50,6 @@ from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.plot import draw
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
-from megacore.train import compiling
-from megacore.train.metrics import Utilisation
 from tests.training import write_config
 
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from kernels.linear_cross_entropy import default_chunk
 from launch import plan as script
 from megacore.config import Config, load
-from megacore.config.resolve_auto import loss_chunk
 from megacore.context_parallel import attention
 from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh
@@ -23,10 +22,12 @@ from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
-from megacore.model.activations import block_activations, logits_kept, stage_kept
 from megacore.model.batch import Microbatch
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tensor_parallel import linear
+from megacore.tools.choices.activations import block_activations, logits_kept, stage_kept
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.resolve_auto import loss_chunk
 from megacore.tools.dry_run.compare_traffic import mismatches
 from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks
 from megacore.tools.dry_run.dry_step import DryRank, dry_run
@@ -91,7 +92,7 @@ def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
     world, config = configured(tmp_path, name)
     for rank in range(world):
         with playing(as_on_its_device(config), rank, MetaWatch()) as mesh:
-            engine = NativeEngine(as_on_its_device(config), build_stages(config, mesh), mesh)
+            engine = NativeEngine(as_on_its_device(config), build_stages(partitioned(config), mesh), mesh)
             built = [[bucket.stop - bucket.start for bucket in buffer.buckets] for buffer in engine.buffers]
             assert built == [buffer.buckets for buffer in buffers_of(config, mesh.pp.rank, mesh.tp.rank)]
             engine.close()
@@ -204,6 +205,7 @@ def test_what_waits_for_backward_is_counted_to_the_byte(name: str, tmp_path: Pat
     sizes = ["model.num_layers=8", "model.hidden_size=128", "model.num_heads=4", "model.vocab_size=1024", "parallel.pipeline=4",
              "train.device=auto", "train.precision=bf16", "train.seq_len=64", "train.global_batch_size=32"]  # fmt: skip
     config = load(training.write_config(tmp_path, "nothing"), [*sizes, *overrides], world).config
+    config = partitioned(config)
     formula, last = stage_kept(config, stage_layers(config)), len(stage_layers(config)) - 1
     formula[last] += logits_kept(config)
     peaks = rank_activations(config)

@@ -19,9 +19,12 @@ from megacore.model.layers import LayerSpec
 from megacore.model.stage import whole_model
 from megacore.pipeline import generators, partition
 from megacore.pipeline.generators import GENERATORS, generated
-from megacore.pipeline.partition import measured, plan_of
+from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import SENDS, Plan
-from megacore.pipeline.simulate import peak_held, peak_live, simulate
+from megacore.pipeline.simulate import simulate
+from megacore.tools.choices import partition
+from megacore.tools.choices.held import peak_held, peak_live
+from megacore.tools.choices.partition import measured
 from megacore.tools.planner import activations, memory, parameters, traffic
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic

@@ -10,12 +10,12 @@ from launch import plan
 from megacore.config import Config, load
 from megacore.distributed.shard import shard_of
 from megacore.errors import ConfigError
-from megacore.model.flops import counted_layers, flops_per_token, layer_cost, model_flops
 from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, unregister
-from megacore.pipeline.partition import stage_costs
-from megacore.train.compiling import can_compile
-from megacore.train.metrics import Utilisation
+from megacore.tools.choices.compiling import can_compile
+from megacore.tools.choices.flops import counted_layers, flops_per_token, layer_cost, model_flops
+from megacore.tools.choices.partition import stage_costs
+from megacore.tools.choices.utilisation import Utilisation
 from tests import forks
 
 TINY = str(forks.ROOT / "configs/gpt_tiny.json")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacore.config import load
-from megacore.config.resolve_auto import masks_targets
+from megacore.config.implied import masks_targets
 from megacore.config.schema import IGNORED
 from megacore.data import packing
 from megacore.data.indexed import MASK, IndexedTokens

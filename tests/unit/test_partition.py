@@ -7,9 +7,10 @@ import pytest
 
 from megacore.config import Config
 from megacore.config.load import resolve
-from megacore.model.activations import stage_sizes
-from megacore.model.flops import embedding_cost, head_cost, layer_cost
-from megacore.pipeline.partition import placement_of, split_layers, stage_costs, stage_layers
+from megacore.pipeline.partition import placement_of, plan_of, stage_layers
+from megacore.tools.choices.activations import stage_sizes
+from megacore.tools.choices.flops import embedding_cost, head_cost, layer_cost
+from megacore.tools.choices.partition import partitioned, split_layers, stage_costs
 from megacore.tools.planner.activations import rank_activations
 
 
@@ -81,7 +82,8 @@ def test_more_stages_than_layers_is_refused() -> None:
 
 def small(**parallel: int) -> Config:
     model = {"num_layers": 5, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 1024}
-    return resolve({"model": model, "parallel": parallel, "train": {"seq_len": 32}}, [], "small", parallel.get("pipeline", 1)).config
+    sections = {"model": model, "parallel": parallel, "train": {"seq_len": 32}}
+    return partitioned(resolve(sections, [], "small", parallel.get("pipeline", 1)).config)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2, 4, 5])
@@ -111,7 +113,7 @@ def test_a_configs_stages_are_cut_by_forward_and_backward() -> None:
             model = {"num_layers": 9, "hidden_size": 64, "num_heads": 4, "vocab_size": vocabulary}
             for stages in (2, 3, 4):
                 sections = {"model": model, "parallel": {"pipeline": stages}, "train": {"seq_len": 32, "recompute": recompute}}
-                config = resolve(sections, [], "small", stages).config
+                config = partitioned(resolve(sections, [], "small", stages).config)
                 sizes = [len(part) for part in stage_layers(config)]
                 ends = embedding_cost(config).total, head_cost(config).total
                 assert sizes == by_search(9, stages, layer_cost(config).total, *ends), (vocabulary, recompute, stages)
@@ -130,7 +132,8 @@ def test_a_searched_schedule_keeps_no_more_than_1f1b(layers: int, recompute: str
     train = {"precision": "bf16", "seq_len": 256, "device": "cuda", "global_batch_size": 16, "recompute": recompute}
 
     def configured(**parallel: object) -> Config:
-        return resolve({"model": model, "train": train, "parallel": {"pipeline": ranks, "data": 1} | parallel}, [], "", ranks).config
+        sections = {"model": model, "train": train, "parallel": {"pipeline": ranks, "data": 1} | parallel}
+        return partitioned(resolve(sections, [], "", ranks).config)
 
     def kept(config: Config) -> int:
         return max(peak.kept + peak.logits for peak in rank_activations(config))
@@ -138,3 +141,20 @@ def test_a_searched_schedule_keeps_no_more_than_1f1b(layers: int, recompute: str
     found = configured(schedule="auto", chunks=2)
     one = max(sum(stage_sizes(found, stage_layers(found))[stage] for stage in stages) for stages in placement_of(found))
     assert kept(found) <= max(kept(configured(schedule="1f1b")), one)
+
+
+def test_a_config_that_nobody_settled_is_refused() -> None:
+    """An even cut, or the cut of another model, would be taken in silence: a slower run, or another one than was planned."""
+    cut = small(pipeline=2)
+    other = cut.model_copy(update={"model": cut.model.model_copy(update={"num_layers": 4})})
+    for config in (other, other.model_copy()):
+        with pytest.raises(RuntimeError, match="partitioned"):
+            stage_layers(config)
+    assert [len(part) for part in stage_layers(cut.model_copy())] == [len(part) for part in stage_layers(cut)]
+    assert sum(len(part) for part in stage_layers(partitioned(other))) == 4
+    auto = resolve({"model": {"num_layers": 4}, "parallel": {"pipeline": 2, "schedule": "auto"}}, [], "auto", 2).config
+    with pytest.raises(RuntimeError, match="partitioned"):
+        plan_of(auto)
+    found = partitioned(auto)
+    assert placement_of(found) == plan_of(found).placement and len(stage_layers(found)) == 2 * found.chunks
+    assert found.parallel == auto.parallel, "what was searched is no setting: a checkpoint says auto, as the user did"

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.throughput import hardware_flops_per_token
 from megacore.config import Config, load
-from megacore.config.devices import peak_flops
 from megacore.config.load import resolve
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.data.packing import document_positions
@@ -22,17 +21,19 @@ from megacore.distributed import cpu
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology
 from megacore.kernels import layernorm
-from megacore.model import activations as own
-from megacore.model.activations import block_activations
 from megacore.model.batch import Microbatch
-from megacore.model.flops import (
+from megacore.model.stage import Stage, whole_model
+from megacore.pipeline.partition import layer_ranges, stage_layers
+from megacore.tools.choices import activations as own
+from megacore.tools.choices.activations import block_activations
+from megacore.tools.choices.devices import peak_flops
+from megacore.tools.choices.flops import (
     block_flops,
     flops_per_token,
     head_flops,
     layer_cost,
 )
-from megacore.model.stage import Stage, whole_model
-from megacore.pipeline.partition import layer_ranges, stage_layers
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner import activations
 from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import RankMemory, besides, rank_memory
@@ -60,7 +61,7 @@ def make(model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = 
     sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 256, "vocab_size": 101}
     steps = {"seq_len": 32, "micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"}
     sections = {"model": sizes | (model or {}), "parallel": {"data": 1} | (parallel or {}), "train": steps | train}
-    return resolve(sections, [], "small", (parallel or {}).get("tensor", 1) * (parallel or {}).get("pipeline", 1)).config
+    return partitioned(resolve(sections, [], "small", (parallel or {}).get("tensor", 1) * (parallel or {}).get("pipeline", 1)).config)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -254,7 +255,7 @@ def test_each_term_of_tokens_halves_with_twice_the_context_ranks(model: dict[str
         sections = {"model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "ffn_size": 256} | model, "parallel": axes | {"data": 1}}
         train = {"seq_len": 256, "precision": "bf16", "device": "cpu", "recompute": recompute} | batch
         world = axes["tensor"] * axes["pipeline"] * axes["context"]
-        config = resolve({**sections, "train": train}, [], "laws", world).config
+        config = partitioned(resolve({**sections, "train": train}, [], "laws", world).config)
         last = len(stage_layers(config)) - 1
         found: dict[str, Any] = {
             "a block": block_activations(config, recompute),

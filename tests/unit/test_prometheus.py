@@ -30,6 +30,7 @@ from megacore.distributed.axes import AXES
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring import prometheus as exporter_module
@@ -39,7 +40,6 @@ from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
 from megacore.train.inputs import Inputs
 from megacore.train.logs import Report
-from megacore.train.trainer import Trainer
 from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import write_config, write_corpus
@@ -91,7 +91,7 @@ def served_by_rank(config_path: str, log_dir: str, hosts: list[str]) -> list[str
     port = free_port()  # here all hosts are one machine
     config = load(config_path, [f"log.dir={log_dir}", f"log.prometheus_port={port}"], place.world_size).config
     exporter = Exporter(port, place, CPU)
-    trainer = Trainer(config, Mesh(config, place, CPU), Inputs(config, place.rank), [exporter])
+    trainer = trainer_of(config, Mesh(config, place, CPU), Inputs(config, place.rank), [exporter])
     served: list[str] = []
     close = exporter.close
     with mock.patch.object(exporter, "close", lambda **_: (served.extend(scrape(port) if exporter.serving else []), close())):

@@ -8,16 +8,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacore.config import Config
-from megacore.config import resolve_auto as choices
-from megacore.config.context_method import CPU, Divided, Rates
-from megacore.config.devices import KNOWN, known_as
+from megacore.config.implied import attention_of, check_settled, compiles, why_whole
 from megacore.config.load import resolve
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.config.resolve_auto import attention_of, compiles, context_method_of, settled, why_whole
-from megacore.model.activations import block_activations
 from megacore.model.attention import Attention
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import plan_of
+from megacore.tools.choices import resolve_auto as choices
+from megacore.tools.choices.activations import block_activations
+from megacore.tools.choices.compiling import with_choices, with_compile
+from megacore.tools.choices.context_method import CPU, Divided, Rates
+from megacore.tools.choices.devices import KNOWN, known_as
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.resolve_auto import context_method_of, resolved_auto
 from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.devices import device_names, read_device
@@ -100,7 +103,7 @@ def test_without_a_pipeline_backwards_stay_whole(schedule: str) -> None:
 
     def configured(schedule: str, pipeline: int) -> Config:
         parallel = {"pipeline": pipeline, "schedule": schedule, "data": 1}
-        return resolve({"model": model, "train": train, "parallel": parallel}, [], "auto", pipeline).config
+        return partitioned(resolve({"model": model, "train": train, "parallel": parallel}, [], "auto", pipeline).config)
 
     alone, plain = configured(schedule, 1), configured("1f1b", 1)
     assert not plan_of(alone).splits and why_whole(alone) == "one rank has no reason to split"
@@ -154,24 +157,24 @@ def long_text(**parallel: Any) -> Config:
 def test_a_run_chooses_for_the_device_that_is_there() -> None:
     """Where links are slow, or attention is, another method is fastest than on an H100. A device that is not known counts as one."""
     config, names = long_text(), ("NVIDIA H100 80GB HBM3", "?", "NVIDIA L4", "Tesla V100-SXM2-32GB")
-    chosen = [settled(config, "cuda", name)["parallel.context_method"] for name in names]
+    chosen = [resolved_auto(config, "cuda", name)["parallel.context_method"] for name in names]
     assert chosen == ["gather", "gather", "ulysses", "ring"] and chosen[0] == context_method_of(config)
-    assert settled(config, "cpu", "")["parallel.context_method"] == context_method_of(config, "cpu")
+    assert resolved_auto(config, "cpu", "")["parallel.context_method"] == context_method_of(config, "cpu")
 
 
 def test_what_a_run_has_chosen_is_kept_where_it_can_be() -> None:
     """A resumed run that chose anew would round otherwise than it began; what another layout cannot do must not end it."""
     whole, parts = config_of({}, device="cpu"), long_text(tensor=8)
-    assert settled(whole, "cpu", "") == {"model.attention": "eager"}
+    assert resolved_auto(whole, "cpu", "") == {"model.attention": "eager"}
     for kept in ("sdpa", "eager"):
-        assert settled(whole, "cpu", "", {"model": {"attention": kept}}) == {"model.attention": kept}
+        assert resolved_auto(whole, "cpu", "", {"model": {"attention": kept}}) == {"model.attention": kept}
     for lost in ("auto", None, ["sdpa"], 3):
-        assert settled(whole, "cpu", "", {"model": {"attention": lost}, "parallel": 3}) == {"model.attention": "eager"}
-    assert settled(whole.model_copy(update={"model": whole.model.model_copy(update={"attention": "sdpa"})}), "cpu", "") == {}
+        assert resolved_auto(whole, "cpu", "", {"model": {"attention": lost}, "parallel": 3}) == {"model.attention": "eager"}
+    assert resolved_auto(whole.model_copy(update={"model": whole.model.model_copy(update={"attention": "sdpa"})}), "cpu", "") == {}
     before = {"model": {"attention": "eager"}, "parallel": {"context_method": "ulysses"}}
-    assert settled(long_text(), "cuda", "", before) == {"model.attention": "sdpa", "parallel.context_method": "ulysses"}
+    assert resolved_auto(long_text(), "cuda", "", before) == {"model.attention": "sdpa", "parallel.context_method": "ulysses"}
     odd = parts.model_copy(update={"model": parts.model.model_copy(update={"num_heads": 24})})  # 3 of a tensor rank, for 4 ranks
-    assert settled(odd, "cuda", "", before)["parallel.context_method"] != "ulysses"
+    assert resolved_auto(odd, "cuda", "", before)["parallel.context_method"] != "ulysses"
 
 
 def test_the_planner_knows_of_a_device_what_a_run_knows() -> None:
@@ -197,3 +200,13 @@ def test_every_rank_chooses_the_same_method(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in {"RANK": "3", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)
     assert [chosen(device) for device in ("auto", "cuda", "cpu")] == found and found[0] == found[1] != found[2]
+
+
+def test_a_run_is_settled_before_it_begins() -> None:
+    """A trainer would take no for an open question, and record `auto`: ranks, or the run that goes on, might answer it otherwise."""
+    config = config_of({})
+    with pytest.raises(RuntimeError, match=r"model\.attention and train\.compile on auto"):
+        check_settled(config)
+    divided = long_text()
+    with pytest.raises(RuntimeError, match=r"parallel\.context_method on auto"):
+        check_settled(with_compile(with_choices(divided, {"model.attention": "sdpa"}), False))

@@ -24,7 +24,8 @@ from megacore.model.batch import Microbatch
 from megacore.model.stage import Stage, whole_model
 from megacore.pipeline import generators, schedule
 from megacore.pipeline.runtime import Runtime
-from megacore.pipeline.simulate import peak_live
+from megacore.tools.choices.held import peak_live
+from megacore.tools.choices.partition import partitioned
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 
@@ -35,7 +36,7 @@ Configure = Callable[..., Config]
 def configure(tmp_path: Path) -> Configure:
     """`configure(overrides)`: the tests' small config in fp64, resolved."""
     path = write_config(tmp_path, "unused", model={"num_layers": 2}, train={"precision": "fp64"})
-    return lambda overrides="": load(path, overrides.split()).config
+    return lambda overrides="": partitioned(load(path, overrides.split()).config)
 
 
 def engine_of(config: Config) -> tuple[list[Stage], NativeEngine]:

@@ -9,11 +9,12 @@ import pytest
 
 from megacore.config import load
 from megacore.config.schema import CHUNKS, V_SHAPED, ParallelConfig
-from megacore.pipeline import partition
 from megacore.pipeline.generators import GENERATORS, build, generated, placement
-from megacore.pipeline.partition import _search, alternatives, settled, step_times
 from megacore.pipeline.schedule import SENDS, Placement, Plan, v_shaped
-from megacore.pipeline.simulate import peak_live, simulate
+from megacore.pipeline.simulate import simulate
+from megacore.tools.choices import partition
+from megacore.tools.choices.held import peak_live
+from megacore.tools.choices.partition import _search, alternatives, partitioned, step_times
 
 TABLE = Path(__file__).resolve().parents[2] / "docs/schedules.md"
 
@@ -107,8 +108,8 @@ def test_schedules_suit_the_engine(engine: list[str], refused: set[str], monkeyp
         return _search(placements, *args, **options)
 
     monkeypatch.setattr(partition, "_search", search)
-    monkeypatch.setattr(partition, "_SETTLED", {})
-    assert settled(auto).chunks == (1 if engine is DEEPSPEED else 2), "two are faster here"
+    monkeypatch.setattr(partition, "_FASTER", {})
+    assert partitioned(auto).chunks == (1 if engine is DEEPSPEED else 2), "two are faster here"
     assert (v_shaped(2) in tried) == (not refused)
     monkeypatch.setattr(partition, "simulate", lambda *_, **__: pytest.fail("each stage's layers, costs and memory would simulate anew"))
-    assert settled(auto).chunks == settled(auto.model_copy()).chunks
+    assert partitioned(auto).chunks == partitioned(auto.model_copy()).chunks

@@ -13,7 +13,8 @@ from megacore.config import Config, load
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS
 from megacore.pipeline.partition import plan_of
-from megacore.pipeline.simulate import peak_held
+from megacore.tools.choices.held import peak_held
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import fullest
 from megacore.tools.planner.devices import read_cluster, read_device
 from megacore.tools.planner.memory import besides, rank_memory
@@ -38,7 +39,7 @@ def test_fullest_states_are_those_of_the_whole_plan(schedule: str, ranks: int, m
     """A state that is left out, or never reached: memory of a search's candidates would be another than the plan's."""
     sizes = ["model.num_layers=8", f"parallel.pipeline={ranks}", f"parallel.schedule={schedule}", "train.micro_batch_size=1"]
     config = load(training.write_config(tmp_path, "nothing"), [*sizes, f"train.global_batch_size={microbatches}"], ranks).config
-    plan = plan_of(config)
+    plan = plan_of(partitioned(config))
     for waiting in (0.5, 3.0):
         kept = [1.0 + 0.3 * stage for stage in range(plan.stages)]
         found = []

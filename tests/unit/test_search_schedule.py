@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from megacore.pipeline import search_schedule as auto
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.schedule import looped, lower, v_shaped
-from megacore.pipeline.search_schedule import Costs, fits, search
 from megacore.pipeline.validate import validate
+from megacore.tools.choices import search_schedule as auto
+from megacore.tools.choices.search_schedule import Costs, fits, search
 
 SETTINGS = 200
 

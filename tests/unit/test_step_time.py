@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megacore.config import context_method
-from megacore.config.context_method import CPU, exposed, fastest
 from megacore.config.load import resolve
-from megacore.config.resolve_auto import context_method_of
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.simulate import simulate
+from megacore.tools.choices import context_method
+from megacore.tools.choices.context_method import CPU, exposed, fastest
+from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.calibrate import calibrated, read_run, slowed
 from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, cluster_names, device_names, read_cluster, read_device
 from megacore.tools.planner.operations import START, TILES, Machine

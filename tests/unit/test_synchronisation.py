@@ -24,6 +24,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
 from megacore.model.batch import Microbatch
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.train.inputs import Inputs
@@ -106,7 +107,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     config = load(path, overrides, 1).config
     exporter = Exporter(port, RankInfo(), META)
     with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "machine_ranks", lambda self: [0]):
-        trainer = Trainer(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
+        trainer = trainer_of(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.object(trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)])
     told = mock.patch.object(trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T)

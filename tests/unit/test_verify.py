@@ -23,6 +23,7 @@ from megacore.kernels.linear_cross_entropy import default_chunk
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.tensor_parallel.gradient import MainGradient
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing
 from megacore.tools.verify.first_divergence import apart
 from megacore.tools.verify.flight import Flight, Flights, in_flight, memory_of
@@ -124,10 +125,10 @@ def test_every_config_shrinks_and_keeps_its_structure(path: Path, tmp_path: Path
 def test_an_uneven_split_stays_uneven(path: str, overrides: list[str], stages: int, split: list[int], tmp_path: Path) -> None:
     """With a block a stage, or as many on each, one that runs `layers // stages` of them would be right."""
     user = load_whole(path, overrides)
-    assert [len(layers) for layers in stage_layers(with_stages(user, stages))] == split
+    assert [len(layers) for layers in stage_layers(partitioned(with_stages(user, stages)))] == split
     small = load(str(write_case(tmp_path, shrink(user, [parse(f"pp{stages}")], 3, "fp64")))).config
     assert unevenness(small, stages) == unevenness(user, stages)
-    short = [len(layers) > small.model.num_layers // stages for layers in stage_layers(with_stages(small, stages))]
+    short = [len(layers) > small.model.num_layers // stages for layers in stage_layers(partitioned(with_stages(small, stages)))]
     assert any(short) == (len(set(split)) > 1)
 
 

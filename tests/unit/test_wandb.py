@@ -16,9 +16,9 @@ from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.monitoring import wandb as tracking
 from megacore.train.inputs import Inputs
-from megacore.train.trainer import Trainer
 from tests import forks
 from tests.commands import run_script
 from tests.training import write_config, write_corpus
@@ -107,7 +107,7 @@ def config_told(path: str, folder: str) -> Any:
     """What wandb's process is told of a run's config."""
     config, told = load(path, [f"log.dir={folder}"]).config, Path(folder) / "told"
     with mock.patch.object(tracking, "COMMAND", [sys.executable, "-c", ECHO.format(told)]):
-        trainer = Trainer(config, Mesh(config, RankInfo(), torch.device("cpu")), Inputs(config, 0), [tracking.Tracker()])
+        trainer = trainer_of(config, Mesh(config, RankInfo(), torch.device("cpu")), Inputs(config, 0), [tracking.Tracker()])
         trainer.run()
     trainer.mesh.close()
     return json.loads(told.read_text())["config"]

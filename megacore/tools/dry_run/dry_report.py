@@ -9,6 +9,7 @@ from megacore.distributed.axes import AXES, ranks_along
 from megacore.distributed.topology import sizes_of
 from megacore.errors import ConfigError
 from megacore.model.choose import flow_of
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.compare_traffic import mismatches, named
 from megacore.tools.dry_run.dry_step import PARTS, DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
@@ -96,7 +97,7 @@ def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[s
     """What a rank sends or holds that the formulas do not have, a line each. Of a model of the user's own there are none."""
     if config.model.source is not None:
         return []
-    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, flow_of(config))[dry.stage])
+    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, flow_of(partitioned(config)))[dry.stage])
     memory = rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage]
     for part in ("parameters", "gradients", "optimizer"):
         if dry.held[part] != (formula := getattr(memory, part)):

@@ -6,12 +6,14 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from megacore.config import Config
-from megacore.config.resolve_auto import attention_of
+from megacore.config.implied import attention_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.dry_run.meta_watch import MetaWatch
 from megacore.tools.dry_run.torch_patches import fsdp_on_meta, on_meta
 from megacore.tools.planner.fsdp_units import divides_parameters
@@ -35,7 +37,7 @@ def as_on_its_device(config: Config) -> Config:
         fused = train.device != "cpu" and train.precision != "fp64" and dispatch.triton is not None
         kernels = "triton" if fused else "eager"
     model = config.model.model_copy(update={"attention": attention_of(config), "kernels": kernels})
-    return config.model_copy(update={"model": model, "train": train.model_copy(update={"compile": False})})
+    return settled_alone(config.model_copy(update={"model": model, "train": train.model_copy(update={"compile": False})}))
 
 
 class DryMesh(Mesh):
@@ -47,7 +49,7 @@ class DryMesh(Mesh):
         world = config.world_size
         self.host_size = host_size
         store = FakeStore() if world > 1 else None
-        super().__init__(config, RankInfo(rank, world), META, store=store, backend="fake", observers=Observers([watch]))
+        super().__init__(partitioned(config), RankInfo(rank, world), META, store=store, backend="fake", observers=Observers([watch]))
 
     def _hosts(self) -> list[tuple[int, int]]:
         return [divmod(rank, self.host_size) for rank in self.world.ranks]

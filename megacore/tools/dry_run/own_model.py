@@ -11,9 +11,10 @@ from megacore.config import Config
 from megacore.distributed.axes import AXES
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology
-from megacore.model.flops import counted_layers, model_flops
 from megacore.model.stage import Stage, whole_model
-from megacore.pipeline.partition import layer_ranges, placement_of, stage_costs, stage_layers, step_times
+from megacore.pipeline.partition import layer_ranges, placement_of, stage_layers
+from megacore.tools.choices.flops import counted_layers, model_flops
+from megacore.tools.choices.partition import stage_costs, step_times
 
 NOT_PREDICTED = "Memory, what is sent and the time of a step are not predicted for model.source; --dry-run counts the first two."
 

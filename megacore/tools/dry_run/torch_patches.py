@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
-from megacore.model.activations import FLASH_HEAD
+from megacore.tools.choices.activations import FLASH_HEAD
 
 FLASH = (torch.bfloat16, torch.float16)  # which PyTorch's flash attention takes
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megacore.config import Config
 from megacore.distributed.axes import called
 from megacore.distributed.mesh import Mesh
-from megacore.pipeline.partition import step_times
+from megacore.tools.choices.partition import step_times
 
 
 class StepParts:

@@ -1,18 +1,20 @@
-"""Bytes of activations when a rank has most: what it keeps (`model.activations`), and what an action needs while it runs."""
+"""Bytes of activations when a rank has most: what it keeps (`tools.choices.activations`), and what an action needs while it runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megacore.config.implied import splits_backward
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.config.resolve_auto import context_method_of, loss_chunk, splits_backward
 from megacore.config.schema import Config, resolved
-from megacore.model.activations import block_activations, logits_kept, stage_kept, stage_waiting, unsplit_part, vocabulary_rows
 from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan, unsplit
 from megacore.pipeline.simulate import describe
+from megacore.tools.choices.activations import block_activations, logits_kept, stage_kept, stage_waiting, unsplit_part, vocabulary_rows
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
 
 FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
 AT_WORK = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -38,13 +40,13 @@ class Peak:
 
 def rank_activations(config: Config) -> list[Peak]:
     """The peak of each rank of the pipeline."""
-    layers = stage_layers(config)
+    layers = stage_layers(partitioned(config))
     kept, logits, waiting, last = stage_kept(config, layers), logits_kept(config), stage_waiting(config, layers), len(layers) - 1
     if config.train.offload_activations:
         kept, logits = [0.0] * len(kept), 0
     work = {(op, end): working(config, op, last if end else -1) for op in AT_WORK for end in (False, True)}
     peaks = []
-    for stages, states, message in zip(placement_of(config), fullest(config), transfer_buffers(config), strict=True):
+    for stages, states, message in zip(placement_of(partitioned(config)), fullest(config), transfer_buffers(config), strict=True):
         losses = [logits * (stage == last) for stage in stages]
         sizes = [*(kept[stage] + loss for stage, loss in zip(stages, losses, strict=True)), *(waiting[stage] for stage in stages)]
 
@@ -69,7 +71,7 @@ def working(config: Config, op: Op, stage: int) -> int:
     u = unsplit_part(config, whole)
     gathered = whole if config.parallel.sequence and t > 1 else 0
     again = train.recompute == "selective"
-    last = stage == len(stage_layers(config)) - 1
+    last = stage == len(stage_layers(partitioned(config))) - 1
     if op is Op.BACKWARD_WEIGHT:
         return gathered
     if op is Op.FORWARD:
@@ -107,7 +109,7 @@ def _gathered_keys(config: Config) -> int:
 def transfer_buffers(config: Config, flow: ModelFlow = GPT) -> list[int]:
     """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many as may be, and one that arrives.
     `flow`: what the model's layers declare."""
-    placement = placement_of(config)
+    placement = placement_of(partitioned(config))
     holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     found = []
     for rank, stages in enumerate(placement):
@@ -137,7 +139,7 @@ def fullest(config: Config) -> list[list[State]]:
     """For every rank of a step's plan, the few states in which it holds most: a search asks for thousands."""
     parallel = config.parallel
     if parallel.schedule not in GENERATORS:  # a plan of its own
-        return states_of(plan_of(config))
+        return states_of(plan_of(partitioned(config)))
     if parallel.schedule == "gpipe":
         count = config.num_microbatches
         return [

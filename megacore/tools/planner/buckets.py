@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megacore.config.optim_groups import ParameterGroup
 from megacore.config.schema import Config
 from megacore.pipeline.partition import placement_of
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.parameters import Parameter, stage_parameters
 
 
@@ -33,7 +34,7 @@ def buffers_of(config: Config, rank: int, tensor_rank: int = 0, host_size: int =
     from megacore.tools.planner.on_meta import Hosts, buffers
 
     owned: dict[str, tuple[Parameter, tuple[int, ...]]] = {}
-    for chunk, stage in enumerate(placement_of(config)[rank]):
+    for chunk, stage in enumerate(placement_of(partitioned(config))[rank]):
         for parameter in stage_parameters(config, stage, tensor_rank).all:
             first, chunks = owned.get(parameter.name, (parameter, ()))
             owned[parameter.name] = first, (*chunks, chunk)

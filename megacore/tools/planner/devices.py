@@ -12,10 +12,10 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
-from megacore.config.devices import known_as
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.records import Record, complaint
+from megacore.tools.choices.devices import known_as
 
 ROOT = Path(__file__).parent
 Constants = Mapping[str, float]

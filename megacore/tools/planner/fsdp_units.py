@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megacore.config.schema import Config
 from megacore.pipeline.partition import placement_of
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.parameters import Parameter, stage_parameters
 
 
@@ -30,7 +31,7 @@ def divides_parameters(config: Config) -> bool:
 def units_of(config: Config, rank: int, tensor_rank: int = 0, shard_rank: int = 0) -> list[Unit]:
     """The units of a rank of the pipeline, on one of its tensor ranks and of its shards, the first of which are the fullest."""
     found = []
-    for stage in placement_of(config)[rank]:
+    for stage in placement_of(partitioned(config))[rank]:
         own = stage_parameters(config, stage, tensor_rank)
         found += [_unit(config, False, own.ends, shard_rank)] if own.ends else []
         found += [_unit(config, True, block, shard_rank) for block in own.blocks]

@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from math import prod
 
 from megacore.config.deepspeed import ds_settings
+from megacore.config.implied import reshards
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.config.resolve_auto import reshards
 from megacore.config.schema import Config
 from megacore.distributed.axes import AXES, Axis
 from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of, shared_parameters
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
@@ -105,9 +106,9 @@ def communicators_of(config: Config) -> list[int]:
     shards, tokens = config.shard_size if config.engine.kind == "fsdp" else config.token_ranks, [axis for axis in AXES if axis.tokens]
     groups |= {along(*tokens)} if shards in (1, config.token_ranks) else {frozenset({"shard"}), frozenset({"replicate"})}
     groups |= {along(*(axis for axis in AXES if not axis.tokens))} if config.engine.kind == "deepspeed" else set()
-    placement = placement_of(config)
+    placement = placement_of(partitioned(config))
     place = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-    holders = [{place[stage] for stage in stages} for stages in shared_parameters(config).values()]
+    holders = [{place[stage] for stage in stages} for stages in shared_parameters(partitioned(config)).values()]
     pipeline = along(*(axis for axis in AXES if axis.layers))
     counts = []
     for rank, stages in enumerate(placement):
@@ -165,7 +166,7 @@ def own_state_numbers(config: Config) -> list[int]:
     groups = ParameterGroups(config.optim)
     if not any(group.rule.whole for group in groups.every):
         return [0] * config.parallel.pipeline
-    placement = placement_of(config)
+    placement = placement_of(partitioned(config))
 
     def numbers(rank: int) -> int:
         shapes = {parameter.name: parameter.shape for stage in placement[rank] for parameter in stage_parameters(config, stage).all}

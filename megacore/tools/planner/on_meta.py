@@ -16,6 +16,7 @@ from megacore.distributed.topology import Topology
 from megacore.engine.flat_buffer import FlatBuffer, lay_out
 from megacore.model.stage import Stage
 from megacore.tensor_parallel.linear import flatten_rows
+from megacore.tools.choices.partition import partitioned
 
 META = torch.device("meta")
 
@@ -26,7 +27,7 @@ class Hosts(Topology):
     def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, ranks_within: int = 1) -> None:
         """`ranks_within`: those that sum gradients within a host."""
         self.ranks_within = ranks_within
-        super().__init__(config, pipeline_rank * config.token_ranks * config.parallel.tensor + tensor_rank)
+        super().__init__(partitioned(config), pipeline_rank * config.token_ranks * config.parallel.tensor + tensor_rank)
 
     def levels_along(self, *axes: str) -> Levels:
         """See `Topology`."""

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megacore.config.context_method import Level, Links, Rates
+from megacore.tools.choices.context_method import Level, Links, Rates
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.profile import Profile
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megacore.config.schema import Config
 from megacore.pipeline.partition import layer_ranges, placement_of
+from megacore.tools.choices.partition import partitioned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +54,7 @@ class StageParameters:
 
 def stage_parameters(config: Config, stage: int, tensor_rank: int = 0) -> StageParameters:
     """A stage's parameters under their full names."""
-    own, last = layer_ranges(config)[stage], config.model.num_layers + 1
+    own, last = layer_ranges(partitioned(config))[stage], config.model.num_layers + 1
     found = {layer: _layer(config, layer, tensor_rank) for layer in own}
     blocks = [parameters for layer, parameters in found.items() if 0 < layer < last]
     return StageParameters(found.get(0, []), blocks, found.get(last, []))
@@ -85,11 +86,11 @@ def _is_alike(config: Config, layer: int) -> bool:
 def of_each_rank(config: Config, measure: Callable[[int], T]) -> list[T]:
     """`measure` of each rank of the pipeline, which must not depend on names. It is asked once for ranks with the same ends and equally
     many layers, where layers are alike, and parameters' names choose no optimizer."""
-    ranges, last = layer_ranges(config), config.model.num_layers + 1
+    ranges, last = layer_ranges(partitioned(config)), config.model.num_layers + 1
     differ = config.model.source is not None or bool(config.optim.groups)
     found: dict[Hashable, T] = {}
     kinds: list[Hashable] = []
-    for rank, stages in enumerate(placement_of(config)):
+    for rank, stages in enumerate(placement_of(partitioned(config))):
         own = (ranges[stage] for stage in stages)
         kinds.append(rank if differ else tuple((layers.start == 0, len(layers), layers.stop > last) for layers in own))
         if kinds[-1] not in found:
@@ -107,7 +108,7 @@ class Held:
 
 def held_by(config: Config, tensor_rank: int = 0) -> list[Held]:
     """What each rank of the pipeline holds."""
-    ranges, placement = layer_ranges(config), placement_of(config)
+    ranges, placement = layer_ranges(partitioned(config)), placement_of(partitioned(config))
     return of_each_rank(config, lambda rank: _held(config, [ranges[stage] for stage in placement[rank]], tensor_rank))
 
 

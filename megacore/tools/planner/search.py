@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megacore.config.context_method import METHODS
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.config.resolve_auto import context_method_of
 from megacore.config.schema import CHUNKS, Config, resolved
 from megacore.config.validation import BUCKET_MIB, PART_MIB, check
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
-from megacore.model.flops import flops_per_token
+from megacore.tools.choices.context_method import METHODS
+from megacore.tools.choices.flops import flops_per_token
+from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.memory import RankMemory, besides, optimizer_bytes, padded_parameters, rank_memory
 from megacore.tools.planner.profile import Profile

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from megacore.pipeline.partition import plan_of, simulated
+from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import COMPUTE, Op
+from megacore.tools.choices.partition import partitioned, simulated
 from megacore.tools.planner.search import Candidate, Found
 
 BARS = 5
@@ -59,7 +60,7 @@ def timeline(axes: Any, best: Candidate) -> None:
     config = best.config
     few = min(config.num_microbatches, max(MOST_SHOWN, 2 * config.parallel.pipeline))
     train = config.train.model_copy(update={"global_batch_size": few * config.train.micro_batch_size * config.data_size})
-    shown = config.model_copy(update={"train": train})
+    shown = partitioned(config.model_copy(update={"train": train}))
     colors = {Op.FORWARD: "tab:blue", Op.BACKWARD: "tab:orange", Op.BACKWARD_INPUT: "tab:orange", Op.BACKWARD_WEIGHT: "tab:green"}
     for rank, row in enumerate(simulated(shown, plan_of(shown)).spans):
         for op, color in colors.items():

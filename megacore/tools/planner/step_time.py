@@ -24,9 +24,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 
-from megacore.config.context_method import BACKWARD_ATTENTION, exposed
 from megacore.config.schema import V_SHAPED
-from megacore.pipeline.partition import split_layers
+from megacore.tools.choices.context_method import BACKWARD_ATTENTION, exposed
+from megacore.tools.choices.partition import split_layers
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.profile import Profile

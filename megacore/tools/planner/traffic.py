@@ -24,11 +24,13 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megacore.config.implied import masks_targets, reshards
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.config.resolve_auto import context_method_of, loss_chunk, masks_targets, reshards
 from megacore.config.schema import Config
 from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.partition import placement_of
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
 from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
 from megacore.tools.planner.operations import Machine
@@ -72,7 +74,7 @@ def rank_traffic(
     `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`. `flow`: what the model's layers declare.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
-    placement = placement_of(config)
+    placement = placement_of(partitioned(config))
     final = max(stage for stages in placement for stage in stages)
 
     def state(rank: int) -> list[Transfer]:

@@ -5,11 +5,12 @@ A `Setting` can be made from a config (`setting_of`) or from a row of a public t
 
 from dataclasses import dataclass
 
-from megacore.config.context_method import Divided, Method
 from megacore.config.deepspeed import ds_settings
-from megacore.config.resolve_auto import attention_of, compiles, context_method_of, reshards
+from megacore.config.implied import attention_of, compiles, reshards
 from megacore.config.schema import Config, resolved
-from megacore.pipeline.partition import settled
+from megacore.tools.choices.context_method import Divided, Method
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.operations import ACTIVATION_BYTES
 
 
@@ -121,7 +122,7 @@ def setting_of(config: Config) -> Setting:
         context=parallel.context,
         context_method=context_method_of(config),
         data=config.data_size,
-        chunks=settled(config).chunks,
+        chunks=partitioned(config).chunks,
         sequence=parallel.sequence,
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,

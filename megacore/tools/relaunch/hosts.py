@@ -17,6 +17,7 @@ from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.files import read_text, write_whole
 from megacore.pipeline.partition import plan_of
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.hostfile import HOSTFILE, named_hostfile
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
@@ -263,7 +264,7 @@ def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int
         try:
             resolved = load(config, [*overrides, *laid], ranks).config
             if resolved.parallel.schedule.startswith("file:"):
-                plan_of(resolved)
+                plan_of(partitioned(resolved))
         except ConfigError:
             continue
         return Planned(ranks, laid)

@@ -21,6 +21,8 @@ from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
 from megacore.rng import normal_runs
 from megacore.tensor_parallel.gradient import main_gradient_of
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.verify.flight import Flights
@@ -65,11 +67,11 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
     The environment gives the rank, as a launcher sets it. In `traced_step` it also writes what every module computes.
     """
     place = place_from_environment()
-    config = load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config
+    config = partitioned(load(config_path, [*overrides, f"log.dir={out}/run"], place.world_size).config)
     mesh = Mesh(config, place, pick_device(config, place))
     flights = Flights()
     mesh.observers += [flights, FlightRecorder()]  # the second as in a real run
-    trainer = Trainer(config, mesh, Inputs(config, place.rank))
+    trainer = trainer_of(config, mesh, Inputs(config, place.rank))
     record = ProofRecord(out, place.rank)
     record.tensors("drawn 0", drawn(trainer))
     record.tensors("parameter 0", spread(trainer))

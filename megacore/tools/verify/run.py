@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megacore.config import load
-from megacore.config.resolve_auto import has_masks
+from megacore.config.implied import has_masks
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing, rank_by_rank

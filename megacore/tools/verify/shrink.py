@@ -12,8 +12,9 @@ from megacore.config.load import flatten, resolve, set_value
 from megacore.config.schema import MASK, OptimGroup, resolved
 from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import training_stream
-from megacore.model.flops import head_cost, layer_cost
 from megacore.pipeline.partition import stage_layers
+from megacore.tools.choices.flops import head_cost, layer_cost
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.verify.layouts import Layout
 
@@ -185,7 +186,7 @@ def depth_and_vocabulary(user: Config, small: dict[str, dict[str, Any]], layouts
 
 def unevenness(config: Config, stages: int) -> list[int]:
     """For each stage, how many different numbers of layers are below its own: [3, 4, 4, 1] gives [1, 2, 2, 0]."""
-    split = [len(layers) for layers in stage_layers(with_stages(config, stages))]
+    split = [len(layers) for layers in stage_layers(partitioned(with_stages(config, stages)))]
     sizes = sorted(set(split))
     return [sizes.index(layers) for layers in split]
 

@@ -19,10 +19,10 @@ from megacore.model.batch import Microbatch, Samples
 from megacore.model.choose import layers_of
 from megacore.model.context import Context
 from megacore.model.embedding import Embedding
-from megacore.model.flops import Flops
 from megacore.model.head import Head
 from megacore.model.layers import DTYPES, Layers, crossing, fields_of
 from megacore.model.rotary import rope_tables
+from megacore.tools.choices.flops import Flops
 
 META = torch.device("meta")
 Counted = tuple[Flops | None, ...]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
-from megacore.config.devices import KNOWN, MACHINE, known_as
+from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
 
 Method = Literal["gather", "ring", "ulysses"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from megacore.config.resolve_auto import attention_of
+from megacore.config.implied import attention_of
 from megacore.config.schema import Config, resolved
 
 # Elementwise operations of embedding and loss. They matter only for splitting layers over stages.
@@ -86,11 +86,11 @@ class Flops:
 
 
 def counted_layers(config: Config) -> tuple[Flops | None, ...] | None:
-    """What each layer of a model of the user's own (`model.source`) executes, see `model.counting`.
+    """What each layer of a model of the user's own (`model.source`) executes, see `counting`.
 
     It runs layers, for which that file has imported torch already; without one nothing here does.
     """
-    found: tuple[Flops | None, ...] | None = import_module("megacore.model.counting").counted_layers(config)
+    found: tuple[Flops | None, ...] | None = import_module("megacore.tools.choices.counting").counted_layers(config)
     return found
 
 

@@ -1,6 +1,6 @@
 """What `auto` becomes, once, before the first step: what rank 0 finds for its device, alike on every rank and at each resume.
 
-For attention and context ranks `config.resolve_auto` has the rules; for compiled blocks rank 0 measures.
+For attention and context ranks `resolve_auto` has the rules; for compiled blocks rank 0 measures.
 
 On CPUs blocks gain or lose some per cent by being compiled, which depends on processor and model. To know takes a minute or two, since
 Inductor writes and compiles C++. So short runs are not compiled, and not measured.
@@ -16,12 +16,14 @@ import torch
 
 from megacore.checkpoint import Reader
 from megacore.checkpoint.weights import recorded_sections
-from megacore.config import Config, resolve_auto
-from megacore.config.resolve_auto import splits_backward
+from megacore.config import Config
+from megacore.config.implied import splits_backward
 from megacore.distributed.collectives import broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
+from megacore.tools.choices import resolve_auto
+from megacore.tools.choices.partition import partitioned
 from megacore.train.step import TrainStep
 
 LEAST_STEPS = 200  # that a run has left; one of fewer is not even timed
@@ -40,24 +42,25 @@ class Times:
 
 
 def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config, str]:
-    """The config without an `auto` that is chosen by the device, and in words why blocks are compiled or not, if somebody measured.
+    """The config without an `auto` that is chosen by the device, its model cut into stages, and in words why blocks are compiled or not,
+    if somebody measured.
 
     Collective. `resumed`: the checkpoint that rank 0 is to go on from; its run has settled all before.
     """
     found, why = dict[str, str](), ""
     if mesh.place.rank == 0:
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
-        found = resolve_auto.settled(config, mesh.device.type, name, None if resumed is None else recorded_sections(resumed))
+        found = resolve_auto.resolved_auto(config, mesh.device.type, name, None if resumed is None else recorded_sections(resumed))
     found = json.loads(broadcast_text(json.dumps(found), mesh.world, mesh.device))
     config = with_choices(config, found)
     if config.train.compile != "auto":
-        return config, ""
+        return partitioned(config), ""
     chosen = False
     if can_compile(config, mesh.device):
         if mesh.place.rank == 0:
             chosen, why = recorded(resumed) if resumed is not None else measure(config, mesh)
         chosen = bool(broadcast_text("true" if chosen else "", mesh.world, mesh.device))
-    return with_compile(config, chosen), why
+    return partitioned(with_compile(config, chosen)), why
 
 
 def can_compile(config: Config, device: torch.device) -> bool:

@@ -6,9 +6,10 @@ on a context rank, h hidden size, f feed-forward size, a features of all query h
 
 from collections.abc import Sequence
 
+from megacore.config.implied import attention_of
 from megacore.config.precision import ELEMENT_BYTES
-from megacore.config.resolve_auto import attention_of, context_method_of, fuses
 from megacore.config.schema import Config, resolved
+from megacore.tools.choices.resolve_auto import context_method_of, fuses
 
 FLASH_HEAD = 256  # features of the widest head that flash attention takes
 
