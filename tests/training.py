@@ -10,6 +10,7 @@ from megacore.config import Config, load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import whole_model
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
@@ -55,7 +56,7 @@ def write_config(folder: Path, prefix: str, **sections: dict[str, Any]) -> str:
 def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     """One rank's whole run, as launch/pretrain.py does it; returns its exit status."""
     place = place_from_environment()
-    config = load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config
+    config = partitioned(load(config_path, [*overrides, f"log.dir={log_dir}"], place.world_size).config)
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
     mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
