@@ -13,6 +13,7 @@ from megacore.model.flow import Flow, Loss
 from megacore.model.gpt import gpt
 from megacore.model.layers import Layer, LayerSpec, check
 from megacore.model.stage import run
+from megacore.tools.choices.settle import settled_alone
 from tests import training
 
 
@@ -108,7 +109,7 @@ class OwnHead""",
         text = text.replace(word, value)
     (folder / "own.py").write_text(text)
     path = training.write_config(folder, "unused", model={"num_layers": 4, "source": "own.py"})
-    return load(path, overrides, 2 * overrides.count("parallel.data=2") + 2 if overrides else 1).config
+    return settled_alone(load(path, overrides, 2 * overrides.count("parallel.data=2") + 2 if overrides else 1).config)
 
 
 @pytest.mark.parametrize("case", REFUSED)
