@@ -28,6 +28,7 @@ from megacore.tensor_parallel import linear
 from megacore.tools.choices.activations import block_activations, logits_kept, stage_kept
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import loss_chunk
+from megacore.tools.choices.settle import settled_alone
 from megacore.tools.dry_run.compare_traffic import mismatches
 from megacore.tools.dry_run.dry_report import against_formulas, members, parse_ranks
 from megacore.tools.dry_run.dry_step import DryRank, dry_run
@@ -92,7 +93,7 @@ def test_buckets_are_laid_out_as_planned(name: str, tmp_path: Path) -> None:
     world, config = configured(tmp_path, name)
     for rank in range(world):
         with playing(as_on_its_device(config), rank, MetaWatch()) as mesh:
-            engine = NativeEngine(as_on_its_device(config), build_stages(partitioned(config), mesh), mesh)
+            engine = NativeEngine(as_on_its_device(config), build_stages(settled_alone(config), mesh), mesh)
             built = [[bucket.stop - bucket.start for bucket in buffer.buckets] for buffer in engine.buffers]
             assert built == [buffer.buckets for buffer in buffers_of(config, mesh.pp.rank, mesh.tp.rank)]
             engine.close()
