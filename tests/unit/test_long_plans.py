@@ -17,7 +17,7 @@ from megacore.distributed.shard import shard_of
 from megacore.engine.choose import parameter_shapes
 from megacore.model.layers import LayerSpec
 from megacore.model.stage import whole_model
-from megacore.pipeline import generators, partition
+from megacore.pipeline import generators
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import SENDS, Plan

@@ -13,11 +13,11 @@ import torch
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config, load
 from megacore.config.load import flatten
-from megacore.config.resolve_auto import settled
 from megacore.config.schema import LinearRope, OptimGroup
 from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
+from megacore.tools.choices.resolve_auto import resolved_auto
 from megacore.train.inputs import HOW, UNHEARD, Inputs, changes, recorded_rule
 from tests.checkpoints import save
 from tests.manifests import edit_text
@@ -136,7 +136,7 @@ def test_what_a_run_settled_stays(key: str, run: tuple[Config, Path]) -> None:
     """`auto` may stand for something else on the machine that goes on."""
     section, name = key.split(".")
     open_again = changed(changed(run[0], "parallel.context", 1 + (section == "parallel")), key, "auto")
-    assert settled(open_again, "cpu", "", {section: {name: SETTLED[key]}}) == {key: SETTLED[key]}
+    assert resolved_auto(open_again, "cpu", "", {section: {name: SETTLED[key]}}) == {key: SETTLED[key]}
 
 
 @pytest.fixture
