@@ -13,10 +13,10 @@ from megacore.checkpoint import Saver
 from megacore.config import load
 from megacore.data.packing import of_inputs
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.choices import utilisation
 from megacore.tools.choices.flops import flops_per_token
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
-from megacore.train import metrics as meters
 from megacore.train.inputs import Inputs
 from tests import training
 
@@ -93,7 +93,7 @@ def test_a_finished_run_that_is_started_again_records_nothing(run_ranks: Any, tm
 
 def rank_with_a_peak(config_path: str, overrides: list[str], log_dir: str) -> int:
     """A run on devices of 1 TFLOP/s."""
-    with mock.patch.object(meters, "peak_flops", lambda name, precision: 1e12):
+    with mock.patch.object(utilisation, "peak_flops", lambda name, precision: 1e12):
         return training.run_rank(config_path, overrides, log_dir)
 
 
