@@ -159,7 +159,7 @@ def test_the_first_half_of_backward_frees_all_but_the_products(configure: Config
         def counted(op: schedule.Op, method: Callable[[schedule.Action], None], action: schedule.Action) -> None:
             method(action)
             outputs[op] = sum(not storage.expired() for storage in seen)
-            pairs = {m: [t for part in parts for t in (part.grad, part.x)] for (m, _), parts in runtime.parts.items()}
+            pairs = {m: [t for part in parts for t in part.tensors] for (m, _), parts in runtime.parts.items()}
             waiting = {m: [StorageWeakRef(t.untyped_storage()) for t in pair if t.is_floating_point()] for m, pair in pairs.items()}
             del pairs
             kept.update(waiting)
