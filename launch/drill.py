@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
+import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config.load import load, smallest_world
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
