@@ -22,7 +22,7 @@ named. Sizes of parallel.* come from --layouts; absolute sizes that a fork adds 
 `--precision bf16` is in addition to fp64, not in its place. It measures every layout against one process, that process against what
 bf16 can cost, and sums, moments and updates against fp32's precision.
 
-docs/proof.md says what is exercised and what is left to tests: fp16's loss scaling, data blends, resume, generation, train.compile,
+docs/proof.md says what is exercised and what is left to tests: fp16's loss scaling, resume, generation, train.compile,
 Triton kernels in fp64, and in the training loop logging and saving. It also says what the plain code shares with the layouts.
 
 Exit status: 0 equal (in bf16 the last line may name what could not be computed again), 1 not equal, 2 bad arguments."""

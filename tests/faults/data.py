@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megacore import checkpoint
 from megacore.data import shuffle as batches
-from megacore.data.samples import EvalSamples
+from megacore.data.packing import document_bounds
+from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO, Staged
 from megacore.distributed.hierarchical_reduce import Levels
@@ -109,6 +110,14 @@ def parts_gathered_out_of_order() -> Any:
         return Staged([lambda: right(x, levels)], swap)
 
     return patch(gather, "start_gather", swapped)
+
+
+@fault("the documents of a blend's samples are those of its first corpus", "one", "WHERE", "data.document_mask=true")
+def documents_of_the_first_corpus() -> Any:
+    def documents(self: Any, indices: Any) -> list[Any]:
+        return [document_bounds(self.corpora[0], spans, self.seq_len + 1) for _, spans in self._spans(indices)]
+
+    return patch(SampleStream, "documents", documents)
 
 
 @fault("data ranks read the same samples", "dp2", "module embedding, its input, microbatch 1, forward")

@@ -18,7 +18,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
-from megacore.tools.verify.reference import Corpus
+from megacore.tools.verify.reference import Corpus, batch_of
 from megacore.train.loader import Loader, validation_batches
 
 
@@ -142,7 +142,7 @@ def test_a_blend_of_unlike_corpora_equals_a_plain_reader(tmp_path: Path, packing
     for index, microbatch in enumerate(microbatch for step in range(1, 11) for microbatch in loader.step(step)):
         for row in range(2):
             prefix, _, sample = stream.where(2 * index + row)
-            right = plain[prefix].batch([plain[prefix].training[sample]])
+            right = batch_of([(plain[prefix], plain[prefix].training[sample])])
             seen.add(prefix)
             assert torch.equal(microbatch.tokens[row], right.inputs[0]) and torch.equal(microbatch.targets[row], right.targets[0])
             assert microbatch.documents is not None and microbatch.positions is not None and right.documents[1] is not None

@@ -16,6 +16,7 @@ from rich.console import Console
 from launch.verify import changed_since
 from megacore.config import Config, load
 from megacore.config.schema import CHUNKS, OptimConfig
+from megacore.data.samples import training_stream
 from megacore.distributed.shard import Shard
 from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
@@ -30,6 +31,7 @@ from megacore.tools.verify.flight import Flight, Flights, in_flight, memory_of
 from megacore.tools.verify.layouts import BESIDES, DEFAULT, SCHEDULES, Layout, besides, impossible, parse
 from megacore.tools.verify.proof_report import tables, verdict
 from megacore.tools.verify.record import ProofRecord, noise
+from megacore.tools.verify.reference import training_samples
 from megacore.tools.verify.replay import Replay, cancelled, directions, rate, rounded
 from megacore.tools.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
 from megacore.tools.verify.tolerances import Bounds
@@ -165,6 +167,25 @@ def test_a_chunked_loss_keeps_several_chunks(micro_batch: int, tmp_path: Path) -
     train = load(str(write_case(tmp_path, shrink(load_whole("configs/gpt_1b.json", overrides), [parse("tp4sp")], 3, "fp64")))).config.train
     tokens = train.micro_batch_size * train.seq_len
     assert default_chunk(tokens, "cpu") < tokens < 3 * default_chunk(tokens, "cpu")
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_case_trains_on_a_blend(batch: int, masked: bool, tmp_path: Path) -> None:
+    """With one corpus, what is read from the first one instead is right. Each is read in every step that has samples for both."""
+    overrides = [DOCUMENTS, f"train.global_batch_size={batch}", "train.micro_batch_size=1"]
+    sections = shrink(load_whole("configs/gpt_tiny.json", overrides), [parse("one")], 3, "fp64")
+    config = load(str(write_case(tmp_path, sections, masked))).config
+    stream = training_stream(config)
+    read = stream.locate(np.arange(3 * batch))[0].reshape(-1, max(3, batch))
+    assert all({*row} == {0, 1} for row in read.tolist()) and len(set(stream.shares)) == 2
+    documents = [corpus.document_at(corpus.num_tokens - 1) for corpus in stream.corpora]
+    assert documents[1] > 1.5 * documents[0], "unlike documents"
+    samples = training_samples(config)
+    for index, (corpus, sample) in enumerate(samples):
+        tokens = stream.samples(np.array([index]))[0]
+        assert tokens.tolist() == [int(corpus.tokens[p]) for first, stop in sample for p in range(first, stop)]
+    assert len(samples) == 3 * batch
 
 
 DOCUMENTS, PACKED = "data.document_mask=true", "data.packing=best_fit"

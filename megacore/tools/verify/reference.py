@@ -15,6 +15,7 @@ It shares the following with the layouts, and other tests compare these parts wi
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,19 +71,17 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     state = {name: {kind: np.zeros(s) for kind, s in groups[name].state(tuple(p.shape)).items()} for name, p in parameters.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
-    corpus = Corpus(config.data.train, config)
-    count = len(corpus.training)  # samples in an epoch: a proof needs only one
-    order = permute(np.arange(count), count, derive_key(train.seed, 0, 0))
+    every = training_samples(config)
     for step in range(1, train.steps + 1):
-        loss, of_step = 0.0, order[(step - 1) * train.global_batch_size : step * train.global_batch_size]
-        together = microbatch(corpus.batch(corpus.training[i] for i in of_step), sources)
+        loss, of_step = 0.0, every[(step - 1) * train.global_batch_size : step * train.global_batch_size]
+        together = microbatch(batch_of(of_step), sources)
         counts = {name: int((together[of.over] != IGNORED).sum()) for name, of in losses.items()}
         for head in (layer for layer in model.behind if getattr(type(layer), "loss", None) is Head.loss):  # else it is the user's own
             head.loss = partial(plain_loss, head)  # type: ignore[assignment]
         with Trace([model], out if step == traced_step else None) as trace:
             for index in range(train.global_batch_size // train.micro_batch_size):
                 start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
-                batch = corpus.batch(corpus.training[i] for i in order[start : start + train.micro_batch_size])
+                batch = batch_of(every[start : start + train.micro_batch_size])
                 trace.enter(index, "forward")
                 trace.note("documents", "positions", batch.documents[1])  # context ranks divide a batch by its documents
                 _, sums = model({}, microbatch(batch, sources, key_of(train.seed, step, index)))
@@ -182,23 +181,46 @@ class Corpus:
             samples[best].append((first, stop))
         return [sorted(sample) for sample in samples]
 
-    def batch(self, samples: Iterable[Sample]) -> Batch:
-        """Some samples, with 0 behind those that are shorter than others."""
-        tokens, targets, positions, bounds = [], [], [], []
-        for sample in samples:
-            row = [position for first, stop in sample for position in range(first, stop)]
-            firsts = {first for first, _ in sample}
-            padding = self.length + 1 - len(row)
-            tokens.append([*self.tokens[row], *[0] * padding])
-            # A token is no target if nothing before it in its sample, or with documents apart in its document, says what it is.
-            known = [bool(self.learned[p]) and p not in firsts and not (self.apart and p in self.starts) for p in row]
-            targets.append([*np.where(known, self.tokens[row], IGNORED), *[IGNORED] * padding][1:])
-            begins = [i for i, p in enumerate(row) if p in firsts or p in self.starts] + [len(row)] * (padding > 0)
-            begins = [i for i in begins if i < self.length]
-            bounds.append((*begins, self.length))
-            positions.append([i - max(begin for begin in begins if begin <= i) for i in range(self.length)])
-        documents = (tuple(bounds), torch.tensor(positions)) if self.apart else (None, None)
-        return Batch(torch.tensor(np.array(tokens))[:, :-1], torch.tensor(np.array(targets)), documents)
+
+def training_samples(config: Config) -> list[tuple[Corpus, Sample]]:
+    """The samples of all steps, in order, within the first epoch of each corpus. Of the first n samples the corpus with the largest share
+    has its share, rounded; the next largest has its part of the rest, and so on."""
+    train, spec = config.train, config.data.train
+    weighted = [(1.0, spec)] if isinstance(spec, str) else list(spec or [])
+    corpora = [(Fraction(weight), Corpus(prefix, config)) for weight, prefix in weighted]
+    orders = []
+    for number, (_, corpus) in enumerate(corpora):
+        count = len(corpus.training)
+        orders.append(permute(np.arange(count), count, derive_key(train.seed, number, 0)))
+    found = []
+    for index in range(train.steps * train.global_batch_size):
+        rest = sum(weight for weight, _ in corpora)
+        for number, (weight, corpus) in sorted(enumerate(corpora), key=lambda entry: -entry[1][0]):
+            before, behind = (math.floor(n * weight / rest + Fraction(1, 2)) for n in (index, index + 1))
+            if behind > before:
+                found.append((corpus, corpus.training[orders[number][before]]))
+                break
+            index, rest = index - before, rest - weight
+    return found
+
+
+def batch_of(samples: Iterable[tuple[Corpus, Sample]]) -> Batch:
+    """Some samples, with 0 behind those that are shorter than others."""
+    tokens, targets, positions, bounds = [], [], [], []
+    for corpus, sample in samples:
+        row = [position for first, stop in sample for position in range(first, stop)]
+        firsts = {first for first, _ in sample}
+        padding = corpus.length + 1 - len(row)
+        tokens.append([*corpus.tokens[row], *[0] * padding])
+        # A token is no target if nothing before it in its sample, or with documents apart in its document, says what it is.
+        known = [bool(corpus.learned[p]) and p not in firsts and not (corpus.apart and p in corpus.starts) for p in row]
+        targets.append([*np.where(known, corpus.tokens[row], IGNORED), *[IGNORED] * padding][1:])
+        begins = [i for i, p in enumerate(row) if p in firsts or p in corpus.starts] + [len(row)] * (padding > 0)
+        begins = [i for i in begins if i < corpus.length]
+        bounds.append((*begins, corpus.length))
+        positions.append([i - max(begin for begin in begins if begin <= i) for i in range(corpus.length)])
+    documents = (tuple(bounds), torch.tensor(positions)) if corpus.apart else (None, None)
+    return Batch(torch.tensor(np.array(tokens))[:, :-1], torch.tensor(np.array(targets)), documents)
 
 
 @torch.no_grad()
@@ -207,7 +229,7 @@ def validate(model: Stage, corpus: Corpus) -> float:
     model.eval()
     total, learned = 0.0, 0
     for sample in corpus.validation:
-        batch = corpus.batch([sample])
+        batch = batch_of([(corpus, sample)])
         logits = model.logits(model.hidden(batch.inputs, 0, *batch.documents))
         total += float(F.cross_entropy(logits, batch.targets.flatten(), reduction="sum"))
         learned += int((batch.targets != IGNORED).sum())

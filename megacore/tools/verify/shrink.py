@@ -26,6 +26,8 @@ LAYERS_A_STAGE = 4  # the most that are tried to find a split like the user's
 MICROBATCHES = 8  # of the global batch, if the user has as many: a pipeline of four stages fills and empties
 CHUNK = 128  # tokens in the shortest chunk of a chunked loss on a CPU, see kernels/linear_cross_entropy.py
 DRAWS = 200  # corpora that are tried, until documents are cut where it shows; in small batches some have none
+BLEND = {"train": 0.6, "more": 0.4}  # corpora for training, with their shares of the samples
+OFTEN = {"train": 4, "more": 10, "valid": 4}  # documents that begin in a sample's length
 RATE = 1e-3  # large enough that fp32 resolves a step's weight decay, small enough that bf16's errors do not grow in three steps
 DECAY = 0.1
 
@@ -207,8 +209,9 @@ def sections_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool = False) -> Path:
     """Writes the small config and its corpora into `folder`; returns the config's path.
 
-    The tokens are uniform, so that every row of the vocabulary occurs. The validation set ends within a sample, and
-    within a batch. With `masked` some tokens are not learned, and some ranks learn nothing in a step.
+    The tokens are uniform, so that every row of the vocabulary occurs. Training reads a blend of two corpora, whose documents are of
+    unlike lengths. The validation set ends within a sample, and within a batch. With `masked` some tokens are not learned, and some
+    ranks learn nothing in a step.
 
     Where attention or packing heeds documents, a document is cut by the end of a sample that is learned, and targets beside the cut are
     learned in both its parts: corpora are drawn until it is so.
@@ -216,7 +219,7 @@ def write_case(folder: Path, sections: dict[str, dict[str, Any]], masked: bool =
     path = folder / "verify.json"
     path.write_text(json.dumps(sections), encoding="utf-8")
     config = load(str(path)).config
-    data = {name: str(folder / name) for name in ("train", "valid")}
+    data = {"train": [[share, str(folder / name)] for name, share in BLEND.items()], "valid": str(folder / "valid")}
     path.write_text(json.dumps(sections | {"data": sections.get("data", {}) | data}), encoding="utf-8")
     for seed in range(DRAWS):
         rng = np.random.default_rng(seed)
@@ -238,10 +241,11 @@ def learned_at_cuts(config: Config) -> tuple[int, int]:
     """Of the pieces of documents in the samples of all steps: how many end within a document, with a last token that is learned; and how
     many begin within one, with a second token that is learned (nothing predicts the first)."""
     train, stream = config.train, training_stream(config)
-    (corpus,), (cut,) = stream.corpora, stream.cuts
+    number, _, samples = stream.locate(np.arange(train.steps * train.global_batch_size))
     before = behind = 0
-    for sample in stream.locate(np.arange(train.steps * train.global_batch_size))[2].tolist():
-        for start, length in cut.spans(sample):
+    for c, sample in zip(number.tolist(), samples.tolist(), strict=True):
+        corpus = stream.corpora[c]
+        for start, length in stream.cuts[c].spans(sample):
             last, stop = start + length - 1, start + length
             before += stop < corpus.num_tokens and together(corpus, last - 1, last, stop) and bool(corpus.learned(last, 1)[0])
             behind += start > 0 and together(corpus, start - 1, start, start + 1) and bool(corpus.learned(start + 1, 1)[0])
@@ -256,11 +260,11 @@ def together(corpus: IndexedTokens, *positions: int) -> bool:
 def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> None:
     """Writes the tokens for training and for validation. Packed documents would fit into samples, so now and then one is longer."""
     batch, seq_len = config.train.global_batch_size, config.train.seq_len
-    lengths = {"train": (config.train.steps + 1) * batch * seq_len + 1, "valid": (batch + 3) * seq_len + 1 + seq_len // 3}
+    lengths = dict.fromkeys(BLEND, (config.train.steps + 1) * batch * seq_len + 1) | {"valid": (batch + 3) * seq_len + 1 + seq_len // 3}
     for name, length in lengths.items():
         with IndexedWriter(str(folder / name), np.uint16) as writer:
             tokens = rng.integers(0, config.model.vocab_size, length)
-            begins = rng.random(length) < 4 / seq_len
+            begins = rng.random(length) < OFTEN[name] / seq_len
             begins[0] = False  # the first document begins there in any case
             if config.data.packing == "best_fit":
                 begins &= np.arange(length) // (2 * seq_len) % 3 > 0  # none in the first third of six samples' tokens
@@ -272,22 +276,24 @@ def write_corpora(config: Config, folder: Path, rng: np.random.Generator) -> Non
 
 
 def write_masks(config: Config, rng: np.random.Generator) -> None:
-    """Masks half of the tokens of both corpora, and all targets of some ranks.
+    """Masks half of the tokens of all corpora, and all targets of some ranks.
 
     In the first step these are those of odd microbatches, which half of the data ranks have; in the second all but those in the middle
     of a sample, which one context rank has.
     """
     train, stream = config.train, training_stream(config)
-    for prefix in (config.data.train, config.data.valid):
-        tokens = IndexedTokens(str(prefix)).num_tokens
-        (rng.random(tokens) < 0.5).astype(np.uint8).tofile(f"{prefix}{MASK}")
-    mask = np.memmap(f"{config.data.train}{MASK}", dtype=np.uint8, mode="r+")
-    for index, sample in enumerate(stream.locate(np.arange(min(train.steps, 2) * train.global_batch_size))[2].tolist()):
-        positions = np.concatenate([np.arange(start, start + length) for start, length in stream.cuts[0].spans(sample)])
+    for corpus in (*stream.corpora, IndexedTokens(str(config.data.valid))):
+        (rng.random(corpus.num_tokens) < 0.5).astype(np.uint8).tofile(f"{corpus.prefix}{MASK}")
+    masks = [np.memmap(f"{corpus.prefix}{MASK}", dtype=np.uint8, mode="r+") for corpus in stream.corpora]
+    number, _, samples = stream.locate(np.arange(min(train.steps, 2) * train.global_batch_size))
+    for index, (c, sample) in enumerate(zip(number.tolist(), samples.tolist(), strict=True)):
+        mask = masks[c]
+        positions = np.concatenate([np.arange(start, start + length) for start, length in stream.cuts[c].spans(sample)])
         at = np.arange(len(positions))  # in the sample, whose first token is no target
         if index >= train.global_batch_size:
             middle = (train.seq_len * 3 // 8 < at) & (at <= train.seq_len * 5 // 8)
             mask[positions[(at > 0) & ~middle]] = 0
         elif index // train.micro_batch_size % 2:
             mask[positions[1:]] = 0
-    mask.flush()
+    for mask in masks:
+        mask.flush()
