@@ -112,7 +112,12 @@ def parts_gathered_out_of_order() -> Any:
     return patch(gather, "start_gather", swapped)
 
 
-@fault("the documents of a blend's samples are those of its first corpus", "one", "WHERE", "data.document_mask=true")
+@fault(
+    "the documents of a blend's samples are those of its first corpus",
+    "one",
+    "module blocks.0.attention.output, its input, microbatch 0, forward",
+    "data.document_mask=true",
+)
 def documents_of_the_first_corpus() -> Any:
     def documents(self: Any, indices: Any) -> list[Any]:
         return [document_bounds(self.corpora[0], spans, self.seq_len + 1) for _, spans in self._spans(indices)]
