@@ -40,7 +40,7 @@ def mask_not_read() -> Any:
     return patch(packing.IndexedTokens, "learned", lambda self, start, length: np.ones(length, np.bool_))
 
 
-@fault("padding behind packed documents is learned", "one", "the loss, microbatch 2, forward", PACKED)
+@fault("padding behind packed documents is learned", "one", "the loss, microbatch 1, forward", PACKED)
 def padding_learned() -> Any:
     right = samples.learned
 
@@ -129,7 +129,7 @@ def not_a_number_taken() -> Any:
 @fault(
     "a document that is cut into pieces loses a target at each cut",
     "one",
-    "module embedding, its input, microbatch 1, forward",
+    "module embedding, its input, microbatch 0, forward",
     PACKED,
     DOCUMENTS,
 )
@@ -158,11 +158,11 @@ def not_learned_at_cuts() -> Any:
     return patch(samples, "learned", as_begun)
 
 
-@fault("a cut document's second piece loses its first target, in packed samples", "one", "the loss, microbatch 6, forward", PACKED, MASKED)
+@fault("a cut document's second piece loses its first target, in packed samples", "one", "the loss, microbatch 0, forward", PACKED, MASKED)
 def target_behind_a_cut_lost() -> Any:
     return not_learned_at_cuts()
 
 
-@fault("… in samples of consecutive tokens", "one", "the loss, microbatch 0, forward", DOCUMENTS, MASKED)
+@fault("… in samples of consecutive tokens", "one", "the loss, microbatch 2, forward", DOCUMENTS, MASKED)
 def target_behind_a_sample_s_edge_lost() -> Any:
     return not_learned_at_cuts()

@@ -29,9 +29,9 @@ def remembered_mesh() -> Any:
     """Keeps the trainer's mesh for a fault that needs another group of it."""
     init = trainer.Trainer.__init__
 
-    def remember(self: Any, config: Any, mesh: Any, inputs: Any) -> None:
+    def remember(self: Any, config: Any, mesh: Any, *more: Any) -> None:
         RANK.mesh = mesh
-        init(self, config, mesh, inputs)
+        init(self, config, mesh, *more)
 
     return patch(trainer.Trainer, "__init__", remember)
 
