@@ -19,8 +19,10 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.cli import Parser, exit_rank_with
+from megacore.tools.crowd import share_cores
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
+from megacore.tools.garbage import Garbage
 from megacore.train.inputs import Inputs
 
 NOTES = 100_000
@@ -50,9 +52,11 @@ def run(argv: list[str], place: RankInfo) -> int:
         config = partitioned(load(args.config, [*args.overrides, *fixed], place.world_size).config)
         device, inputs = pick_device(config, place), Inputs(config, place.rank)
         guardians = Guardians(config, place, device)
-        with joined(config, place, device, guardians) as mesh:
+        with joined(config, place, device, guardians) as mesh, Garbage() as garbage:
+            trainer = trainer_of(config, mesh, inputs)
+            mesh.observers += [garbage, *share_cores(trainer.config, place.world_size, device)]
             started = time.perf_counter()
-            trainer_of(config, mesh, inputs).run()
+            trainer.run()
             seconds = (time.perf_counter() - started) / config.train.steps
             notes = guardians.recorder.events / config.train.steps
     note = seconds_a_note()

@@ -25,18 +25,26 @@ MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --c
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
 
 
+DEEPSPEED = ("--deepspeed", "--deepspeed_config")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = Parser(EXAMPLE, f"{__doc__}\n{MORE}", ranks=True)
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
     short = "a ds_config: short for engine.kind=deepspeed engine.config=FILE"
-    parser.add_argument("--deepspeed", "--deepspeed_config", metavar="FILE", help=short)
+    parser.add_argument(*DEEPSPEED, metavar="FILE", help=short)
     parser.add_argument("--print-config", action="store_true", help="print every value and where it came from, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
     args = parser.parse_intermixed_args(argv)
     if args.deepspeed is not None:
-        args.overrides = ["engine.kind=deepspeed", f"engine.config={json.dumps(args.deepspeed)}", *args.overrides]
+        args.overrides = [*with_deepspeed(args.deepspeed), *args.overrides]
     return args
+
+
+def with_deepspeed(file: str) -> list[str]:
+    """The overrides that `--deepspeed FILE` is short for."""
+    return ["engine.kind=deepspeed", f"engine.config={json.dumps(file)}"]
 
 
 def run(argv: list[str], place: RankInfo) -> int:

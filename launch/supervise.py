@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
+from launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.errors import ConfigError
 from megacore.files import check_folder
 from megacore.tools.cli import Parser, exit_with
@@ -59,7 +60,10 @@ def config_in(command: list[str]) -> tuple[str, list[str]]:
     """The config file and the overrides in a launcher's command. Raises `ConfigError` without one."""
     for i, word in enumerate(command):
         if word == "--config" and i + 1 < len(command):
-            return command[i + 1], [word for word in command if re.match(r"\w+\.\w+=", word)]
+            overrides = [word for word in command if re.match(r"\w+\.\w+=", word)]
+            for option, file in zip(words := [part for word in command for part in word.split("=", 1)], words[1:], strict=False):
+                overrides = [*with_deepspeed(file), *overrides] if option in DEEPSPEED else overrides
+            return command[i + 1], overrides
     raise ConfigError("arguments", "the command has no --config", EXAMPLE)
 
 

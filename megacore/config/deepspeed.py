@@ -116,14 +116,18 @@ def ds_settings(config: Config) -> dict[str, Any]:
     Raises `ConfigError` for the first key that is unknown, contradicts the run's config, or cannot work with it.
     """
     settings = read(config.engine.config)
-    for key, (path, value) in stated(config).items():
+    taken = stated(config)
+    for key, (path, value) in taken.items():
         group, name = key.split(".")
         ours = getattr(getattr(config, group), name)
         if not same(value, list(ours) if isinstance(ours, tuple) else ours):
             raise contradiction(path, value, key, ours)
     for name in ("scheduler", "activation_checkpointing"):
         settings.pop(name, None)
-    check_optimizer(settings.pop("optimizer", {}), config)
+    optimizer = settings.pop("optimizer", {})
+    if taken.get("optim.lr", ("", 0))[0] == "scheduler":  # whose rates DeepSpeed takes
+        optimizer = {**optimizer, "params": {name: value for name, value in optimizer.get("params", {}).items() if name != "lr"}}
+    check_optimizer(optimizer, config)
     fill(settings, config)
     for path, value in walk(settings):
         if value == "auto":

@@ -22,6 +22,19 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     "WarmupCosineLR": COSINE,
     "OneCycle": CYCLE | {"cycle_momentum": True} | dict.fromkeys(("decay_step_size", "decay_lr_rate", "cycle_first_stair_count"), 0),
 }
+NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
+# The keys of `optim` that each parameter says.
+SAYS = {
+    "warmup_min_lr": ("warmup_lr", "min_lr"), "warmup_max_lr": ("lr",), "warmup_num_steps": ("warmup_steps",), "warmup_type": ("warmup",),
+    "total_num_steps": ("decay_steps",), "warmup_min_ratio": ("warmup_lr",), "cos_min_ratio": ("min_lr",),
+    "cycle_min_lr": ("warmup_lr", "min_lr"), "cycle_max_lr": ("lr",), "cycle_first_step_size": ("warmup_steps", "decay_steps"),
+    "cycle_second_step_size": ("decay_steps",),
+}  # fmt: skip
+# What says something of the run.
+STATED = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print",
+    "bf16", "fp16", "optimizer", "scheduler", "activation_checkpointing",
+)  # fmt: skip
 # Of the section activation_checkpointing, what megacore does otherwise.
 CHECKPOINTING = {"partition_activations": "parallel.sequence", "contiguous_memory_optimization": "train.compile, or leave it out"}
 
@@ -51,7 +64,7 @@ def taken_over(settings: dict[str, Any], lr: float) -> dict[str, tuple[str, Any]
     if section(settings, "scheduler"):
         peak = found["optim.lr"][1]
         found |= {f"optim.{key}": ("scheduler", value) for key, value in rates(settings["scheduler"], lr if peak == AUTO else peak).items()}
-    return {key: (path, value) for key, (path, value) in found.items() if value is not None and value != AUTO}
+    return {key: (path, whole(key, value)) for key, (path, value) in found.items() if value is not None and value != AUTO}
 
 
 def section(settings: dict[str, Any], path: str) -> dict[str, Any]:
@@ -73,15 +86,16 @@ def checkpointing(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def rates(scheduler: dict[str, Any], lr: float) -> dict[str, Any]:
-    """The keys of `optim` whose rates are those of a scheduler; `lr` is the peak where that does not say it."""
+    """The keys of `optim` whose rates are those of a scheduler; `lr` is the peak where that does not say it. What is "auto" is left out."""
     kind, params = scheduler.get("type"), section(scheduler, "params")
     known = SCHEDULERS.get(kind) if isinstance(kind, str) else None
     if known is None:
         raise ConfigError(f"{KEY}: scheduler.type", f"{json.dumps(kind)} has no equal here", ", ".join(SCHEDULERS))
     if strange := [name for name in params if name not in known]:
         raise ConfigError(f"{KEY}: scheduler.params.{strange[0]}", f"{kind} has no such parameter here", ", ".join(known))
-    p = known | {name: value for name, value in params.items() if value != AUTO}
-    if missing := [name for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr") if name in p and p[name] is None]:
+    left = {name for name, value in params.items() if value == AUTO}
+    p = known | {name: value for name, value in params.items() if name not in left} | dict.fromkeys(left & set(NEEDED), 1)
+    if missing := [name for name in NEEDED if name in p and p[name] is None]:
         raise ConfigError(f"{KEY}: scheduler.params.{missing[0]}", "is missing", f"a number, as {kind} needs it")
     if kind == "OneCycle":
         if p["cycle_momentum"] or any(p[name] for name in ("decay_step_size", "decay_lr_rate", "cycle_first_stair_count")):
@@ -89,13 +103,27 @@ def rates(scheduler: dict[str, Any], lr: float) -> dict[str, Any]:
             raise ConfigError(f"{KEY}: scheduler.params", wrong, '"cycle_momentum": false, without stairs and decay')
         up, down = p["cycle_first_step_size"], p["cycle_second_step_size"]
         low, peak, end = p["cycle_min_lr"], p["cycle_max_lr"], up + (up if down is None else down)
-        shape = {"schedule": "linear", "min_lr": low, "decay_steps": end, "lag": [1, 1]}
-        return shape | {"lr": peak, "warmup_lr": low, "warmup_steps": up, "warmup": "linear"}
-    steps = max(2, p["warmup_num_steps"])
-    warmup = {"warmup": p["warmup_type"], "warmup_steps": steps, "lag": [2, 2]}
-    if kind == "WarmupCosineLR":
-        ends = {"warmup_lr": lr * p["warmup_min_ratio"], "min_lr": lr * p["cos_min_ratio"], "decay_steps": p["total_num_steps"]}
-        return warmup | ends | {"schedule": "cosine", "lag": [2, 1]}  # its decay begins a step ahead of its warmup's end
-    low, peak = p["warmup_min_lr"], p["warmup_max_lr"]
-    found = warmup | {"warmup_lr": low, "schedule": "constant"} | ({} if peak in (AUTO, None) else {"lr": peak})
-    return found if kind == "WarmupLR" else found | {"schedule": "linear", "min_lr": low, "decay_steps": p["total_num_steps"]}
+        found = {"schedule": "linear", "min_lr": low, "decay_steps": end, "lag": [1, 1]}
+        found |= {"lr": peak, "warmup_lr": low, "warmup_steps": up, "warmup": "linear"}
+    else:
+        found = {"warmup": p["warmup_type"], "warmup_steps": max(2, p["warmup_num_steps"]), "lag": [2, 2]}
+        if kind == "WarmupCosineLR":  # its decay begins a step ahead of its warmup's end
+            found |= {"warmup_lr": lr * p["warmup_min_ratio"], "min_lr": lr * p["cos_min_ratio"], "schedule": "cosine", "lag": [2, 1]}
+        else:
+            found |= {"warmup_lr": p["warmup_min_lr"], "schedule": "constant"}
+            found |= {} if p["warmup_max_lr"] in (AUTO, None) else {"lr": p["warmup_max_lr"]}
+        if kind == "WarmupDecayLR":
+            found |= {"schedule": "linear", "min_lr": p["warmup_min_lr"]}
+        found |= {"decay_steps": p["total_num_steps"]} if "total_num_steps" in p else {}
+    dropped = {key for name in left for key in SAYS.get(name, ())}
+    return {key: whole(key, value) for key, value in found.items() if key not in dropped}
+
+
+def whole(key: str, value: Any) -> Any:
+    """A value as the schema has it: 500.0 steps are 500."""
+    return int(value) if key.endswith(("_steps", "batch_size", "every")) and isinstance(value, float) and value.is_integer() else value
+
+
+def without_stated(settings: dict[str, Any]) -> dict[str, Any]:
+    """A ds_config without what it says of the run."""
+    return {name: value for name, value in settings.items() if name not in STATED}

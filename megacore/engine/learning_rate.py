@@ -14,7 +14,7 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
     decay_steps, warmup = resolved(optim.decay_steps), optim.warmup_steps
     at, step = (max(0, step - lag) for lag in optim.lag)
     if max(at, step) <= warmup and warmup:
-        done, whole = (at, warmup) if optim.warmup == "linear" else (math.log(min(at, warmup - 1) + 1), math.log(max(2, warmup)))
+        done, whole = (at, warmup) if optim.warmup == "linear" else (math.log(min(at + 1, max(2, warmup))), math.log(max(2, warmup)))
         return optim.warmup_lr + (optim.lr - optim.warmup_lr) * done / whole
     if optim.schedule == "constant":
         return optim.lr

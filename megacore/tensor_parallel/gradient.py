@@ -93,7 +93,7 @@ class MainGradient:
     def defer(self, add: Callable[..., None], *tensors: Tensor, group: Group = SOLO, others: "Sequence[MainGradient]" = ()) -> None:
         """Leaves ``add(*tensors)`` for later, with the last tensor gathered over `group`. It adds to this sum, and to `others`."""
         assert self.deferral.parts is not None
-        totals = tuple(main.total for main in (self, *others))
+        totals = tuple(dict.fromkeys(main.total for main in (self, *others)))
         self.deferral.parts.append(WeightGradPart(totals, add, [x.detach() for x in tensors], group))  # x would hold what made it
 
     def add_rows(self, grad: Tensor, rows: Tensor) -> None:

@@ -43,7 +43,7 @@ class Report:
 class Monitor:
     """Is told a run's figures. These methods do nothing: a monitor has those that it needs.
 
-    A monitor that fails says so once, and training goes on without it.
+    A monitor that fails at a figure, a record or a report is named once, and training goes on without it.
     """
 
     shows_steps = False  # whether it shows steps on the terminal, in place of lines
@@ -65,7 +65,7 @@ class Monitor:
 
     def figures(self, figures: Mapping[str, Any], stages: Sequence["nn.Module"]) -> Mapping[str, float]:
         """On every rank, for each report: further figures of a logged step, from those there are and from this rank's stages of the model.
-        All ranks answer alike; where that needs others' numbers, they communicate over the mesh of `start`."""
+        All ranks answer alike. Where that needs others' numbers, they communicate over the mesh of `start`; then none may fail alone."""
         return {}
 
     def report(self, report: Report) -> None:
@@ -78,11 +78,21 @@ class Monitor:
         """On every rank, at the end; on rank 0 also before `open` is called again, `quietly` then. It may be called twice."""
 
 
+@contextmanager
+def surviving(monitor: Monitor, monitors: list[Monitor], say: Callable[[str], None]) -> Iterator[None]:
+    """A context for what a monitor does. If it fails, `say` prints so, and it is no longer among the `monitors` of this rank."""
+    try:
+        yield
+    except Exception as error:  # whatever a monitor of the user's own does wrong: no run ends for it
+        monitors.remove(monitor)
+        say(f"WARNING: {type(monitor).__name__} failed, and the run goes on without it: {type(error).__name__}: {error}")
+
+
 class Logs:
     """Writes the records on rank 0. On other ranks every method does nothing."""
 
-    def __init__(self, config: Config, is_writer: bool, first_step: int, monitors: Sequence[Monitor] = ()) -> None:
-        self.writing, self.monitors = is_writer, monitors
+    def __init__(self, config: Config, is_writer: bool, first_step: int, monitors: list[Monitor] | None = None) -> None:
+        self.writing, self.monitors = is_writer, [] if monitors is None else monitors
         self.broken = ""  # why the run's records cannot be written any more
         if not is_writer:
             return
@@ -160,8 +170,9 @@ class Logs:
         with self._recording(figures["step"]):
             self.metrics.write(as_json(figures) + "\n")
             self.metrics.flush()
-        for monitor in self.monitors:
-            monitor.record(figures)
+        for monitor in list(self.monitors):
+            with surviving(monitor, self.monitors, self.say):
+                monitor.record(figures)
 
     @contextmanager
     def _recording(self, step: int) -> Iterator[None]:

@@ -23,12 +23,13 @@ from megacore.distributed.observer import Observer
 from megacore.distributed.shard import logical_name
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
+from megacore.records import FIGURES
 from megacore.train.checkpointing import Saving, choose, engine_state
 from megacore.train.drift import Drifted
 from megacore.train.evaluation import check_measurable, evaluate
 from megacore.train.inputs import Inputs, changes
 from megacore.train.loader import Loader
-from megacore.train.logs import Logs, Monitor
+from megacore.train.logs import Logs, Monitor, surviving
 from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, opening, unknown
 from megacore.train.step import TrainStep
 from megacore.train.stopping import Skips, StopAgreed, StopRequest, TooManySkips
@@ -56,7 +57,7 @@ class Trainer:
         """
         check_settled(config)
         self.choices = choices
-        self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, monitors
+        self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, list(monitors)
         if inputs.validation is not None:
             check_measurable(config)
         for monitor in monitors:
@@ -80,9 +81,9 @@ class Trainer:
         if self.is_writer and config.checkpoint.resume != "auto":
             set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
         self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
-        self.logs = Logs(config, self.is_writer, self.step + 1, monitors)
+        self.logs = Logs(config, self.is_writer, self.step + 1, self.monitors)
         self.saving = Saving(config, mesh, self.engine, self.logs.say)
-        self.reporter = Reporter(config, mesh, self.saving, monitors, utilisation)
+        self.reporter = Reporter(config, mesh, self.saving, self.monitors, utilisation)
 
     def loop(self) -> None:
         """Runs step after step. Nothing here waits for the device but what comes only after some steps: reports, validations, saves."""
@@ -203,15 +204,16 @@ class Trainer:
     def report(self, metrics: StepMetrics, lr: float) -> None:
         """Logs a step that the device has done."""
         report, stragglers = self.reporter.report(self.step, metrics, lr, self.saved_step)
-        for monitor in self.monitors:
-            more = monitor.figures(report.figures, self.train_step.stages)
-            assert not more.keys() & report.figures.keys(), (
-                f"{type(monitor).__name__} has figures that there are already"
-            )
-            report.figures.update(more)
+        for monitor in list(self.monitors):
+            with surviving(monitor, self.monitors, self.logs.say):
+                more = {name: float(figure) for name, figure in monitor.figures(report.figures, self.train_step.stages).items()}
+                if taken := sorted(more.keys() & {*FIGURES, *report.figures}):
+                    raise ValueError(f"{taken[0]} is another figure's name")
+                report.figures.update(more)
         self.logs.step(report.figures, stragglers)
-        for monitor in self.monitors:
-            monitor.report(report)
+        for monitor in list(self.monitors):
+            with surviving(monitor, self.monitors, self.logs.say):
+                monitor.report(report)
 
     def validate(self) -> float | None:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""

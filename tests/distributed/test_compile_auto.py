@@ -97,6 +97,14 @@ def test_who_says_true_or_false_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> No
         assert settled(config, Mesh(config, RankInfo(), CPU), None) == (config, "")
 
 
+def test_the_cut_is_that_of_the_mesh() -> None:
+    """Its groups of shared parameters follow from the cut: by another one, the step would sum what no group was made for."""
+    config = settled_alone(resolve({"train": {"compile": False, "seq_len": 64, "precision": "fp32"}}, [], "x", 1).config)
+    found, _ = settled(config, Mesh(config, RankInfo(), CPU), None)
+    assert (config.model.attention, found.model.attention) == ("auto", "eager")
+    assert found.partition is config.partition is not None
+
+
 def test_a_machine_that_cannot_compile_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asked for a compiler."""
     config = resolve({"train": {"steps": 10**6}}, [], "x", 1).config

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launch import pretrain
+from launch.supervise import config_in
 from megacore.config import Config, from_ds_config, load
 from megacore.config.deepspeed import KNOWN, ds_settings
 from megacore.config.load import flatten, parse_override
@@ -173,6 +174,37 @@ def test_what_a_ds_config_says_of_the_run_is_taken_over(tmp_path: Path) -> None:
     assert not {"scheduler", "optimizer", CHECKPOINTING} & set(ds_settings(loaded.config)), "the run does these"
     with pytest.raises(ConfigError, match="^config error: engine.config: gradient_clipping: .* is not valid"):
         load(str(path), ["engine.kind=deepspeed", 'engine.config={"gradient_clipping": "much"}'], 4)
+
+
+def test_auto_states_nothing(tmp_path: Path) -> None:
+    """Hugging Face's templates say "auto" in every place: DeepSpeed's own default there would be another rate than the run's."""
+    path = tmp_path / "silent.json"
+    path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}, "optim": {"warmup_steps": 100}}))
+    for kind, names in from_ds_config.SCHEDULERS.items():
+        scheduler = {"type": kind, "params": dict.fromkeys(names, "auto") | ({"cycle_momentum": False} if kind == "OneCycle" else {})}
+        loaded = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps({'scheduler': scheduler} | zero(2))}"], 4)
+        taken = {key for key, origin in loaded.origins.items() if origin == "ds_config"}
+        assert taken <= {"optim.schedule", "optim.lag", "optim.warmup"}, kind
+        assert loaded.config.optim.warmup_steps == 100 and loaded.config.optim.decay_steps == loaded.config.train.steps
+        assert "scheduler" not in ds_settings(loaded.config)
+
+
+def test_the_schedulers_peak_is_the_runs(tmp_path: Path) -> None:
+    """DeepSpeed's scheduler overwrites the optimizer's rate; and steps may be written as 1e3."""
+    path = tmp_path / "silent.json"
+    path.write_text(json.dumps({"model": {"num_layers": 2}, "data": {"train": "unused"}}))
+    decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1e2, "total_num_steps": 1e3}}
+    given = zero(2) | {"scheduler": decay, "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}, "train_batch_size": 8.0}
+    config = load(str(path), ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}"], 4).config
+    assert (config.optim.lr, config.optim.warmup_steps, config.train.global_batch_size) == (1e-3, 100, 8)
+    ds_settings(config)
+
+
+def test_a_supervisor_knows_the_flag() -> None:
+    """Else it would plan the layouts of another engine for the hosts that are left."""
+    for flag in (["--deepspeed", "ds.json"], ["--deepspeed_config=ds.json"]):
+        found = config_in(["torchrun", "launch/pretrain.py", "--config", "c.json", *flag, "train.steps=3"])
+        assert found == ("c.json", ["engine.kind=deepspeed", 'engine.config="ds.json"', "train.steps=3"])
 
 
 def test_the_flag_that_people_type() -> None:

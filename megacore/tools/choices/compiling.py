@@ -45,22 +45,23 @@ def settled(config: Config, mesh: Mesh, resumed: Reader | None) -> tuple[Config,
     """The config without an `auto` that is chosen by the device, its model cut into stages, and in words why blocks are compiled or not,
     if somebody measured.
 
-    Collective. `resumed`: the checkpoint that rank 0 is to go on from; its run has settled all before.
+    Collective. `resumed`: the checkpoint that rank 0 is to go on from; its run has settled all before. The cut is that by which the mesh
+    was made, whose groups follow from who shares parameters: with what is chosen here, the costs might cut otherwise.
     """
-    found, why = dict[str, str](), ""
+    found, why, cut = dict[str, str](), "", partitioned(config).partition
     if mesh.place.rank == 0:
         name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
         found = resolve_auto.resolved_auto(config, mesh.device.type, name, None if resumed is None else recorded_sections(resumed))
     found = json.loads(broadcast_text(json.dumps(found), mesh.world, mesh.device))
     config = with_choices(config, found)
     if config.train.compile != "auto":
-        return partitioned(config), ""
+        return config.with_partition(cut), ""
     chosen = False
     if can_compile(config, mesh.device):
         if mesh.place.rank == 0:
             chosen, why = recorded(resumed) if resumed is not None else measure(config, mesh)
         chosen = bool(broadcast_text("true" if chosen else "", mesh.world, mesh.device))
-    return partitioned(with_compile(config, chosen)), why
+    return with_compile(config, chosen).with_partition(cut), why
 
 
 def can_compile(config: Config, device: torch.device) -> bool:

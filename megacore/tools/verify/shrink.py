@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from megacore.config import Config, load
+from megacore.config.deepspeed import read as read_ds_config
+from megacore.config.from_ds_config import without_stated
 from megacore.config.load import flatten, resolve, set_value
 from megacore.config.schema import MASK, OptimGroup, resolved
 from megacore.data.indexed import IndexedTokens
@@ -76,6 +78,8 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         "engine": {
             "bucket_mib": 0.01,  # several buckets, so that their order matters
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
+            # What a ds_config says of the run is said above.
+            "config": None if user.engine.config is None else without_stated(read_ds_config(user.engine.config)),
         },
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
