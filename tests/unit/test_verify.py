@@ -70,7 +70,11 @@ def test_changed_files_choose_layouts() -> None:
 def test_a_ds_config_stays_in_the_small_config() -> None:
     """Without it verify would ask for the ds_config that the user has given, and not say what DeepSpeed cannot do."""
     ds_config = {"zero_optimization": {"stage": 1}}
-    user = load_whole("configs/gpt_tiny.json", ["engine.kind=deepspeed", f"engine.config={json.dumps(ds_config)}"])
+    given = ds_config | {"train_batch_size": 16, "scheduler": {"type": "WarmupLR"}}  # what it says of the run, the small config says anew
+    overrides = ["engine.kind=deepspeed", f"engine.config={json.dumps(given)}", "train.global_batch_size=16", "optim.warmup_steps=1000"]
+    user = load_whole(
+        "configs/gpt_tiny.json", [*overrides, "train.steps=2000", "optim.lag=[2,2]", "optim.schedule=constant", "optim.warmup=log"]
+    )
     assert shrink(user, [parse("dp2")], 3, "bf16")["engine"]["config"] == ds_config
 
 

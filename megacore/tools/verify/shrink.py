@@ -78,13 +78,13 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         "engine": {
             "bucket_mib": 0.01,  # several buckets, so that their order matters
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
-            # What a ds_config says of the run is said above.
-            "config": None if user.engine.config is None else without_stated(read_ds_config(user.engine.config)),
         },
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
     }
     small["model"] |= depth_and_vocabulary(user, small, layouts, tensor)
+    if user.engine.config is not None:  # what it says of the run is said above
+        small["engine"]["config"] = without_stated(read_ds_config(user.engine.config))
     return what_differs(user, small)
 
 
