@@ -2,7 +2,7 @@
 # Lint, types and tests, in an environment of their own. Further arguments go to pytest.
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    printf '%s\n' "example: bash tests/run.sh -k 'pipeline and not fp16' -x" "--quick: the tests that find most mistakes soonest, in 3 minutes" \
+    printf '%s\n' "example: bash tests/run.sh -k 'pipeline and not fp16' -x" "--quick: the tests that find most mistakes soonest, in 2 minutes" \
         "Installs what is missing, then runs ruff, mypy and pytest [arguments]; MEGACORE_VENV and PYTHON as in launch/environment.sh."
     exit
 fi
