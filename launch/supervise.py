@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
@@ -61,9 +62,9 @@ def config_in(command: list[str]) -> tuple[str, list[str]]:
     for i, word in enumerate(command):
         if word == "--config" and i + 1 < len(command):
             overrides = [word for word in command if re.match(r"\w+\.\w+=", word)]
-            for option, file in zip(words := [part for word in command for part in word.split("=", 1)], words[1:], strict=False):
-                overrides = [*with_deepspeed(file), *overrides] if option in DEEPSPEED else overrides
-            return command[i + 1], overrides
+            parts = [part for word in command for part in word.split("=", 1)]
+            files = [file for option, file in pairwise(parts) if option in DEEPSPEED]
+            return command[i + 1], [*(stated for file in files for stated in with_deepspeed(file)), *overrides]
     raise ConfigError("arguments", "the command has no --config", EXAMPLE)
 
 

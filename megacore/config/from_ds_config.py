@@ -36,7 +36,7 @@ STATED = (
     "bf16", "fp16", "optimizer", "scheduler", "activation_checkpointing",
 )  # fmt: skip
 # Of the section activation_checkpointing, what megacore does otherwise.
-CHECKPOINTING = {"partition_activations": "parallel.sequence", "contiguous_memory_optimization": "train.compile, or leave it out"}
+CHECKPOINTING = {"partition_activations": "parallel.sequence"}
 
 
 def taken_over(settings: dict[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
