@@ -338,6 +338,9 @@ class CpuConfig(Section):
 class LogConfig(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
+    figures: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = Field(
+        ("*",), description="patterns of the tags that TensorBoard and wandb show, such as train/* or speed/mfu; metrics.jsonl has all"
+    )
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = Field(
         "off", description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb sync sends later, or online"

@@ -5,6 +5,7 @@ import atexit
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from megacore.tools.hostfile import missing_hostfile
 from megacore.tools.launchers import place_from_environment
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+SETTING = re.compile(r"^--(?=[a-z_]+\.\w+=)")  # before a setting of the config, typed as an option of the script
 UNHEARD = 141  # what they report for a command whose reader, such as head, has ended
 
 
@@ -40,6 +42,11 @@ class Parser(argparse.ArgumentParser):
         )
         if ranks:  # the deepspeed launcher adds it; the script reads it from the environment
             self.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See `ArgumentParser`, whose other ways to parse come by here. It reads `--section.key=value` as `section.key=value`."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([SETTING.sub("", word) for word in words], namespace)
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help; argparse itself would not notice that it cannot."""

@@ -125,12 +125,11 @@ class Logs:
             self.say(
                 f"step {figures['step']}: rank {rank} holds up the others, busy for {seconds:.2f} s of {figures['step_seconds']:.2f} s"
             )
-        text = f"loss {figures['loss']:.4f}  {figures['tokens_per_second']:,.0f} tokens/s"
         now, shown = time.monotonic(), any(monitor.shows_steps for monitor in self.monitors)
         if not shown and (now - self.last_line > CONSOLE_SECONDS or figures["step"] in (self.first_step, self.steps)):
             self.last_line = now
             left = (now - self.started) / (figures["step"] - self.first_step + 1) * (self.steps - figures["step"])
-            self.say(f"step {figures['step']}/{self.steps}  {text}  {left:.0f} s left")
+            self.say(f"step {figures['step']}/{self.steps}  {in_brief(figures)}  {left:.0f} s left")
 
     def validation(self, step: int, loss: float) -> None:
         """Records a validation's loss."""
@@ -200,6 +199,15 @@ class Logs:
         if self.writing:
             with suppress(OSError):  # every record was flushed, or the failure was reported
                 self.metrics.close()
+
+
+def in_brief(figures: Mapping[str, Any]) -> str:
+    """A logged step on the console."""
+    mfu = "" if figures["mfu"] is None else f"  MFU {figures['mfu']:.1%}"
+    return (
+        f"loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  norm {figures['grad_norm']:.3g}  "
+        f"{figures['tokens_per_second']:,.0f} tokens/s{mfu}  {figures['memory_bytes'] / 2**30:.1f} GiB"
+    )
 
 
 def is_there(path: Path, file: IO[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from launch import pretrain, supervise
 from megacore.config import Config, Resolved, load
 from megacore.config.load import flatten
 from megacore.config.schema import CHUNKS
@@ -318,6 +319,24 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "missing.json", "No such file"), (tmp_path, "directory"), (binary, "not UTF-8")):
         key, rest = refusal(lambda path=path: load(str(path)))  # type: ignore[misc]
         assert key == "--config" and says in rest
+
+
+@pytest.mark.parametrize(
+    ("typed", "override"),
+    [
+        ("--train.steps=20", "train.steps=20"),
+        ('--data.train=[[1.0,"--a.b=c"]]', 'data.train=[[1.0,"--a.b=c"]]'),  # only what stands first is an option
+        ("train.steps=20", "train.steps=20"),
+    ],
+)
+def test_a_setting_may_be_typed_as_an_option(typed: str, override: str) -> None:
+    """So people type it for other trainers; under a supervisor it stands in the launcher's command."""
+    for words in (["--config", "c.json", typed], [typed, "--config", "c.json"]):
+        assert pretrain.parse(words).overrides == [override]
+        command = supervise.parse(["--restarts", "1", "torchrun", "--rdzv-endpoint=a.b=c", "launch/pretrain.py", *words]).command
+        assert supervise.config_in(command) == ("c.json", [override]) and "--rdzv-endpoint=a.b=c" in command
+    with pytest.raises(ConfigError, match="--trial"):
+        pretrain.parse(["--config", "c.json", "--trial=20"])
 
 
 @pytest.mark.parametrize("override", ["steps=20", "train.steps", "train.steps.x=1", "--train.steps=20", "=3", "train=20"])

@@ -1,12 +1,16 @@
 """What is said while a run goes on: the time that is left, who holds up the others, and TensorBoard behind a resume."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacore.config import Config, load
+from megacore.config.schema import LogConfig
 from megacore.pipeline.schedule import Action, Op
+from megacore.records import FIGURES
 from megacore.tools.monitoring.first_step import FirstStep
+from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.train.logs import Logs, open_metrics
 from tests.training import write_config
@@ -18,8 +22,28 @@ def config(tmp_path: Path) -> Config:
     return load(write_config(tmp_path, "unused", train={"steps": 200}), [f"log.dir={tmp_path}/run"]).config
 
 
-def figures(step: int) -> dict[str, float]:
-    return {"step": step, "loss": 2.0, "tokens_per_second": 1000.0, "step_seconds": 1.0}
+def figures(step: int, **others: Any) -> dict[str, Any]:
+    of_device = {"tokens_per_second": 1000.0, "step_seconds": 1.0, "mfu": None, "memory_bytes": 3 << 29}
+    return {"step": step, "loss": 2.0, "grad_norm": 0.25, "lr": 6e-4} | of_device | others
+
+
+def test_a_line_says_what_people_look_for(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that diverges, warms up or is slow would look like any other. Where no peak is known, no utilisation is said."""
+    for mfu, said in ((0.4126, "  MFU 41.3%"), (None, "")):
+        logs = Logs(config, True, 1)
+        logs.step(figures(1, mfu=mfu), {})
+        logs.close()
+        line = f"step 1/200  loss 2.0000  lr 0.0006  norm 0.25  1,000 tokens/s{said}  1.5 GiB  0 s left\n"
+        assert capsys.readouterr().out == line
+
+
+def test_figures_are_arranged_by_theme_and_chosen_by_pattern() -> None:
+    """Thirty charts in one heap; or a figure of the user's own that has a theme would get another before it."""
+    line = figures(1, valid_loss=3.0, name="x", mfu=0.5) | {"rms/head": 1.0, "balance": 2}
+    tags = "train/loss train/grad_norm train/lr speed/tokens_per_second speed/step_seconds speed/mfu memory/memory_bytes eval/valid_loss"
+    assert list(tagged(line, ["*"])) == [*tags.split(), "rms/head", "train/balance"]
+    assert tagged(line, ["eval/*", "*/mfu"]) == {"speed/mfu": 0.5, "eval/valid_loss": 3.0}
+    assert {name for names in THEMES.values() for name in names} < FIGURES, "a figure has another name by now"
 
 
 def test_the_time_left_is_that_of_the_steps_since_the_start(
@@ -84,13 +108,21 @@ def test_tensorboard_forgets_what_is_done_again_and_no_more(tmp_path: Path) -> N
 
     for first, last, loss in ((1, 5, 3.0), (4, 6, 2.0)):
         board = Board()
-        board.open(Config(), tmp_path, first, lambda line: pytest.fail(line))
+        board.open(Config(log=LogConfig(figures=("train/*",))), tmp_path, first, lambda line: pytest.fail(line))
         for step in range(first, last + 1):
-            board.record({"step": step, "loss": loss})
+            board.record({"step": step, "loss": loss, "mfu": 0.5})
         board.close()
     shown = EventAccumulator(str(tmp_path / "tensorboard"))
     shown.Reload()
-    assert [(event.step, event.value) for event in shown.Scalars("loss")] == [(1, 3.0), (2, 3.0), (3, 3.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert [(event.step, event.value) for event in shown.Scalars("train/loss")] == [
+        (1, 3.0),
+        (2, 3.0),
+        (3, 3.0),
+        (4, 2.0),
+        (5, 2.0),
+        (6, 2.0),
+    ]
+    assert shown.Tags()["scalars"] == ["train/loss"], "log.figures names no other"
 
 
 def test_lines_that_are_no_records_do_not_end_a_resume(tmp_path: Path) -> None:

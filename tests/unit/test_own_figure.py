@@ -36,7 +36,7 @@ def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
     assert logged[0].keys() <= FIGURES | {"halved_loss", "parameters"}, "a model's loss might have such a name"
     shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
-    assert [event.step for event in shown.Scalars("halved_loss")] == [1, 2]
+    assert [event.step for event in shown.Scalars("train/halved_loss")] == [1, 2]
 
 
 def test_a_figure_that_cannot_be_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

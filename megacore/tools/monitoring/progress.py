@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from megacore.config import Config
-from megacore.train.logs import Monitor
+from megacore.train.logs import Monitor, in_brief
 
 
 def has_terminal() -> bool:
@@ -30,8 +31,8 @@ class ProgressLine(Monitor):
         self.progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}", table_column=Column()),  # which wraps where the terminal is narrow
             TimeRemainingColumn(),
             TextColumn("left"),
             console=Console(highlight=False, soft_wrap=True),
@@ -42,8 +43,7 @@ class ProgressLine(Monitor):
     def record(self, figures: dict[str, Any]) -> None:
         """Draws a logged step."""
         if self.progress is not None and "tokens_per_second" in figures:
-            text = f"loss {figures['loss']:.4f}  {figures['tokens_per_second']:,.0f} tokens/s"
-            self.progress.update(self.task, completed=figures["step"], description=text)
+            self.progress.update(self.task, completed=figures["step"], description=in_brief(figures))
 
     def close(self, *, quietly: bool = False) -> None:
         """Ends the line, and releases the terminal."""

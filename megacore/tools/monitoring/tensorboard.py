@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import Config
+from megacore.tools.monitoring.tags import tagged
 from megacore.train.logs import Monitor
 
 
@@ -16,7 +17,7 @@ class Board(Monitor):
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """Removes what was written of `first_step` and later steps. `say` gets the one line about a failure."""
-        self.say = say
+        self.say, self.patterns = say, config.log.figures
         self.hook = threading.excepthook
         threading.excepthook = self._hear
         self._try(lambda: self._open(folder / "tensorboard", first_step))
@@ -42,9 +43,8 @@ class Board(Monitor):
         self.writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def _add(self, figures: dict[str, Any]) -> None:
-        for name, value in figures.items():
-            if isinstance(value, int | float) and name != "step":
-                self.writer.add_scalar(name, value, figures["step"])
+        for tag, value in tagged(figures, self.patterns).items():
+            self.writer.add_scalar(tag, value, figures["step"])
 
     def _try(self, work: Callable[[], None]) -> None:
         try:

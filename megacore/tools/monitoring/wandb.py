@@ -1,4 +1,4 @@
-"""Hands a run's figures to Weights & Biases (`log.wandb`): the lines of metrics.jsonl, one run for each run's folder.
+"""Hands a run's figures to Weights & Biases (`log.wandb`), one run for each run's folder.
 
 A process of its own talks to wandb, so that no slow network, lost connection or error there reaches training. Run as a module, this
 file is that process: it reads a line of JSON about the run from stdin, and then lines of figures until stdin ends.
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,6 +21,7 @@ from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.records import as_json
+from megacore.tools.monitoring.tags import tagged
 from megacore.train.logs import Monitor
 
 GRACE = 20.0  # seconds that a run which has ended waits for what wandb has not sent yet
@@ -44,7 +45,7 @@ class Tracker(Monitor):
         """Starts the process. `say` gets the one line about a failure."""
         if self.process is not None:  # the run's folder was deleted, and wandb's run goes on
             return
-        self.say, self.log = say, folder / "wandb" / "process.log"
+        self.say, self.log, self.patterns = say, folder / "wandb" / "process.log", config.log.figures
         about = {
             "mode": config.log.wandb,
             "id": run_id(folder / "wandb", first_step),
@@ -65,8 +66,8 @@ class Tracker(Monitor):
         self.thread.start()
 
     def record(self, figures: dict[str, Any]) -> None:
-        """Passes on a line of metrics.jsonl."""
-        self.lines.put(as_json(figures))
+        """Passes on the figures of a line of metrics.jsonl, by their tags."""
+        self.lines.put(as_json({"step": figures["step"], **tagged(figures, self.patterns)}))
 
     def _pass_on(self) -> None:
         """Writes lines to the process until there are no more. It may wait for ever: nobody waits for it."""
@@ -114,11 +115,6 @@ def run_id(folder: Path, first_step: int) -> str:
     return file.read_text(encoding="ascii").strip()
 
 
-def numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that are numbers, but for the step."""
-    return {name: value for name, value in figures.items() if isinstance(value, int | float) and name != "step"}
-
-
 def send() -> None:
     """The process: logs what stdin brings."""
     import wandb
@@ -136,7 +132,7 @@ def send() -> None:
     )
     for line in sys.stdin:
         figures = json.loads(line)
-        run.log(numbers(figures), step=figures["step"])
+        run.log({tag: value for tag, value in figures.items() if tag != "step" and value is not None}, step=figures["step"])
     # Whoever started this may be gone; it must not stay for ever.
     late = threading.Timer(2 * GRACE, lambda: os._exit(1))
     late.daemon = True
