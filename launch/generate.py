@@ -2,7 +2,9 @@
 
 import argparse
 import io
+import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
-from megacore.files import read_text
+from megacore.files import read_json, read_text
 from megacore.tools.cli import INTERRUPTED, Parser, StdoutLost, count, exit_rank_with
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
 MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.
-  torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b --device cuda parallel.tensor=2 parallel.pipeline=2
+  torchrun --nproc-per-node 4 launch/generate.py --checkpoint runs/gpt_7b parallel.tensor=2 parallel.pipeline=2
 Context ranks divide a long prompt, and what is kept of it: parallel.context=2.
 The same seed writes the same text in every layout. It computes in fp32, unless train.precision=bf16 says otherwise.
 If a text grows longer than the model's positions (model.max_positions), the model reads its last half again and goes on."""
@@ -30,8 +32,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}", ranks=True)
     parser.add_argument("--checkpoint", required=True, help="a run's folder, its checkpoints folder, or one checkpoint")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default="\n", help="the text to go on from (default: a newline)")
+    prompt.add_argument("--prompt", action="append", help="the text to go on from (default: a newline); several, for a text each")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with that text; - is standard input")
+    more = 'a file with a prompt in each line: as it stands, or, in a .jsonl, a JSON string or {"prompt": …}; - is standard input'
+    prompt.add_argument("--prompts", metavar="FILE", help=more)
+    parser.add_argument("--samples", type=count, default=1, metavar="N", help="texts for each prompt, of the seeds from --seed on (1)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a text, with its prompt, seed and text, when it is whole")
     parser.add_argument("--tokens", type=count, default=200, help="how many tokens to write (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=50, help="choose among this many likeliest tokens (default: %(default)s)")
@@ -40,7 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU, if there is one (default)")
     parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
@@ -48,29 +54,60 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("--temperature", args.temperature != 0 and not 1e-3 <= args.temperature <= 1e3, "0, or from 0.001 to 1000"),
         ("--top-k", args.top_k < 1, "at least 1"),
         ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
-        ("--seed", not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
-        ("--prompt", args.prompt.encode(errors="ignore").decode() != args.prompt, "UTF-8 text"),
+        ("--seed", not 0 <= args.seed <= 2**63 - args.samples, "0 or more, below 2^63"),
     ):
         if bad:
             raise ConfigError(name, f"{getattr(args, name[2:].replace('-', '_'))!r} is not usable", right)
     return args
 
 
-def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt. Raises `DataError` if its file cannot be read."""
-    if args.prompt_file is None:
-        return args.prompt
+def prompts_of(args: argparse.Namespace) -> list[str]:
+    """The prompts. Raises `UserError` if one is no text, or their file cannot be read."""
+    if args.prompts is not None:
+        found = prompts_in(args.prompts, prompt_text(args.prompts))
+    elif args.prompt_file is not None:
+        found = [prompt_text(args.prompt_file)]
+    else:
+        found = args.prompt or ["\n"]
+    for prompt in found:
+        if prompt.encode(errors="ignore").decode() != prompt:
+            raise ConfigError("--prompt", f"{prompt!r} is not usable", "UTF-8 text")
+    return found
+
+
+def prompts_in(path: str, text: str) -> list[str]:
+    """The prompt of each line that is not blank. Raises `DataError`."""
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise DataError(path, "has no prompt", "a prompt in each line")
+    if not path.endswith((".jsonl", ".ndjson")):
+        return [line for _, line in lines]
+    found = []
+    for number, line in lines:
+        try:
+            given = read_json(line)
+        except (ValueError, RecursionError):
+            given = None
+        prompt = given.get("prompt") if isinstance(given, dict) else given
+        if not isinstance(prompt, str):
+            raise DataError(path, f"line {number} has no prompt", 'a JSON string, or an object such as {"prompt": "Once upon"}')
+        found.append(prompt)
+    return found
+
+
+def prompt_text(path: str) -> str:
+    """The text of a file, or of standard input. Raises `DataError`."""
     try:
-        if args.prompt_file != "-":
-            return read_text(args.prompt_file, MOST_PROMPT)
+        if path != "-":
+            return read_text(path, MOST_PROMPT)
         data = sys.stdin.buffer.read(MOST_PROMPT + 1)
         if len(data) > MOST_PROMPT:
             raise DataError("-", f"has more than {MOST_PROMPT:,} bytes", "a text that one person has written")
         return data.decode("utf-8")
     except OSError as error:
-        raise DataError(args.prompt_file, f"cannot be read: {error.strerror}", "a text file, or - for standard input") from None
+        raise DataError(path, f"cannot be read: {error.strerror}", "a text file, or - for standard input") from None
     except UnicodeDecodeError:
-        raise DataError(args.prompt_file, "is not UTF-8 text", "a text file in UTF-8") from None
+        raise DataError(path, "is not UTF-8 text", "a text file in UTF-8") from None
 
 
 def pick_tokenizer(given: str | None, recorded: str | None, vocab_size: int) -> Any:
@@ -120,9 +157,51 @@ def for_length(config: Config, length: int) -> Config:
     return config.model_copy(update=sizes)
 
 
+class Output:
+    """Texts on rank 0's standard output, each with its prompt: as it grows, or whole in a line of JSON."""
+
+    def __init__(self, place: RankInfo, texts: int, as_json: bool) -> None:
+        self.place, self.texts, self.as_json = place, texts, as_json
+        self.begun = 0
+        self.lost: StdoutLost | None = None  # its reader, such as head, has enough
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character that a model writes
+
+    def begin(self, prompt: str, seed: int) -> None:
+        """Begins a text."""
+        self.begun += 1
+        self.prompt, self.seed, self.text = prompt, seed, ""
+        if not self.as_json:
+            self._print((f"--- text {self.begun} of {self.texts}\n" if self.texts > 1 else "") + prompt)
+
+    def add(self, text: str) -> None:
+        """Goes on with it."""
+        self.text += text
+        if not self.as_json:
+            self._print(text)
+
+    def end(self) -> None:
+        """Ends it."""
+        self._print(json.dumps({"prompt": self.prompt, "seed": self.seed, "text": self.text}) + "\n" if self.as_json else "\n")
+
+    def _print(self, text: str) -> None:
+        if self.place.rank == 0:
+            try:
+                print(text, end="", flush=True)
+            except StdoutLost as error:
+                self.lost = error
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody needs more. Other ranks count on this one to the end."""
+        return self.lost is not None and self.place.world_size == 1
+
+
 def run(argv: list[str], place: RankInfo) -> int:
-    """Generates, as one of the ranks; rank 0 prints the text. Returns the exit status, or raises `UserError`."""
+    """Generates, as one of the ranks; rank 0 prints the texts. Returns the exit status, or raises `UserError`."""
     args = parse(argv)
+
+    import torch
 
     from megacore import checkpoint
     from megacore.checkpoint.weights import check_weights
@@ -139,49 +218,46 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
-        config = settled_alone(text_config(sections_to_run(reader, args.source), args.overrides, args.device, place.world_size))
+        kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+        config = settled_alone(text_config(sections_to_run(reader, args.source), args.overrides, kind, place.world_size))
         check_weights(reader, config)
         tokenizer = pick_tokenizer(args.tokenizer, config.data.tokenizer, config.model.vocab_size)
-        prompt = read_prompt(args) if place.rank == 0 else ""
-        tokens = [int(token) for token in tokenizer.encode(prompt)]
-        if place.rank == 0 and not tokens:
+        prompts = prompts_of(args) if place.rank == 0 else []
+        encoded = [[int(token) for token in tokenizer.encode(prompt)] for prompt in prompts]
+        if not all(encoded):
             raise ConfigError("--prompt", "has no tokens", "at least one character")
         device = pick_device(config, place)
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal need not know every character that a model writes
-    lost: StdoutLost | None = None  # the reader, such as head, has enough
-
-    def say(text: str) -> None:
-        nonlocal lost
-        if place.rank == 0:
-            try:
-                print(text, end="", flush=True)
-            except StdoutLost as error:
-                lost = error
-
-    if len(tokens) > config.max_positions:
-        print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
+    for tokens in encoded:
+        if len(tokens) > config.max_positions:
+            print(f"a prompt of {len(tokens)} tokens: the model sees the last {config.max_positions}", file=sys.stderr)
     status = 0
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
         share_cores(config, place.world_size, device)
-        tokens = share_tokens(tokens, mesh)
-        config = settled_alone(for_length(config, len(tokens) + args.tokens))
+        [number] = share_tokens([len(prompts)], mesh)
+        encoded = [share_tokens(tokens, mesh) for tokens in encoded or [[]] * number]
+        prompts = prompts or [""] * number
+        config = settled_alone(for_length(config, max(map(len, encoded)) + args.tokens))
         stages = [stage.eval() for stage in build_stages(config, mesh)]
         load_weights(reader, stages)
-        sampler = Sampler(args.temperature, args.top_k, args.top_p, args.seed, tokenizer.vocab_size)
-        text = TextStream(tokenizer)
-        say(prompt)
-        try:
-            for token in Decoder(stages, mesh).generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
-                say(text.push(token))
-                if lost is not None and place.world_size == 1:  # other ranks count on this one to the end
-                    break
-        except KeyboardInterrupt:
-            status = INTERRUPTED
-        say(text.end() + "\n")
-    if lost is not None:
-        raise lost
+        decoder, output = Decoder(stages, mesh), Output(place, number * args.samples, args.json)
+        for (prompt, tokens), seed in product(zip(prompts, encoded, strict=True), range(args.seed, args.seed + args.samples)):
+            sampler = Sampler(args.temperature, args.top_k, args.top_p, seed, tokenizer.vocab_size)
+            stream = TextStream(tokenizer)
+            output.begin(prompt, seed)
+            try:
+                for token in decoder.generate(tokens, args.tokens, sampler, tokenizer.end_of_document):
+                    output.add(stream.push(token))
+                    if output.over:
+                        break
+            except KeyboardInterrupt:
+                status = INTERRUPTED
+            output.add(stream.end())
+            output.end()
+            if status or output.over:
+                break
+    if output.lost is not None:
+        raise output.lost
     return status
 
 

@@ -179,4 +179,4 @@ def check_generate(device: str, config: str, folder: Path) -> None:
     pretrain(device, config, folder / "run")
     wanted = ["launch/generate.py", "--checkpoint", str(folder / "run"), "--temperature", "0", "--tokens", "12", "--prompt", "text"]
     text = command(device, *wanted, "--device", device)
-    assert len(text) > len("text") and text == command("cpu", *wanted)
+    assert len(text) > len("text") and text == command("cpu", *wanted, "--device", "cpu")

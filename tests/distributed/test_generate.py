@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def text_of(arguments: list[str]) -> str:
     return out.getvalue()
 
 
+def texts_of(commands: list[list[str]]) -> list[str]:
+    """What this rank prints for each command."""
+    return [text_of(arguments) for arguments in commands]
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw = {"model": SIZES | MODELS[request.param], "train": {"seq_len": 24}, "data": {"tokenizer": "bytes"}}
@@ -59,6 +65,23 @@ def test_every_layout_writes_the_same_text(pool: Any, checkpoint: Path, choice: 
         ranks = 2 ** sum(setting.endswith("=2") for setting in layout)
         first, *others = pool.run(ranks, text_of, [*arguments, *layout])
         assert first == alone and others == [""] * (ranks - 1), "only rank 0 prints"
+
+
+def test_every_prompt_has_texts_of_its_own(pool: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """Keys that are kept of the text before, its seed that goes on, or tables that fit the first prompt alone: another text."""
+    prompts = ["long " * 8, "déjà vu"]
+    (tmp_path / "p.txt").write_text("\n".join((prompts[0], "", prompts[1])) + "\n")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ({"prompt": prompts[0], "id": 3}, prompts[1])))
+    common = ["--checkpoint", str(checkpoint), "--tokens", "9", "--temperature", "1"]
+    (alone,) = pool.run(1, texts_of, [[*common, "--prompt", prompt, "--seed", seed] for prompt in prompts for seed in "56"])
+    assert len(set(alone)) == 4
+    several = [*common, "--seed", "5", "--samples", "2"]
+    typed = [word for prompt in prompts for word in ("--prompt", prompt)]
+    for given in (["--prompts", str(tmp_path / "p.txt")], ["--prompts", str(tmp_path / "p.jsonl")], typed):
+        shown, lines = pool.run(2, texts_of, [[*several, *given, *LAYOUTS["tp2"]], [*several, *given, *LAYOUTS["tp2"], "--json"]])[0]
+        assert shown == "".join(f"--- text {number} of 4\n{text}" for number, text in enumerate(alone, 1))
+        found = [json.loads(line) for line in lines.splitlines()]
+        assert [text["prompt"] + text["text"] + "\n" for text in found] == alone and [text["seed"] for text in found] == [5, 6, 5, 6]
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -12,7 +12,7 @@ from megacore.config import Config
 from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
-from megacore.errors import UserError
+from megacore.errors import ConfigError, UserError
 from megacore.model import attention, decoding
 from megacore.model.cache import KeyValueCache
 from megacore.model.decoding import Decoder
@@ -227,6 +227,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--prompt", ""], "config error: --prompt: has no tokens"),
         (["--prompt-file", "nowhere.txt"], "data error: nowhere.txt: cannot be read"),
         (["--prompt", "a", "--prompt-file", "b"], "config error: --prompt-file: not allowed with argument --prompt"),
+        (["--prompt", "a", "--prompt", ""], "config error: --prompt: has no tokens"),
+        (["--prompt", "\udc80"], "config error: --prompt: '\\udc80' is not usable (UTF-8 text)"),
+        (["--prompts", "EMPTY.txt"], "data error: EMPTY.txt: has no prompt"),
+        (["--prompts", "BAD.jsonl"], "data error: BAD.jsonl: line 3 has no prompt"),
+        (["--prompts", "EMPTY.txt", "--prompt", "b"], "config error: --prompt: not allowed with argument --prompts"),
+        (["--seed", str(2**63 - 2), "--samples", "3"], "config error: --seed: 9223372036854775806 is not usable"),
         (["--top-p", "0"], "config error: --top-p: 0.0 is not usable"),
         (["parallel.tensor=2"], "config error: parallel: tensor 2"),
         (["model.hidden_size=64"], "checkpoint error: CHECKPOINT: was written with model.hidden_size=32"),
@@ -236,13 +242,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["data.tokenizer=null"], "config error: --tokenizer: the run names no tokenizer"),
     ],
 )
-def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, arguments: list[str], line: str) -> None:
+def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, tmp_path: Path, arguments: list[str], line: str) -> None:
     names = {"CHECKPOINT": checkpoint, "SENTENCEPIECE": sentencepiece}
+    for name, content in (("EMPTY.txt", " \n\n"), ("BAD.jsonl", '"a"\n\n{"text": "b"}\n')):
+        (tmp_path / name).write_text(content)
+        names[name] = str(tmp_path / name)
     for name, path in names.items():
         arguments, line = [a.replace(name, path) for a in arguments], line.replace(name, path)
     with pytest.raises(UserError) as raised:
         run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], RankInfo())
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("asked", "there", "taken"), [([], True, "cuda"), ([], False, "cpu"), (["--device", "cpu"], True, "cpu")])
+def test_it_takes_a_gpu_if_there_is_one(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, asked: list[str], there: bool, taken: str
+) -> None:
+    """A large model would write on the processor, beside an idle GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+
+    def refuse(config: Config, place: RankInfo) -> None:
+        raise ConfigError("device", config.train.device, "")
+
+    monkeypatch.setattr("megacore.distributed.mesh.pick_device", refuse)
+    with pytest.raises(ConfigError, match=f"device: {taken} "):
+        run(["--checkpoint", checkpoint, *asked], RankInfo())
 
 
 def test_as_many_ranks_as_the_layout(checkpoint: str) -> None:
