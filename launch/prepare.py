@@ -17,6 +17,8 @@ from megacore.tools.cli import Parser, exit_with
 
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
 
+INPUTS = """text, JSON lines, .gz and .zst of both, Parquet, Arrow, folders of datasets.save_to_disk; folders and globs of all these;
+hf:NAME[:CONFIG][:SPLIT] streams from the Hugging Face hub; python-stdlib is Python's own source"""
 MOST_WORKERS = 1024
 MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 
@@ -24,7 +26,7 @@ MOST_NAMED = 50  # of what was left out: a folder of pictures has thousands
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises `ConfigError`."""
     parser = Parser(EXAMPLE, __doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders, globs, python-stdlib (Python's source)")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUTS)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
     tokenizer = "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, or a tokenizer.json"
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help=tokenizer)
@@ -35,8 +37,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="F",
         help="also writes PREFIX_valid.*: the last part of a single text file, or so many whole documents of several",
     )
-    parser.add_argument("--text-key", metavar="KEY", help="key of the text in .jsonl files (default: text)")
-    chat = 'the inputs are .jsonl files of conversations, each a line with "messages" of a "role" and a "content"; answers are learned'
+    parser.add_argument("--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)")
+    chat = 'the inputs are conversations, each a line of JSON or a row with "messages" of a "role" and a "content"; answers are learned'
     parser.add_argument("--chat", action="store_true", help=chat)
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
     parser.add_argument("--template", metavar="FILE", help=template)

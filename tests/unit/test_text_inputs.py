@@ -1,6 +1,5 @@
 """What a preparation is given and cannot read is named for what it is, and with how much of the input it was."""
 
-import gzip
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
 from megacore.tools.prepare import prepare as prepare_module
 
-PARQUET = b"PAR1" + bytes(92) + b"PAR1"
+ARRAY = b"\x93NUMPY" + bytes(94)
 TEXT = b"To be, or not to be.\n"
 
 
@@ -28,11 +27,6 @@ def run(folder: Path, *inputs: str, tokenizer: str = "bytes", more: tuple[str, .
 @pytest.mark.parametrize(
     ("name", "content", "what", "right"),
     [
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n', mtime=0), "is compressed by gzip", "gunzip -k"),
-        ("a.jsonl", gzip.compress(b'{"text": "a"}\n', mtime=0), "is compressed by gzip", "gunzip -k"),
-        ("a.txt.zst", b"\x28\xb5\x2f\xfd\0", "is compressed by Zstandard", "unzstd"),
-        ("a.parquet", PARQUET, "is a Parquet table", ".jsonl"),
-        ("a.arrow", b"\xff\xff\xff\xff\x10\0\0\0", "is an Arrow stream", "load_from_disk"),
         ("a.txt", "abc".encode("utf-16"), "is text in UTF-16", "iconv -f UTF-16"),
         ("a.zip", b"PK\3\4\0", "is a zip archive", "unzip"),
         ("a.json", b' [{"text": "a"}]', "is a JSON list", "jq -c '.[]'"),
@@ -56,20 +50,9 @@ def test_text_with_brackets_is_text(content: bytes, tmp_path: Path) -> None:
     assert bytes(corpus.read(0, corpus.num_tokens)) == content
 
 
-@pytest.mark.parametrize("files", [["dataset_dict.json", "train/x.arrow"], ["dataset_info.json", "state.json", "data-0.arrow"]])
-@pytest.mark.parametrize("where", ["saved", ""])
-def test_a_saved_data_set_is_refused(files: list[str], where: str, tmp_path: Path) -> None:
-    """Its description was tokenized, and its texts were not."""
-    for file in files:
-        (tmp_path / "in/saved" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in/saved" / file).write_text('{"a": 1}')
-    with pytest.raises(UserError, match=r"in/saved: is a data set that the package datasets has saved.*load_from_disk"):
-        run(tmp_path, f"in/{where}")
-
-
 def test_what_a_folder_holds_besides_text_is_named_with_its_share(tmp_path: Path, capsys: Any) -> None:
-    """A table beside a text was dropped, and only counted; a link to a folder, and a folder that a glob finds, not even that."""
-    for name, content in {"a.txt": TEXT * 40, "b.parquet": PARQUET, ".git/x": b"x" * 60, "sub/c.txt": TEXT}.items():
+    """An array beside a text was dropped, and only counted; a link to a folder, and a folder that a glob finds, not even that."""
+    for name, content in {"a.txt": TEXT * 40, "b.npy": ARRAY, ".git/x": b"x" * 60, "sub/c.txt": TEXT}.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(content)
     (tmp_path / "in/gone").symlink_to("nowhere")
@@ -78,18 +61,18 @@ def test_what_a_folder_holds_besides_text_is_named_with_its_share(tmp_path: Path
     assert bytes(corpus.read(0, corpus.num_tokens)) == TEXT * 41
     lines = capsys.readouterr().err.splitlines()
     expected = [
-        (".git", "hidden: 60 bytes, 5.9% of the input"), ("b.parquet", "a Parquet table: 100 bytes, 9.8% of the input"),
+        (".git", "hidden: 60 bytes, 5.9% of the input"), ("b.npy", "a NumPy array: 100 bytes, 9.8% of the input"),
         ("far", "a link to a folder: 0 bytes"), ("gone", "no plain file: 0 bytes"),
     ]  # fmt: skip
     for name, what in expected:
         assert any(line.startswith(f"warning: left out '{tmp_path}/in/{name}', which is {what}") for line in lines), (name, lines)
     assert len(lines) == len(expected)
-    for name in ("b.parquet", "far"):
+    for name in ("b.npy", "far"):
         (tmp_path / "in" / name).unlink()
     assert run(tmp_path, "in/*").num_tokens == len(TEXT) * 41
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables/b.parquet").write_bytes(PARQUET)
-    with pytest.raises(UserError, match=r"tables: holds no text, but \S+/tables/b.parquet: a Parquet table \(its texts in a .jsonl"):
+    (tmp_path / "tables/b.npy").write_bytes(ARRAY)
+    with pytest.raises(UserError, match=r"tables: holds no text, but \S+/tables/b.npy: a NumPy array \(UTF-8 text"):
         run(tmp_path, "tables")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megacore.errors import DataError
 from megacore.files import open_plain
+from megacore.tools.prepare.streams import HUB_NAME, TABLES, bare, form_of, needed, saved_files, unpacked
 
 STDLIB = "python-stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -18,19 +19,12 @@ HEAD_BYTES = 8000  # of a file, by which it is known
 RECORD_BYTES = 1 << 20  # of a file that may hold an object a line
 
 UNPACKED = "its text, unpacked first: {} {}"
-TABLE = "its texts in a .jsonl file, as pandas.read_{}(…).to_json(…, orient='records', lines=True) writes them"
-SAVED = "its texts in a .jsonl file, as datasets.load_from_disk(…).to_json(…) writes them, for each split"
 FORMATS: list[tuple[int, bytes, str, str]] = [  # where a file has which bytes, what it then is, and what could be read in its place
-    (0, b"\x1f\x8b", "compressed by gzip", UNPACKED.format("gunzip -k", "{}")),
-    (0, b"\x28\xb5\x2f\xfd", "compressed by Zstandard", UNPACKED.format("unzstd", "{}")),
     (0, b"BZh", "compressed by bzip2", UNPACKED.format("bunzip2 -k", "{}")),
     (0, b"\xfd7zXZ\0", "compressed by xz", UNPACKED.format("unxz -k", "{}")),
     (0, b"\x04\x22\x4d\x18", "compressed by lz4", UNPACKED.format("unlz4", "{}")),
     (0, b"PK\3\4", "a zip archive", UNPACKED.format("unzip", "{}")),
     (257, b"ustar", "a tar archive", UNPACKED.format("tar -xf", "{}")),
-    (0, b"PAR1", "a Parquet table", TABLE.format("parquet")),
-    (0, b"ARROW1\0\0", "an Arrow table", TABLE.format("feather")),
-    (0, b"\xff\xff\xff\xff", "an Arrow stream", SAVED),
     (0, b"\xff\xfe", "text in UTF-16", "UTF-8 text, as iconv -f UTF-16 -t UTF-8 {} writes it"),
     (0, b"\xfe\xff", "text in UTF-16", "UTF-8 text, as iconv -f UTF-16 -t UTF-8 {} writes it"),
     (0, b"%PDF-", "a PDF document", "its text, as pdftotext {} writes it"),
@@ -54,7 +48,8 @@ class LeftOut:
 def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
     """The files that the inputs name, each once; and what of folders among them is not read.
 
-    Folders are read recursively in the order of their paths, without hidden entries.
+    Folders are read recursively in the order of their paths, without hidden entries. A data set of the hub is not looked for: its name
+    is the path.
 
     Raises:
         DataError: an input is missing, or no text; or it is or holds a data set that is not read.
@@ -76,7 +71,9 @@ def find_files(inputs: list[str]) -> tuple[list[str], list[LeftOut]]:
 
 def _expand(name: str, left: list[LeftOut]) -> Iterator[str]:
     """The files that one input names; what of it is not read goes to `left`."""
-    if name == STDLIB:
+    if name.startswith(HUB_NAME):
+        yield name
+    elif name == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         yield from sorted(str(p) for p in root.rglob("*.py") if NOT_STDLIB.isdisjoint(p.relative_to(root).parts))
     elif os.path.isdir(name):
@@ -100,7 +97,8 @@ def _expand(name: str, left: list[LeftOut]) -> Iterator[str]:
 
 
 def _walk(folder: str, left: list[LeftOut]) -> Iterator[Path]:
-    """The plain files below a folder. Raises `DataError` at a data set, `OSError` at a folder that cannot be read."""
+    """The plain files below a folder. Of a data set that was saved they are its Arrow files. Raises `DataError`, or
+    `OSError` at a folder that cannot be read."""
 
     def unreadable(error: OSError) -> None:
         raise error
@@ -108,7 +106,9 @@ def _walk(folder: str, left: list[LeftOut]) -> Iterator[Path]:
     for top, folders, files in os.walk(folder, onerror=unreadable):
         names = {*files, *folders}
         if "dataset_dict.json" in names or {"dataset_info.json", "state.json"} <= names:
-            raise DataError(top, "is a data set that the package datasets has saved, and its Arrow files are not read", SAVED)
+            yield from map(Path, saved_files(top))
+            folders.clear()
+            continue
         for name in sorted(names):
             path = Path(top, name)
             if name.startswith("."):
@@ -128,10 +128,21 @@ def _size_below(path: Path) -> int:
     return sum(file.lstat().st_size for file in below)
 
 
-def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
-    """What a file is that is no text, and what could be read in its place; None for text. With `whole` any NUL in its first bytes
-    makes it binary, as for git."""
+def head_form(path: str) -> str:
+    """Which of the forms in `streams` a file has; empty: it is a plain one. Raises `OSError`, `DataError`."""
     with open_plain(path) as file:
+        return form_of(path, file.read(HEAD_BYTES))
+
+
+def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
+    """What a file is, or what is compressed in it, that is no text; and what could be read in its place. None for text, and for a table.
+    With `whole` any NUL in its first bytes makes it binary, as for git."""
+    form = head_form(path)
+    if form in TABLES:
+        needed(path, "pyarrow")
+        return None
+    name = bare(path, form)
+    with unpacked(path, form) as (file, _):
         head = file.read(HEAD_BYTES)
         for at, magic, what, right in FORMATS:
             if head[at : at + len(magic)] == magic:
@@ -139,13 +150,13 @@ def kind_of(path: str, whole: bool = True) -> tuple[str, str] | None:
         if whole and b"\0" in head:
             return "binary", "UTF-8 text"
         text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if path.endswith(LINES) or not text.startswith((b"{", b"[")):
+        if name.endswith(LINES) or not text.startswith((b"{", b"[")):
             return None
-        if path.endswith(".json") and text.startswith(b"["):
+        if name.endswith(".json") and text.startswith(b"["):
             return "a JSON list, not text", f"an object a line in a .jsonl file, as jq -c '.[]' {path} writes them"
         lines = [line for line in (head + file.read(RECORD_BYTES)).split(b"\n") if line.strip()][:2]
     if len(lines) == 2 and all(map(_is_object, lines)):
-        return "JSON, an object a line, and not text", f"the same file under a name that ends with {LINES[0]}"
+        return "JSON, an object a line, and not text", f"the same file under a name that ends with {LINES[0]}{path[len(name) :]}"
     return None
 
 

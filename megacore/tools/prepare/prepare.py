@@ -28,7 +28,7 @@ from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.tools.prepare.chat import encode as encode_chat
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.input_files import LeftOut
-from megacore.tools.prepare.sources import Piece, TextBlock, Texts, line_number, read_block
+from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
 from megacore.tools.text.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
@@ -99,8 +99,8 @@ def prepare(
         inputs: files, folders, globs, `python-stdlib` (see `sources`).
         prefix: what to write; its folder is made.
         tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE`` or a model's path.
-        text_key: the key of the text in ``.jsonl`` files.
-        chat: the inputs are ``.jsonl`` files of conversations; also writes ``prefix.mask.bin`` (`tools.prepare.chat`).
+        text_key: the key of the text in ``.jsonl`` files, or the column of tables.
+        chat: the inputs are conversations; also writes ``prefix.mask.bin`` (`tools.prepare.chat`).
         template: a file with a chat template; None: the model's own, beside its tokenizer.
         valid_fraction: the fraction of the text for validation, see `Texts`; 0 writes no ``prefix_valid.*``.
         workers: processes; with 1 this process does the work.
@@ -132,7 +132,7 @@ def prepare(
             splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype, chat)), vocab_size) for p in prefixes]
             on_start(texts.num_bytes)
             encode = functools.partial(encode_task, loaded, dtype, text_key, form)
-            with closing(ordered_map(encode, tasks(texts), workers)) as results:
+            with closing(ordered_map(encode, tasks(texts, None if chat else text_key), workers)) as results:
                 for size, encoded in results:
                     for split, part in zip(splits, encoded, strict=False):
                         split.add(part)
@@ -161,8 +161,8 @@ def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fractio
         wrong = f"`{prefixes[0]}` names no file"
         raise ConfigError("--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx")
     texts = Texts(inputs, valid_fraction)
-    if chat and (others := [source.path for source in texts.sources if not source.jsonl]):
-        raise DataError(others[0], "holds no conversations", f"files whose names end with .jsonl, with {LINE}")
+    if chat and (others := [source.path for source in texts.sources if source.one_document]):
+        raise DataError(others[0], "holds no conversations", f"tables, or files whose names end with .jsonl, with {LINE}")
     outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [f"{prefixes[0]}.model"] * trains
     read = [*inputs, *(source.path for source in texts.sources), tokenizer, *([chat.path] if chat else [])]
     refuse_overwriting([prefixes[0], *outputs], read)
@@ -173,22 +173,25 @@ def sample_lines(texts: Texts, text_key: str) -> Iterator[str]:
     """Yields training text for a tokenizer, line by line: whole blocks in a fixed random order, up to `SAMPLE_BYTES`."""
     left = SAMPLE_BYTES
     for number in permute(np.arange(len(texts)), len(texts), derive_key(0)).tolist():
-        for piece in read_block(texts[number], text_key):
+        most = max(SAMPLE_BYTES // len(texts.sources), TASK_BYTES)  # of what can only be read in order: from its beginning
+        for piece in (piece for part in parts(texts[number], text_key) for piece in read_block(part, text_key)):
             if not piece.valid:
                 yield from piece.text.split("\n")
                 left -= len(piece.text)
+                most -= len(piece.text)
+            if texts[number].source.form and most <= 0:
+                break
         if left <= 0:
             break
 
 
-def tasks(texts: Texts) -> Iterator[list[TextBlock]]:
+def tasks(texts: Texts, text_key: str | None) -> Iterator[list[TextBlock | ReadBlock]]:
     """Yields all blocks in order, in lists of about `TASK_BYTES` of text."""
-    task: list[TextBlock] = []
+    task: list[TextBlock | ReadBlock] = []
     size = 0
-    for number in range(len(texts)):
-        block = texts[number]
+    for block in (part for number in range(len(texts)) for part in parts(texts[number], text_key)):
         task.append(block)
-        size += block.stop - block.start
+        size += sum(map(len, block.texts)) if isinstance(block, ReadBlock) else block.size
         if size >= TASK_BYTES:
             yield task
             task, size = [], 0
@@ -197,7 +200,7 @@ def tasks(texts: Texts) -> Iterator[list[TextBlock]]:
 
 
 def encode_task(
-    tokenizer: Tokenizer, dtype: np.dtype, text_key: str, chat: Chat | None, task: list[TextBlock]
+    tokenizer: Tokenizer, dtype: np.dtype, text_key: str, chat: Chat | None, task: list[TextBlock | ReadBlock]
 ) -> tuple[int, list[Encoded]]:
     """Encodes the training and the validation text of some blocks; also returns the blocks' size in bytes."""
     train, valid = Encoded(), Encoded()
@@ -209,7 +212,7 @@ def encode_task(
             split.learned.append(learned)
             split.ends.append(piece.ends)
             split.text_bytes += size
-    return sum(block.stop - block.start for block in task), [train, valid]
+    return sum(block.size for block in task), [train, valid]
 
 
 def texts_of(tokenizer: Tokenizer, pieces: list[Piece]) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
@@ -222,7 +225,7 @@ def texts_of(tokenizer: Tokenizer, pieces: list[Piece]) -> Iterator[tuple[Piece,
 
 
 def conversations(
-    tokenizer: Tokenizer, block: TextBlock, pieces: list[Piece], chat: Chat
+    tokenizer: Tokenizer, block: TextBlock | ReadBlock, pieces: list[Piece], chat: Chat
 ) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None, int]]:
     """The same of conversations. Raises `DataError` that names the line."""
     encoded = encode_chat(chat, tokenizer, [piece.text for piece in pieces]) if pieces else iter(())
@@ -230,8 +233,8 @@ def conversations(
         try:
             yield piece, *next(encoded)
         except WrongConversation as error:
-            path, (wrong, right) = block.source.path, error.args
-            raise DataError(path, f"line {line_number(path, piece.start)} {wrong}", right) from None
+            wrong, right = error.args
+            raise DataError(block.source.path, f"{place(block.source, piece.start)} {wrong}", right) from None
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:

@@ -1,22 +1,22 @@
 """Reads text from files, folders, globs and the standard library, in blocks that any process can read.
 
-A block is a span of bytes with a number. Its reader moves both ends to the next line, so readers of neighbouring blocks agree
-without communicating, and no process passes text to another.
+A block of a plain file is a span of bytes with a number. Its reader moves both ends to the next line, so readers of neighbouring blocks
+agree without communicating, and no process passes text to another. Of what can only be read in order (`streams`), a block holds the text.
 """
 
 import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, BinaryIO
 
-from megacore.errors import DataError
-from megacore.files import open_plain
-from megacore.tools.prepare.input_files import LINES, find_files
+from megacore.errors import ConfigError, DataError
+from megacore.tools.prepare.input_files import LINES, find_files, head_form
+from megacore.tools.prepare.streams import HUB, HUB_NAME, PACKED, TABLES, bare, hub_parts, packed_parts, table_parts, unpacked
 
 BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
 CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
@@ -36,15 +36,41 @@ class Source:
     stop: int
     jsonl: bool
     valid_below: int
+    form: str = ""  # of `streams`; empty: a plain file
+
+    @property
+    def one_document(self) -> bool:
+        """Whether it is a single text."""
+        return not self.jsonl and self.form in ("", *PACKED)
 
 
 @dataclass(frozen=True)
 class TextBlock:
-    """Bytes `start` to `stop` of a source, before the ends are moved."""
+    """Bytes `start` to `stop` of a source, before the ends are moved; of one that can only be read in order, all of it."""
 
     source: Source
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ReadBlock:
+    """What was read of a source that can only be read in order: its lines, the texts of its rows, or a part of its text.
+
+    `size` is what it took of the file. `start` is the number, from 1, of the first line or row. `ends`: the text ends with it.
+    """
+
+    source: Source
+    size: int
+    texts: Sequence[bytes | str]
+    start: int = 1
+    drawn: int = 0  # of a text: the hash of its beginning
+    ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,7 +81,7 @@ class Piece:
     drawn: int  # the hash of the document's beginning
     valid: bool
     ends: bool
-    start: int = 0  # the byte of the file at which the line begins
+    start: int = 0  # the byte of the file at which the line begins; the number of the line or row in a `ReadBlock`
 
 
 class Texts:
@@ -72,19 +98,16 @@ class Texts:
     def __init__(self, inputs: list[str], valid_fraction: float = 0.0) -> None:
         try:
             paths, self.left_out = find_files(inputs)
-            sizes = [os.stat(path).st_size for path in paths]
             below = math.ceil(valid_fraction * ALL)
-            self.sources = [Source(p, 0, size, p.endswith(LINES), below) for p, size in zip(paths, sizes, strict=True)]
-            for path in paths:
-                open_plain(path).close()
-            if len(paths) == 1 and not self.sources[0].jsonl:
+            self.sources = [_source(path, below) for path in paths]
+            if len(paths) == 1 and self.sources[0].one_document:
                 self.sources = _split(self.sources[0], valid_fraction)
         except OSError as error:
             raise DataError(str(error.filename), f"cannot be read: {error.strerror}", "text that this user may read") from None
         self.num_bytes = sum(s.stop - s.start for s in self.sources)
-        if self.num_bytes == 0:
+        if self.num_bytes == 0 and not any(source.form for source in self.sources):
             raise DataError(", ".join(inputs), "the text is empty", "at least one character")
-        self._first = [0, *accumulate(-(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
+        self._first = [0, *accumulate(1 if s.form else -(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
 
     def divide(self, text_key: str | None) -> None:
         """Moves the bound between training and validation, if all documents are on one side of it and not all are alike.
@@ -105,14 +128,15 @@ class Texts:
 
     def _drawn(self, source: Source, text_key: str | None) -> Iterator[int]:
         """The hash of each document of a source."""
-        if not source.jsonl:
+        if source.one_document and not source.form:
             with open(source.path, "rb") as file:
                 head = file.read(HEAD_BYTES)
             yield from [_hash(head)] if head else []
         else:
-            for start in range(source.start, source.stop, BLOCK_BYTES):
-                block = TextBlock(source, start, min(start + BLOCK_BYTES, source.stop))
-                yield from (piece.drawn for piece in read_block(block, text_key))
+            for number in range(len(self)):
+                if (block := self[number]).source == source:
+                    drawn = (piece.drawn for part in parts(block, text_key) for piece in read_block(part, text_key))
+                    yield from islice(drawn, 1) if source.one_document else drawn
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -120,20 +144,56 @@ class Texts:
     def __getitem__(self, number: int) -> TextBlock:
         i = bisect_right(self._first, number) - 1
         source = self.sources[i]
+        if source.form:
+            return TextBlock(source, source.start, source.stop)
         start = source.start + (number - self._first[i]) * BLOCK_BYTES
         return TextBlock(source, start, min(start + BLOCK_BYTES, source.stop))
 
 
-def read_block(block: TextBlock, text_key: str | None) -> Iterator[Piece]:
+def parts(block: TextBlock, text_key: str | None) -> Iterator[TextBlock | ReadBlock]:
+    """A block that any process can read; of a source that can only be read in order, what is read here. Raises `DataError`."""
+    source, number = block.source, 1
+    if not source.form:
+        yield block
+    elif source.one_document:
+        yield from _text_parts(source)
+    else:
+        found: Iterator[tuple[Sequence[bytes | str], int]]
+        if source.form in PACKED:
+            found = ((raw.removesuffix(b"\n").split(b"\n"), size) for raw, size in packed_parts(source.path, source.form, lines=True))
+        elif source.form == HUB:
+            found = hub_parts(source.path, text_key)
+        else:
+            found = table_parts(source.path, source.form, text_key)
+        for texts, size in found:
+            yield ReadBlock(source, size, texts, number)
+            number += len(texts)
+
+
+def _text_parts(source: Source) -> Iterator[ReadBlock]:
+    """A text that is compressed, in parts; the last is empty and ends the text."""
+    with unpacked(source.path, source.form) as (text, _):
+        drawn = _hash(text.read(HEAD_BYTES))
+    for raw, size in packed_parts(source.path, source.form, lines=False):
+        yield ReadBlock(source, size, [raw], drawn=drawn, ends=False)
+    yield ReadBlock(source, 0, [b""], drawn=drawn)
+
+
+def read_block(block: TextBlock | ReadBlock, text_key: str | None) -> Iterator[Piece]:
     """The text of a block; without a `text_key` whole lines of JSON. Raises `DataError`."""
     source = block.source
+    if isinstance(block, ReadBlock):
+        yield from _read_texts(block, text_key)
+        return
     try:
         with open(source.path, "rb") as file:
             start, stop = _cut(file, block.start, source), _cut(file, block.stop, source)
             file.seek(start)
             raw = file.read(stop - start)
             if source.jsonl:
-                yield from _read_lines(source, start, raw, text_key)
+                for line in raw.split(b"\n"):
+                    yield from _read_line(source, line, text_key, start, start)
+                    start += len(line) + 1
             elif raw:
                 file.seek(source.start)
                 drawn = _hash(file.read(HEAD_BYTES))
@@ -142,23 +202,43 @@ def read_block(block: TextBlock, text_key: str | None) -> Iterator[Piece]:
         raise DataError(source.path, f"cannot be read: {error.strerror}", "text that this user may read") from None
 
 
-def _read_lines(source: Source, start: int, raw: bytes, text_key: str | None) -> Iterator[Piece]:
-    """The documents of the lines in `raw`, which begins at byte `start` of the file."""
-    for line in raw.split(b"\n"):
-        if line.strip():
-            text = record = _decode(line, source.path, start)
-            try:
-                if text_key is not None:
-                    record = json.loads(text)
-                    text = record[text_key]
-                head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
-                wrong, right = _why(error, record, text_key)
-                raise DataError(source.path, f"line {line_number(source.path, start)} {wrong}", right) from None
-            if text:
-                drawn = _hash(head)
-                yield Piece(text, drawn, drawn < source.valid_below, True, start)
-        start += len(line) + 1
+def _read_texts(block: ReadBlock, text_key: str | None) -> Iterator[Piece]:
+    """The documents, or the part of one, in what was read."""
+    source = block.source
+    for number, text in enumerate(block.texts, block.start):
+        if isinstance(text, bytes):
+            if source.jsonl:
+                yield from _read_line(source, text, text_key, number, None)
+            else:
+                yield Piece(_decode(text, source.path, None), block.drawn, block.drawn < source.valid_below, block.ends)
+        elif text:
+            drawn = _hash(text.encode("utf-8")[:HEAD_BYTES])
+            yield Piece(text, drawn, drawn < source.valid_below, True, number)
+
+
+def _read_line(source: Source, line: bytes, text_key: str | None, start: int, offset: int | None) -> Iterator[Piece]:
+    """The document of a line, or nothing. `start` is the piece's, and `offset` the line's in the file, if it can be told."""
+    if not line.strip():
+        return
+    text = record = _decode(line, source.path, offset)
+    try:
+        if text_key is not None:
+            record = json.loads(text)
+            text = record[text_key]
+        head = text.encode("utf-8")[:HEAD_BYTES]  # fails for half a surrogate pair, which JSON can write
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # ValueError: also of thousands of digits
+        wrong, right = _why(error, record, text_key)
+        raise DataError(source.path, f"{place(source, start)} {wrong}", right) from None
+    if text:
+        drawn = _hash(head)
+        yield Piece(text, drawn, drawn < source.valid_below, True, start)
+
+
+def place(source: Source, start: int) -> str:
+    """Where in a source the line or row with a piece's `start` is."""
+    if source.form:
+        return f"line {start}" if source.form in PACKED else f"row {start}"
+    return f"line {line_number(source.path, start)}"
 
 
 def _hash(head: bytes) -> int:
@@ -166,8 +246,21 @@ def _hash(head: bytes) -> int:
     return int.from_bytes(blake2b(head, digest_size=8).digest(), "little")
 
 
+def _source(path: str, below: int) -> Source:
+    """A file, or a data set of the hub. Raises `OSError`, `DataError`."""
+    if path.startswith(HUB_NAME):
+        return Source(path, 0, 0, False, below, HUB)
+    form = head_form(path)
+    return Source(path, 0, os.stat(path).st_size, bare(path, form).endswith(LINES) and form not in TABLES, below, form)
+
+
 def _split(source: Source, valid_fraction: float) -> list[Source]:
-    """Cuts a text file into its first and last part, between two characters."""
+    """Cuts a text file into its first and last part, between two characters. Of a compressed one that place is not known."""
+    if source.form:
+        if valid_fraction:
+            wrong = f"the last part of a single compressed text, {source.path}, cannot be told before it is read"
+            raise ConfigError("--valid-fraction", wrong, "the text unpacked, or several documents")
+        return [source]
     with open(source.path, "rb") as file:
         middle = _character(file, int(source.stop * (1 - valid_fraction)))
     return [replace(source, stop=middle, valid_below=0), replace(source, start=middle, valid_below=ALL)]
@@ -189,11 +282,13 @@ def _character(file: BinaryIO, offset: int) -> int:
     return offset + next((i for i, byte in enumerate(file.read(4)) if byte & 0xC0 != 0x80), 0)
 
 
-def _decode(raw: bytes, path: str, start: int) -> str:
+def _decode(raw: bytes, path: str, start: int | None) -> str:
+    """The text of bytes that begin at a place in the file, if it is known."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(path, f"is not UTF-8 at byte {start + error.start}", "UTF-8 text; iconv converts other encodings") from None
+        at = "" if start is None else f" at byte {start + error.start}"
+        raise DataError(path, f"is not UTF-8{at}", "UTF-8 text; iconv converts other encodings") from None
 
 
 def line_number(path: str, offset: int) -> int:
