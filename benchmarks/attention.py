@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmarks.training import join
 from megacore.config import Config
 from megacore.config.implied import attention_of
-from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.attention import Attention
 from megacore.model.layers import DTYPES
 from megacore.model.stage import whole_model
 from megacore.tools.cli import Parser, counts, exit_with
+from megacore.tools.settings.load import resolve
 
 EXAMPLE = "OMP_NUM_THREADS=2 python -m benchmarks.attention --lengths 256,1024"
 HEADS, TOKENS = 4, 2048

@@ -27,12 +27,12 @@ from megacore.checkpoint import Ranks, Saver
 from megacore.checkpoint.digest import FILE_HASH, HASHES, content_digest
 from megacore.checkpoint.disk import file_digest, size_text, write_file
 from megacore.checkpoint.write import bytes_of, places_of
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.files import check_folder
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
+from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
 MORE = "More ranks: torchrun --nproc-per-node 2 -m benchmarks.checkpoint parallel.tensor=2"

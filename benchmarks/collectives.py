@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.charts import lines_over_sizes
 from benchmarks.training import join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
@@ -36,6 +36,7 @@ from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.traffic import ring_share
+from megacore.tools.settings.load import load
 
 EXAMPLE = "torchrun --nproc-per-node 2 -m benchmarks.collectives --config configs/gpt_tiny.json --largest 16 parallel.tensor=2"
 SMALLEST = 1024  # bytes

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.peers.process import EQUAL, OWN, SETTINGS, equalise, observed
 from benchmarks.training import LoneStage, Training, join
-from megacore.config import load
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.metrics import peak_memory
 
 EXAMPLE = "yes | head -3 | python -m benchmarks.contender megacore benchmarks/speed.json train.precision=fp32"

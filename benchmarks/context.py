@@ -29,7 +29,6 @@ from benchmarks.figures import BLUE, GREY, ORANGE, figure
 from benchmarks.training import join
 from benchmarks.wire import Wire
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend, gathered
 from megacore.context_parallel.ring_blocks import DocumentAttention
 from megacore.distributed.collectives import all_reduce
@@ -38,6 +37,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.context_method import METHODS
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.planner.traffic import Transfer, rank_traffic, ring_share
+from megacore.tools.settings.load import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "python -m benchmarks.context --output benchmarks/results/context.json --figure docs/figures/context.png"

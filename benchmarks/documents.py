@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import machine
 from benchmarks.training import RandomStream, Training, join
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.context_parallel.attention import Sequences, attend
 from megacore.context_parallel.sharding import pairs, parts, runs_by_rank
 from megacore.data.indexed import IndexedTokens
@@ -28,6 +27,7 @@ from megacore.distributed.communicator import SOLO
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.flops import document_attention_flops
 from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.settings.load import resolve
 
 EXAMPLE = "OMP_NUM_THREADS=1 python -m benchmarks.documents --corpus data/stdlib"
 SEQ_LEN, LENGTHS = 8192, (256, 512, 1024, 2048, 4096, 8192)

@@ -38,7 +38,7 @@ from benchmarks.kernel_inputs import (
     tensors,
     vocabulary,
 )
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.kernels.adamw import AdamW
 from megacore.kernels.cross_entropy import Settings, cross_entropy, losses_and_gradients
 from megacore.kernels.dropout import bias_dropout_residual
@@ -49,6 +49,7 @@ from megacore.kernels.linear_cross_entropy import linear_cross_entropy
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
 from megacore.kernels.swiglu import swiglu
+from megacore.tools.settings.load import load
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EPS, SCALE, PROBABILITY, KEY = 1e-5, 0.125, 0.1, 0x1234567_89ABCDEF

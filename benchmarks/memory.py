@@ -28,13 +28,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.training import Training, join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.planner.memory import rank_memory
+from megacore.tools.settings.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = "python -m benchmarks.memory train.precision=bf16"

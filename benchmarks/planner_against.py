@@ -26,7 +26,7 @@ try:
 except ImportError:
     from megacore.plan import memory, parameters, step_time, traffic, devices, profile
     from megacore.plan import setting as workload
-from megacore.config.load import resolve
+from megacore.tools.settings.load import resolve
 from megacore.errors import UserError
 known = devices.read_device("h100"), devices.read_cluster("dgx_h100"), profile.profile()
 for line in sys.stdin:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.throughput import ROOT, start
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, count, exit_with
@@ -27,6 +27,7 @@ from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, read_clus
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import Layout
 from megacore.tools.verify.layouts import parse as parse_layout
 

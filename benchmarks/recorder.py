@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megacore.config import load
 from megacore.distributed.communicator import Observed
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import pick_device
@@ -23,6 +22,7 @@ from megacore.tools.crowd import share_cores
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.garbage import Garbage
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 
 NOTES = 100_000

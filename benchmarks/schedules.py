@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from benchmarks import machine
 from benchmarks.charts import ratio_bars
 from benchmarks.training import join, random_batch
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import CHUNKS
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
@@ -41,6 +41,7 @@ from megacore.pipeline.schedule import COMPUTE, Action, Plan
 from megacore.pipeline.simulate import simulate
 from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.schedules --output schedules.json"
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,12 +24,12 @@ from benchmarks import machine
 from benchmarks.memory import ENGINES
 from benchmarks.peers.process import SETTINGS
 from benchmarks.rounds import ROOT, Contender, Failed, Processes, Record, race
-from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.simulate import simulate
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.crowd import OPENMPS_OWN
+from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.speed --quick"
 TINY = str(ROOT / "configs" / "gpt_tiny.json")

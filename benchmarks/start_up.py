@@ -33,7 +33,7 @@ from megacore.checkpoint import Reader, write
 from megacore.checkpoint.folder import commit, partial_of
 from megacore.checkpoint.format import DTYPE_CODES, File
 from megacore.checkpoint.write import Layout, index_file, places_of, write_rank
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import logical_name
@@ -41,6 +41,7 @@ from megacore.engine.choose import build_engine, build_stages
 from megacore.engine.protocol import Engine
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.start_up --ranks 64,512"
 LAYOUT = ["parallel.tensor=8", "parallel.pipeline=8", "engine.shard_optimizer=true", "train.global_batch_size=1536"]

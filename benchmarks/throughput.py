@@ -22,7 +22,7 @@ from benchmarks import machine
 from benchmarks.breakdown import COMMUNICATION, PARTS, Breakdown, beside_each_other, measured_step, shares
 from benchmarks.charts import stacked_bars
 from benchmarks.training import RandomStream, Training, join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.data.samples import training_stream
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
@@ -36,6 +36,7 @@ from megacore.tools.diagnosis.failure import fail
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.plot import check_plot, draw
 from megacore.tools.planner.traffic import sent_by_group
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse as parse_layout
 from megacore.train.metrics import peak_memory, reserved_memory
 

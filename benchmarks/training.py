@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.packing import Bounds
 from megacore.distributed.communicator import SOLO, Group
@@ -25,6 +25,7 @@ from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.tools.choices.compiling import settled
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.crowd import share_cores
+from megacore.tools.settings.load import load
 from megacore.train.loader import Loader, SampleSource
 from megacore.train.step import StepResult, TrainStep
 

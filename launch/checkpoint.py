@@ -11,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on, and torch takes seconds to import)
 from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.checkpoint.disk import size_text
-from megacore.config.load import flatten
 from megacore.errors import CheckpointError, ConfigError, shown
 from megacore.model.layers import DTYPES
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.interchange.import_model import PEERS, import_model
+from megacore.tools.settings.load import flatten
 from megacore.tools.verify.checkpoint_diff import compare
 
 INFO = "python launch/checkpoint.py info runs/gpt_tiny"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config.load import load, smallest_world
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.files import check_folder, write_json
 from megacore.tools.cli import Parser, exit_rank_with, exit_with
+from megacore.tools.settings.load import load, smallest_world
 
 if TYPE_CHECKING:
     from tests.drills.drills import Drill, Outcome

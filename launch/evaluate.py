@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import write_json
 from megacore.tools.cli import Parser, exit_rank_with
 from megacore.tools.output_files import check_output
+from megacore.tools.settings.load import resolve
 
 if TYPE_CHECKING:
     from megacore.checkpoint import Reader

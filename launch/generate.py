@@ -11,11 +11,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_json, read_text
 from megacore.tools.cli import INTERRUPTED, Parser, StdoutLost, count, exit_rank_with
+from megacore.tools.settings.load import resolve
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
 MORE = """A model too large for one device is spread over several, like a run: overrides name the layout, a launcher starts the ranks.

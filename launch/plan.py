@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout that is not installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config import Config, load
-from megacore.config.load import smallest_world
+from megacore.config import Config
 from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
@@ -35,6 +34,7 @@ from megacore.tools.planner.profile import Profile, profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.load import load, smallest_world
 
 if TYPE_CHECKING:
     from rich.table import Table

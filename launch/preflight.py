@@ -10,8 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config import Config, load
-from megacore.config.load import smallest_world
+from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
@@ -24,6 +23,7 @@ from megacore.tools.preflight.patience import say
 from megacore.tools.preflight.rank_checks import Meeting, fresh_name, try_links
 from megacore.tools.preflight.reach import Hosts
 from megacore.tools.relaunch.hosts import SSH, check_ranks, chosen_hosts, read_hostfile
+from megacore.tools.settings.load import load, smallest_world
 
 EXAMPLE = "python launch/preflight.py --hostfile hostfile --config configs/gpt_7b.json"
 MORE = """With a hostfile every host is reached over ssh, as the deepspeed launcher does. Without one, ranks of any launcher look at their

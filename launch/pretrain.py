@@ -10,14 +10,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config import Config, load
-from megacore.config.load import Resolved
+from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import plan_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.cli import Parser, StandardStream, exit_rank_with
+from megacore.tools.settings.load import Resolved, load
 from megacore.train.stopping import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
@@ -59,7 +59,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         if place.rank == 0:
             print(loaded.table())
             if loaded.config.optim.groups:
-                from megacore.engine.choose import group_table
+                from megacore.tools.settings.group_table import group_table
 
                 print(f"\n{group_table(loaded.config)}")
         return 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder, open_plain
@@ -26,6 +26,7 @@ from megacore.tools.cli import Parser, exit_with
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.relaunch.hosts import load_any, plan
+from megacore.tools.settings.load import load
 from megacore.train.stopping import StopRequest
 
 if TYPE_CHECKING:

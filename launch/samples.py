@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config import Config, load
-from megacore.config.load import smallest_world
+from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import write_json
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output
+from megacore.tools.settings.load import load, smallest_world
 
 if TYPE_CHECKING:
     from megacore.data.indexed import IndexedTokens

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, locate
-from megacore.config.load import load, resolve
 from megacore.model.stage import Stage, whole_model
 from megacore.tools.checkpoint_weights import load_weights
+from megacore.tools.settings.load import load, resolve
 from tests.checkpoints import save
 from tests.pieces import piece
 from tests.thread_ranks import ThreadRanks, run_threads

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.training import Training, join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.fsdp import FSDPEngine
+from megacore.tools.settings.load import load
 from tests import training
 from tests.commands import run_script
 from tests.compiling import graphs_counted

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.settings.load import load
 from tests import training
 from tests.pool import Pool
 from tests.training import Figures, difference, figures

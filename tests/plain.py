@@ -20,11 +20,12 @@ from torch import Tensor
 
 from launch import pretrain
 from megacore.checkpoint import Reader
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.data.samples import SampleStream
 from megacore.distributed.shard import Shard
 from megacore.model.stage import whole_model
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
 

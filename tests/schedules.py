@@ -10,11 +10,11 @@ import random
 from collections import Counter
 
 import tests.schedules
-from megacore.config import load
 from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import SCHEDULES, Layout, parse
 from megacore.tools.verify.run import Options, Result, prove
 from megacore.tools.verify.workers import ProofWorkers

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.model.layers import Layers, fields_of
 from megacore.tools.choices.settle import settled_alone
+from megacore.tools.settings.load import load
 from megacore.train.loader import microbatch_on
 from megacore.train.step import TrainStep
 from tests.training import VOCAB_SIZE, difference

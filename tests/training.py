@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import whole_model
@@ -16,6 +16,7 @@ from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from tests.checkpoints import save
 

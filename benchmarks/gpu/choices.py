@@ -22,7 +22,7 @@ from benchmarks.kernel_bandwidth import race
 from benchmarks.kernel_operations import CONFIGS
 from benchmarks.predicted import ALONE
 from benchmarks.training import Training, join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology
@@ -34,6 +34,7 @@ from megacore.tools.planner.devices import read_device
 from megacore.tools.planner.profile import profile as constants
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.load import load
 
 ROUNDS = 9
 SHARDS = (1, 2, 4, 8)

@@ -26,8 +26,9 @@ from benchmarks.kernel_operations import CONFIGS, OPERATIONS
 from benchmarks.kernels import sizes
 from benchmarks.rounds import ROOT
 from benchmarks.training import Training, join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.settings.load import load
 
 TESTS = ("adamw", "cross_entropy", "dropout", "gelu", "grad_norm", "layernorm", "linear_cross_entropy", "rope", "softmax", "swiglu")
 ROUNDS = 11

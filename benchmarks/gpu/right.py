@@ -12,8 +12,9 @@ import torch
 from benchmarks import machine
 from benchmarks.gpu.running import Rows
 from benchmarks.rounds import ROOT
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.gpu import environment
+from megacore.tools.settings.load import load
 
 TINY = str(ROOT / "configs/gpt_tiny.json")
 SMALL = ("train.global_batch_size=4", "train.micro_batch_size=1", "train.seq_len=64", "model.vocab_size=515")

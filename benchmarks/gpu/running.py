@@ -79,8 +79,8 @@ def set_up(dry: bool) -> None:
         torch.set_num_threads(1)
         return
     from megacore.caches import keep_inductor_private, keep_triton_local
-    from megacore.config.load import resolve
     from megacore.distributed.gpu import set_up_environment
+    from megacore.tools.settings.load import resolve
 
     set_up_environment(resolve({}, [], "benchmarks.gpu", 1).config)
     keep_triton_local()

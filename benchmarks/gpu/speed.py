@@ -19,9 +19,10 @@ from benchmarks.peers.process import OWN
 from benchmarks.peers.report import summary
 from benchmarks.rounds import race
 from benchmarks.training import Training, join
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.utilisation import Utilisation
+from megacore.tools.settings.load import load
 from megacore.train.metrics import peak_memory, reserved_memory
 
 MICRO_BATCHES = {"gpt_124m": (16, 4, 64), "gpt_350m": (16, 4, 32), "gpt_1b": (4, 1, 16)}  # the one that says most first

@@ -10,8 +10,9 @@ import torch
 from benchmarks.peers.environments import python_of
 from benchmarks.peers.process import EQUAL, OWN
 from benchmarks.rounds import Contender
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.errors import ConfigError
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse as parse_layout
 
 OURS = "megacore"

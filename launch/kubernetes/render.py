@@ -9,10 +9,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.tools.cli import Parser, exit_with
+from megacore.tools.settings.load import load
 
 EXAMPLE = """python launch/kubernetes/render.py --config configs/gpt_7b.json --nodes 4 --gpus 8 --image megacore:1 \\
       --volume training data.train=data/train > run.yaml

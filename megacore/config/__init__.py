@@ -1,7 +1,6 @@
-"""A run's settings: schema, validation, loading with overrides, and what `auto` stands for.
+"""A run's settings: schema, what follows from open values, and the rules that sections must keep together.
 
-In: a JSON file and `section.key=value`. Out: a `Config` whose values are all set and fit together, or one line that says what is wrong.
+In: sections of values, as `megacore.tools.settings` reads them. Out: a `Config` whose values are all set and fit together.
 """
 
-from megacore.config.load import Resolved, load
 from megacore.config.schema import Config

@@ -1,7 +1,6 @@
 """Which optimizer each parameter has, with which settings: `optim`, and `optim.groups` by patterns of names."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -56,19 +55,6 @@ class ParameterGroups:
                 right = f"an entry of {KEY} with another kind that matches it"
                 raise ConfigError(KEY if group.number else "optim.kind", f"{group.rule.name} cannot update {name}: {reason}", right)
 
-    def table(self, names: Iterable[str]) -> str:
-        """The text of which parameters have which rule and settings, for `--print-config`."""
-        members: dict[ParameterGroup, list[str]] = {group: [] for group in self.every}
-        for name in names:
-            members[self.of(name)].append(name)
-        lines = [f"{KEY}, as they apply (weight decay: to matrices alone):"]
-        for group, own in members.items():
-            settings = "".join(f" {key}={value:g}" if isinstance(value, float) else f" {key}={value}" for key, value in group.rule.settings)
-            title = f"{KEY}[{group.number - 1}]" if group.number else "others"
-            lines.append(f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}")
-            lines += [f"    {text}" for text in _folded(own)] or ["    no parameter"]
-        return "\n".join(lines)
-
 
 def _group(optim: OptimConfig, number: int, entry: OptimGroup) -> ParameterGroup:
     def value(key: str) -> Any:
@@ -80,28 +66,6 @@ def _group(optim: OptimConfig, number: int, entry: OptimGroup) -> ParameterGroup
     lr = value("lr")
     factor = 1.0 if lr == optim.lr else lr / optim.lr
     return ParameterGroup(number, entry.match, rule(settings), lr, factor, value("weight_decay"))
-
-
-def _folded(names: Iterable[str]) -> list[str]:
-    """Names, those of equal parts of several blocks as one line: `blocks.{0,1,2}.norm.weight`."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        number = re.search(r"(?<=\.)\d+(?=\.)", name)
-        form = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
-        found.setdefault(form, []).append(number.group() if number else "")
-    return [form if form not in found or numbers == [""] else form.replace("#", _runs(numbers), 1) for form, numbers in found.items()]
-
-
-def _runs(numbers: list[str]) -> str:
-    """Numbers, ascending, as `3`, or as `{0-5,7}`."""
-    runs: list[list[int]] = []
-    for number in sorted(map(int, numbers)):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    texts = ["-".join(map(str, run)) for run in runs]
-    return texts[0] if len(numbers) == 1 else f"{{{','.join(texts)}}}"
 
 
 def check_groups(config: Config) -> None:

@@ -1,7 +1,7 @@
 """The schema of a run's config: every section and key with its type, default and meaning.
 
 Its classes hold values and check one section alone. Rules over several sections (does the batch divide, does the world fit) are in
-`validation.py`. Files and overrides are in `load.py`.
+`validation.py`. Files and overrides: `megacore.tools.settings`.
 """
 
 from collections.abc import Mapping
@@ -349,7 +349,7 @@ class LogConfig(Section):
 
 
 class Config(Section):
-    """A whole run. Build it with `megacore.config.load`, which also resolves and checks it."""
+    """A whole run. Build it with `megacore.tools.settings.load`, which also resolves and checks it."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)

@@ -8,7 +8,6 @@ import re
 from math import prod
 from typing import Any
 
-from megacore.config.deepspeed import ds_settings
 from megacore.config.optim_groups import check_groups
 from megacore.config.schema import CHUNKS, V_SHAPED, Config, Llama3Rope, YarnRope, resolved
 from megacore.distributed.axes import AXES
@@ -111,8 +110,6 @@ def check(config: Config, world_size: int) -> None:
     check_optim(config)
     check_fsdp(config)
     check_links(config)
-    if config.engine.kind == "deepspeed":
-        ds_settings(config)
 
 
 def check_available(config: Config) -> None:

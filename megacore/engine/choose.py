@@ -93,15 +93,6 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def group_table(config: Config) -> str:
-    """Which parameters have which optimizer and settings, as text; "" if all have the same. Raises `ConfigError` as `check_engine`."""
-    if not config.optim.groups:
-        return ""
-    groups, shapes = ParameterGroups(config.optim), parameter_shapes(config)
-    groups.check(shapes)
-    return groups.table(shapes)
-
-
 def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
     """Builds the engine over the parameters of a rank's stages, which it may move or replace; collective.
 

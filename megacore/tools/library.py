@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.errors import ConfigError
+from megacore.tools.settings.load import load
 
 if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
     from megacore.distributed.mesh import Mesh

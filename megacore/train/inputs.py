@@ -12,7 +12,6 @@ from megacore import checkpoint
 from megacore.checkpoint.format import RunState
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
-from megacore.config.load import flatten
 from megacore.config.optim_groups import KEY, ParameterGroups
 from megacore.config.schema import resolved
 from megacore.config.validation import MOST_SAMPLES
@@ -202,12 +201,13 @@ def recorded_rule(optim: Any, parameter: str) -> Any:
 
 def changes(config: Config, recorded: Mapping[str, Any]) -> list[str]:
     """Which settings of a run that goes on are others than those of its checkpoint (`recorded` sections), in up to two lines."""
-    now, was = (
-        flatten(config.model_dump(mode="json", by_alias=True)),
-        flatten({n: own for n, own in recorded.items() if isinstance(own, dict)}),
-    )
-    differ = [key for key in now if key in was and key not in HOW and was[key] != now[key]]
-    texts = {key: f"{key}={json.dumps(now[key])} (was {json.dumps(was[key])})" for key in differ}
-    heard, unheard = ([text for key, text in texts.items() if (key in UNHEARD) == kind] for kind in (False, True))
+    heard, unheard = list[str](), list[str]()
+    for name, section in config.model_dump(mode="json", by_alias=True).items():
+        before = recorded.get(name)
+        before = before if isinstance(before, dict) else {}
+        for key, now in section.items():
+            if key in before and before[key] != now and (setting := f"{name}.{key}") not in HOW:
+                text = f"{setting}={json.dumps(now)} (was {json.dumps(before[key])})"
+                (unheard if setting in UNHEARD else heard).append(text)
     lines = [f"changed since: {', '.join(heard)}"] if heard else []
     return lines + ([f"WARNING: without effect, because a checkpoint has weights: {', '.join(unheard)}"] if unheard else [])

@@ -15,10 +15,10 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import machine
-from megacore.config.load import resolve
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.planner.traffic import rank_traffic, sent_by_group
+from megacore.tools.settings.load import resolve
 from tests.cluster.hosts import Hosts, hosts, missing
 from tests.pool import ROOT
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from megacore.checkpoint import Reader
-from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices import compiling, resolve_auto
 from megacore.tools.choices.compiling import Small, Times, can_compile, settled
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import resolve
 from megacore.train.step import TrainStep
 from tests import training
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import load
 from megacore.config.schema import MASK
 from megacore.context_parallel import attention
 from megacore.context_parallel import ring_blocks as blocks
@@ -22,6 +21,7 @@ from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.files import ROOT
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.workers import ProofWorkers

@@ -7,9 +7,9 @@ from unittest import mock
 import numpy as np
 
 from launch import pretrain
-from megacore.config import load
 from megacore.data.indexed import IndexedTokens
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.stopping import StopRequest
 from megacore.train.trainer import Trainer
 from tests import training

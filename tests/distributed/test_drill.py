@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.drill import SHORT, run
-from megacore.config import load
 from megacore.errors import ConfigError
+from megacore.tools.settings.load import load
 from tests import training
 from tests.distributed.test_launch import ENVIRONMENT
 from tests.drills.drills import EXPECTED, Drill

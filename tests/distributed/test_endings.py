@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import load
+from megacore.tools.settings.load import load
 from tests import training
 from tests.pool import CONTEXT, ROOT
 

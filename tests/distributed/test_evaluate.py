@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from launch.evaluate import run
 from megacore.checkpoint import Reader, locate
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.data.indexed import IndexedTokens
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
@@ -26,6 +26,7 @@ from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.interchange.settings import read_gpt2
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.prepare.prepare import prepare
+from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.train.inputs import Inputs
 from tests import training

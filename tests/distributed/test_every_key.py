@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import Config, load
-from megacore.config.load import flatten
+from megacore.config import Config
 from megacore.distributed import cpu
 from megacore.distributed.init import joined
 from megacore.distributed.mesh import Mesh, pick_device
@@ -29,6 +28,7 @@ from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.planner.memory import rank_memory
+from megacore.tools.settings.load import flatten, load
 from megacore.train.inputs import Inputs
 from tests.pool import Pool
 from tests.training import lines, write_config, write_corpus

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megacore.checkpoint import Reader
 from megacore.checkpoint.folder import locate
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import logical_name
@@ -23,6 +22,7 @@ from megacore.rng import RUN
 from megacore.tools.checkpoint_weights import load_weights
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
 from tests.memory import Allocated

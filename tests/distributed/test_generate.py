@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from launch.generate import run
-from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.model.decoding import Decoder
 from megacore.model.sampling import Sampler
@@ -20,6 +19,7 @@ from megacore.tools.choices.settle import settled_alone
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import resolve
 from tests import training
 
 LAYOUTS = {

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megacore.config import load
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.shard import shard_of
 from megacore.model.block import FeedForward
 from megacore.tensor_parallel.gradient import MainGradient
+from megacore.tools.settings.load import load
 from tests import training
 from tests.kernel_checks import TOLERANCE, launches, needs_triton, relative_error, seeded
 from tests.pieces import dim_of

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config.load import resolve
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels, by_host
@@ -15,6 +14,7 @@ from megacore.distributed.mesh import Mesh, pick_device
 from megacore.engine.param_all_gather import start_gather
 from megacore.engine.reduce import start_sum
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import resolve
 
 UNIT = 2.0**-8  # bf16's unit roundoff
 ELEMENTS = 64

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacore.config import load
 from megacore.config.schema import IGNORED
 from megacore.data.indexed import MASK
 from megacore.data.samples import EvalSamples, SampleStream, training_stream
@@ -19,6 +18,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.evaluation import evaluate
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep

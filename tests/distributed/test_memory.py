@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from benchmarks.memory import ENGINES, PARTS, ROOT, measure
-from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests.engines import missing
 
 # Large enough that what is padded, to divide or to align, stays below a percent.

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.config import load
 from megacore.distributed.axes import coordinates, ranks_along
 from megacore.distributed.collectives import all_reduce, broadcast_text
 from megacore.distributed.mesh import Mesh
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests.training import write_config
 
 NAMES = ["pp", "dp", "cp", "tp"]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from megacore.checkpoint import Saver
-from megacore.config import load
 from megacore.data.packing import of_inputs
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices import utilisation
 from megacore.tools.choices.flops import flops_per_token
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from tests import training
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import materialise
 from megacore.engine.choose import build_stages
@@ -27,6 +26,7 @@ from megacore.tools.choices.settle import settled_alone
 from megacore.tools.interchange import mapped
 from megacore.tools.interchange.families import family_for_hf
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests import peers
 
 # Sums of some hundred terms, in another order: fp32 rounds to 6e-8, fp64 to 1e-16.

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.engine.choose import build_stages
 from megacore.engine.native import NativeEngine
@@ -19,6 +18,7 @@ from megacore.pipeline.schedule import IN_FLIGHT, Action, Op
 from megacore.tools.choices.held import peak_live
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests.training import VOCAB_SIZE, write_config
 
 STAGES = 4

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import load
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.preflight import links
 from megacore.tools.preflight.judge import judge_together
+from megacore.tools.settings.load import load
 from tests.training import write_config
 
 

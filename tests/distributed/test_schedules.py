@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.config import load
 from megacore.config.schema import CHUNKS, V_SHAPED
 from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import ParameterGatherer, start_gather
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import parse
 from tests import training
 from tests.steps import Found, apart, as_one, train

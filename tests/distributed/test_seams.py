@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.collectives import leave_tensor_parallel
 from megacore.distributed.communicator import SOLO, Group
@@ -30,6 +30,7 @@ from megacore.pipeline import generators, partition, schedule
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped
 from megacore.pipeline.validate import validate
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests import training
 from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.distributed.collectives import own_part
 from megacore.distributed.mesh import Mesh
@@ -31,6 +31,7 @@ from megacore.pipeline.runtime import Runtime
 from megacore.tensor_parallel.gradient import WeightGradPart, main_gradient_of
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
 from tests.steps import Found, apart, train

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed import buffers
 from megacore.distributed.axes import AXES, Axis
 from megacore.distributed.buffers import ShardedBuffer, new_buffer, update_buffers
@@ -34,6 +34,7 @@ from megacore.model.gpt import BLOCKS, gpt
 from megacore.model.stage import Stage
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from tests import training
 from tests.steps import Found, apart, train

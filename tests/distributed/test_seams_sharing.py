@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megacore.checkpoint import Reader, locate
-from megacore.config import Config, load, source
+from megacore.config import Config, source
 from megacore.distributed.mesh import Mesh
 from megacore.model.choose import layers_of
 from megacore.model.layers import sharing
@@ -18,6 +18,7 @@ from megacore.pipeline.partition import layer_ranges, placement_of, plan_of, sha
 from megacore.pipeline.schedule import Op
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests import training, value_embeddings
 from tests.steps import Found, apart, train
 from tests.strict import Rules, strict

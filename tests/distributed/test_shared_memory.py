@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.config import load
 from megacore.distributed import collectives as comm
 from megacore.distributed import shared_memory
 from megacore.distributed.communicator import Communicator, Group
@@ -23,6 +22,7 @@ from megacore.distributed.mesh import Mesh, pick_device
 from megacore.distributed.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
 from megacore.tools.diagnosis.failure import lost_peer
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from tests import training
 
 ROUNDS = 40

@@ -10,7 +10,6 @@ import torch
 from launch.evaluate import run as evaluate
 from launch.generate import run as generate
 from megacore.checkpoint import Reader, locate
-from megacore.config import load
 from megacore.config.source import COPY
 from megacore.distributed.init import check_source
 from megacore.distributed.mesh import Mesh
@@ -18,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, UserError
 from megacore.tools.interchange.export_hf import config_of
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from tests import forks, training
 from tests.distributed.test_generate import text_of

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_iter
 from benchmarks.breakdown import measured_step, shares
 from benchmarks.training import RandomStream, Training
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh, pick_device
 from megacore.tensor_parallel import linear
@@ -23,6 +22,7 @@ from megacore.tools.dry_run.meta_watch import OPERATIONS
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.traffic import Transfer, rank_traffic, sent_by_group
+from megacore.tools.settings.load import resolve
 
 AXES = ("tensor", "pipeline", "data", "context")
 TOKENS, HIDDEN, LAYERS, MICROBATCHES = 2 * 32, 256, 4, 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import load
+from megacore.tools.settings.load import load
 from tests import plain
 from tests.plain import HALF, SKIPPED, STEPS
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import judging
-from megacore.config import load
 from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.init import joined
@@ -35,6 +34,7 @@ from megacore.tools.diagnosis.hang_diagnosis import Diagnosis
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
+from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
 from tests import training
 from tests.pool import Pool, RankError

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Reader, checkpoints_in
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice
 from megacore.model.decoding import Decoder
@@ -23,6 +22,7 @@ from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.worker import planted
 from tests import training

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import load, schema, validation
+from megacore.config import schema, validation
 from megacore.distributed.axes import AXES, Axis, sums_of
 from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
+from megacore.tools.settings.load import load
 from tests import training
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megacore.config import Config
-from megacore.config.load import referred
 from megacore.errors import UserError
+from megacore.tools.settings.load import referred
 from megacore.train.stopping import StopRequest
 from megacore.train.trainer import Trainer
 from tests.bad_inputs import SCRIPTS, bounded

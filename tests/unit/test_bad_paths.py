@@ -17,13 +17,12 @@ import pytest
 
 from launch import checkpoint, generate, plan, prepare, pretrain
 from megacore.checkpoint.manifest import MANIFEST
-from megacore.config import load
-from megacore.config.load import resolve
 from megacore.data.indexed import IndexedTokens
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.cli import guarded
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.load import load, resolve
 from megacore.train.logs import Logs
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
 from tests.conftest import Refused

@@ -11,8 +11,9 @@ from launch import checkpoint as script
 from megacore.checkpoint import Reader, checkpoints_in
 from megacore.checkpoint.manifest import MANIFEST, sealed, unsealed
 from megacore.checkpoint.slices import Slices
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.errors import CheckpointError
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from tests.checkpoints import save
 from tests.manifests import edit_text

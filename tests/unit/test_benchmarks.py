@@ -29,8 +29,7 @@ from benchmarks.rounds import ROOT, Contender, Race, Record
 from benchmarks.rounds import race as start_race
 from benchmarks.throughput import hardware_flops_per_token
 from benchmarks.training import Training, random_batch
-from megacore.config import Config, load
-from megacore.config.load import resolve
+from megacore.config import Config
 from megacore.context_parallel import attention
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed.axes import ranks_along
@@ -50,6 +49,7 @@ from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.plot import draw
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
+from megacore.tools.settings.load import load, resolve
 from tests.training import write_config
 
 

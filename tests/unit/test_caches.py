@@ -8,8 +8,8 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from megacore.caches import INDUCTOR, TRITON, cache_folder, keep_triton_local, new_folder
-from megacore.config.load import resolve
 from megacore.model.stage import whole_model
+from megacore.tools.settings.load import resolve
 
 
 @pytest.fixture(autouse=True)

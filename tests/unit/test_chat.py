@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from launch import prepare as script
-from megacore.config import load
 from megacore.config.schema import IGNORED
 from megacore.data.indexed import MASK, IndexedTokens, Sidecar
 from megacore.data.samples import EvalSamples, SampleStream
@@ -18,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep

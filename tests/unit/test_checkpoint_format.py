@@ -24,12 +24,12 @@ from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, rea
 from megacore.checkpoint.folder import set_aside
 from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.config.schema import ModelConfig
 from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
 from megacore.model.stage import whole_model
 from megacore.tools.interchange.stream import save_stream
+from megacore.tools.settings.load import resolve
 from tests import crashes
 from tests.checkpoints import Alone, find_latest, save
 from tests.manifests import edit_manifest, edit_text

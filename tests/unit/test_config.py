@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from launch import pretrain, supervise
-from megacore.config import Config, Resolved, load
-from megacore.config.load import flatten
+from megacore.config import Config
 from megacore.config.schema import CHUNKS
 from megacore.errors import ConfigError
+from megacore.tools.settings.load import Resolved, flatten, load
 
 Load = Callable[..., Resolved]
 

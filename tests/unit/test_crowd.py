@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megacore.config.load import resolve
 from megacore.distributed.processes import available_cores
 from megacore.tools import crowd
 from megacore.tools.crowd import FittingThreads, hold_team
+from megacore.tools.settings.load import resolve
 
 
 class Machine:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from launch.prepare import parse
-from megacore.config import load
 from megacore.data.indexed import IndexedTokens, Sidecar
 from megacore.errors import ConfigError, DataError, UserError
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources
 from megacore.tools.prepare.prepare import cross_entropy, prepare
+from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.train.inputs import Inputs
 from tests.training import write_config

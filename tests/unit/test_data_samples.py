@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.config import load
-from megacore.config.load import resolve
 from megacore.config.schema import IGNORED, MASK
 from megacore.data.samples import EvalSamples, SampleStream, blend, training_stream
 from megacore.distributed.communicator import SOLO
@@ -18,6 +16,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.load import load, resolve
 from megacore.tools.verify.reference import Corpus, batch_of
 from megacore.train.loader import Loader, validation_batches
 

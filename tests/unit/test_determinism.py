@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.init import joined
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.model.norm import Norm
 from megacore.model.stage import whole_model
+from megacore.tools.settings.load import resolve
 
 MODELS = {
     "gpt2": ["model.dropout=0.1"],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.checkpoint.saver import Staging
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed import communicator as wire_module
 from megacore.distributed import mesh as mesh_module
 from megacore.distributed.collectives import all_reduce
@@ -25,6 +25,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError
 from megacore.tools.garbage import EVERY, Garbage
+from megacore.tools.settings.load import load
 from megacore.train import loader as loader_module
 from megacore.train.loader import Loader
 from tests import training

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import load
+from megacore.tools.settings.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

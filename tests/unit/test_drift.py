@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.config import load
 from megacore.distributed.communicator import Group
 from megacore.distributed.topology import Topology, alone
 from megacore.model.stage import Stage, whole_model
+from megacore.tools.settings.load import load
 from megacore.train import drift
 from megacore.train.drift import EVERY, MODULUS, Drift
 from tests import training

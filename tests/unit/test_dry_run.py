@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kernels.linear_cross_entropy import default_chunk
 from launch import plan as script
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.context_parallel import attention
 from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh
@@ -40,6 +40,7 @@ from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.parameters import parameters
 from megacore.tools.planner.traffic import rank_traffic
+from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
 from tests.memory import Allocated

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import OptimConfig, resolved
 from megacore.distributed.collectives import Done
@@ -32,6 +32,7 @@ from megacore.model.stage import Stage, whole_model
 from megacore.optimizers.rule import RULES
 from megacore.pipeline import generators
 from megacore.pipeline.runtime import Runtime
+from megacore.tools.settings.load import load
 from megacore.train.checkpointing import engine_state
 from tests.training import VOCAB_SIZE, write_config
 

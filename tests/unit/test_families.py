@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.config.schema import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.stage import whole_model
 from megacore.tools.interchange.families import FAMILIES, family_for_config, family_for_hf
 from megacore.tools.interchange.mapped import stored_name
+from megacore.tools.settings.load import resolve
 from tests.peers import LLAMA, PEERS, VOCAB_SIZE
 
 ARCHITECTURES = {

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megacore.checkpoint import Reader, locate
-from megacore.config import Config, load
-from megacore.config.load import parse_override
+from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
 from megacore.tools.interchange.families import family_for_hf
+from megacore.tools.settings.load import load, parse_override
 from tests.checkpoints import save
 from tests.commands import ROOT, run_script
 from tests.conversion import random_run

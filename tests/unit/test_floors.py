@@ -31,6 +31,7 @@ ROOMS = [
     ["megacore.pipeline.runtime"],
     ["megacore.train."],
     # The core ends here, and imports no tool.
+    ["megacore.tools.settings."],
     ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
     ["megacore.tools.local_ranks", "megacore.tools.metrics_file", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
@@ -49,7 +50,8 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # What runs, or says its mistakes, before torch is imported; such a module imports others of them only.
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.section", "megacore.config.",
-    "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flow", "megacore.tools.choices.flops",
+    "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flow", "megacore.tools.settings.load",
+    "megacore.tools.settings.ds_config", "megacore.tools.settings.from_ds_config", "megacore.tools.choices.flops",
     "megacore.tools.choices.activations", "megacore.tools.choices.partition", "megacore.tools.choices.search_schedule",
     "megacore.tools.choices.resolve_auto", "megacore.tools.choices.context_method", "megacore.tools.choices.devices",
     "megacore.tools.choices.settle", "megacore.tools.choices.held",
@@ -264,7 +266,7 @@ def build(root: Path, files: dict[str, str]) -> None:
             "import megacore.engine.native",
             "on floor 10 imports megacore.engine.native on floor 10",
         ),
-        ("megacore/data/shuffle.py", "import launch.pretrain", "megacore.data on floor 8 imports launch.pretrain on floor 23"),
+        ("megacore/data/shuffle.py", "import launch.pretrain", "megacore.data on floor 8 imports launch.pretrain on floor 24"),
         ("megacore/attic.py", "", "stands on no floor"),
         ("megacore/attic/old.py", "", "stands on no floor"),
         ("megacore/pipeline/schedule.py", "import torch", "comes before torch and imports torch"),

@@ -9,7 +9,6 @@ import torch
 
 from launch.generate import run
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
@@ -18,6 +17,7 @@ from megacore.model.cache import KeyValueCache
 from megacore.model.decoding import Decoder
 from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage, whole_model
+from megacore.tools.settings.load import resolve
 from megacore.tools.text.stream import TextStream
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from tests import training

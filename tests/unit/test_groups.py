@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megacore.config import Config, load
-from megacore.config.load import smallest_world
+from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.tools.dry_run.fake import DryMesh, playing
 from megacore.tools.dry_run.meta_watch import MetaWatch
 from megacore.tools.planner.memory import communicators_of
+from megacore.tools.settings.load import load, smallest_world
 from tests import training
 
 ROOT = Path(__file__).resolve().parents[2]

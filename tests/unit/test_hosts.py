@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.tools.folder_lock import FolderLock
 from megacore.tools.relaunch import hosts
 from megacore.tools.relaunch.hosts import PROBE, Fleet, hostfile_option, plan, read_hostfile
+from megacore.tools.settings.load import load
 from tests.commands import run_script
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 128}

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megacore.checkpoint import Reader, locate
-from megacore.config import load
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import check_conversion as compare
 from megacore.tools.interchange import export_hf as exporter
 from megacore.tools.interchange import import_model as importer
 from megacore.tools.interchange.folder import Folder
 from megacore.tools.interchange.mapped import Mapped
+from megacore.tools.settings.load import load
 from tests import peers
 from tests.conversion import assert_nothing_written, export, logits, model_of, random_run, relative, stored, take_in
 from tests.peers import PEERS

@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 
-from megacore.config.load import resolve
 from megacore.kernels import dispatch
 from megacore.model.batch import Microbatch
 from megacore.model.stage import whole_model
+from megacore.tools.settings.load import resolve
 from tests.compiling import graphs_counted
 
 

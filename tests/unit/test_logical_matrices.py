@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.config import load
 from megacore.distributed.shard import LogicalMatrix, shard_of
 from megacore.model.stage import whole_model
+from megacore.tools.settings.load import load
 from tests import training
 
 

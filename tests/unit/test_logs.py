@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import LogConfig
 from megacore.pipeline.schedule import Action, Op
 from megacore.records import FIGURES
 from megacore.tools.monitoring.first_step import FirstStep
 from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
+from megacore.tools.settings.load import load
 from megacore.train.logs import Logs, open_metrics
 from tests.training import write_config
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import V_SHAPED
 from megacore.distributed.shard import shard_of
 from megacore.engine.choose import parameter_shapes
@@ -28,6 +28,7 @@ from megacore.tools.choices.partition import measured
 from megacore.tools.planner import activations, memory, parameters, traffic
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
+from megacore.tools.settings.load import load
 from tests import training
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import load
 from megacore.distributed import cpu
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
@@ -20,6 +19,7 @@ from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import Plan
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tensor_parallel.linear import ColumnLinear
+from megacore.tools.settings.load import load
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 

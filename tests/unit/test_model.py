@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology
@@ -26,6 +26,7 @@ from megacore.model.rotary import rope_tables
 from megacore.model.stage import Stage, whole_model
 from megacore.tensor_parallel.linear import row_stride
 from megacore.tools.planner.parameters import parameters
+from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
 from tests.pieces import dim_of
 from tests.training import VOCAB_SIZE, write_config

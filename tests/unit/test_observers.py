@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import load
 from megacore.distributed.communicator import Communicator, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer, Observers, Operation, Waits
@@ -18,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
 from megacore.pipeline.schedule import Action
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training
 from tests.unit.test_floors import Source, read_source, sources

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore.config import load
 from megacore.model import offload
 from megacore.model.offload import ActivationOffload, Away
 from megacore.model.stage import Stage, whole_model
+from megacore.tools.settings.load import load
 from tests.training import write_config
 
 MODELS = ["", "train.recompute=full model.dropout=0.1", "train.recompute=selective model.attention=eager model.activation=swiglu"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from launch import plan
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.distributed.shard import shard_of
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
@@ -16,6 +16,7 @@ from megacore.tools.choices.compiling import can_compile
 from megacore.tools.choices.flops import counted_layers, flops_per_token, layer_cost, model_flops
 from megacore.tools.choices.partition import stage_costs
 from megacore.tools.choices.utilisation import Utilisation
+from megacore.tools.settings.load import load
 from tests import forks
 
 TINY = str(forks.ROOT / "configs/gpt_tiny.json")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import load
 from megacore.optimizers.rule import RULES, unregister
+from megacore.tools.settings.load import load
 from tests.pool import ROOT
 from tests.training import write_config
 

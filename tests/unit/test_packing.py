@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.config import load
 from megacore.config.implied import masks_targets
 from megacore.config.schema import IGNORED
 from megacore.data import packing
@@ -20,6 +19,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, DataError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from tests.training import run_rank, write_config, write_corpus

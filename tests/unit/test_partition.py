@@ -6,12 +6,12 @@ from itertools import combinations
 import pytest
 
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.tools.choices.activations import stage_sizes
 from megacore.tools.choices.flops import embedding_cost, head_cost, layer_cost
 from megacore.tools.choices.partition import partitioned, split_layers, stage_costs
 from megacore.tools.planner.activations import rank_activations
+from megacore.tools.settings.load import resolve
 
 
 def worst(sizes: list[int], layer: float, first: float, last: float) -> float:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.throughput import hardware_flops_per_token
-from megacore.config import Config, load
-from megacore.config.load import resolve
+from megacore.config import Config
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.data.packing import document_positions
 from megacore.distributed import cpu
@@ -39,6 +38,7 @@ from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.memory import RankMemory, besides, rank_memory
 from megacore.tools.planner.parameters import parameters, rank_parameters, stage_parameters
 from megacore.tools.planner.traffic import rank_traffic
+from megacore.tools.settings.load import load, resolve
 from megacore.train.metrics import PairsSeen
 from tests import forks
 

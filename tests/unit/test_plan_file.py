@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build, generated
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.plan_file import write_plan
+from megacore.tools.settings.load import load
 from tests.training import write_config
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megacore.config import load
 from megacore.errors import ConfigError
 from megacore.tools.diagnosis.watchdog import START_UP
 from megacore.tools.preflight import devices, facts, launching
@@ -23,6 +22,7 @@ from megacore.tools.preflight.launching import dry_run, launch_together, reason_
 from megacore.tools.preflight.patience import patience
 from megacore.tools.preflight.rank_checks import VERDICT_SECONDS, short
 from megacore.tools.preflight.reach import Hosts, forwarded
+from megacore.tools.settings.load import load
 from tests.pool import ROOT
 
 GIB = 1 << 30

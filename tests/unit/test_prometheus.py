@@ -25,7 +25,6 @@ import pytest
 import torch
 import yaml
 
-from megacore.config.load import load, resolve
 from megacore.distributed.axes import AXES
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -38,6 +37,7 @@ from megacore.tools.monitoring import scrapes, step_parts
 from megacore.tools.monitoring.prometheus import DEVICES, OTHERS, PARTS, RANKS, RUN, Exporter
 from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
+from megacore.tools.settings.load import load, resolve
 from megacore.train.inputs import Inputs
 from megacore.train.logs import Report
 from tests.commands import run_script

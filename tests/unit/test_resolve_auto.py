@@ -9,7 +9,6 @@ from torch import nn
 
 from megacore.config import Config
 from megacore.config.implied import attention_of, check_settled, compiles, why_whole
-from megacore.config.load import resolve
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.model.attention import Attention
 from megacore.model.stage import whole_model
@@ -26,6 +25,7 @@ from megacore.tools.planner.activations import rank_activations
 from megacore.tools.planner.devices import device_names, read_device
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.load import resolve
 
 
 def config_of(model: dict[str, Any], **train: Any) -> Config:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megacore.checkpoint.weights import recorded_sections
-from megacore.config import Config, load
-from megacore.config.load import flatten
+from megacore.config import Config
 from megacore.config.schema import LinearRope, OptimGroup
 from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
 from megacore.tools.choices.resolve_auto import resolved_auto
+from megacore.tools.settings.load import flatten, load
 from megacore.train.inputs import HOW, UNHEARD, Inputs, changes, recorded_rule
 from tests.checkpoints import save
 from tests.manifests import edit_text

@@ -8,11 +8,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from megacore.config.load import resolve
 from megacore.config.schema import RopeScaling
 from megacore.errors import ConfigError
 from megacore.model.rotary import frequencies, rope_tables, yarn_ramp
 from megacore.tools.interchange.families import family_for_config, family_for_hf
+from megacore.tools.settings.load import resolve
 from tests.peers import LLAMA
 
 HEAD, THETA, POSITIONS = 16, 10000.0, 64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import IGNORED
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
@@ -26,6 +26,7 @@ from megacore.pipeline import generators, schedule
 from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices.held import peak_live
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.settings.load import load
 from tests.pieces import SPLIT
 from tests.training import VOCAB_SIZE, write_config
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from launch.samples import run
-from megacore.config import load
 from megacore.data import shuffle as batches
 from megacore.data.samples import SampleStream, training_stream, visits
 from megacore.distributed.communicator import SOLO, Group
@@ -20,6 +19,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.errors import UserError
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.load import load
 from megacore.tools.verify import coverage
 from megacore.tools.verify.coverage import Epoch, EpochCoverage, Leg
 from megacore.train.loader import Loader

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import plan as script
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS
 from megacore.pipeline.partition import plan_of
@@ -23,6 +23,7 @@ from megacore.tools.planner.run_cost import best_interval, cost, loss
 from megacore.tools.planner.search import Found, layouts, lost, offloaded, replace_config, search
 from megacore.tools.planner.search_report import launcher
 from megacore.tools.planner.step_time import Prediction
+from megacore.tools.settings.load import load
 from tests import training
 
 ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "train.micro_batch_size=1"]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.start_up import fake_rank, run
-from megacore.config import load
 from megacore.pipeline.partition import placement_of
+from megacore.tools.settings.load import load
 
 LAYOUT = ["parallel.tensor=2", "parallel.pipeline=2", "train.global_batch_size=64", "engine.bucket_mib=0.05"]
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt_tiny.json")

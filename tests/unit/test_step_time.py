@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megacore.config.load import resolve
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.simulate import simulate
@@ -24,6 +23,7 @@ from megacore.tools.planner.operations import START, TILES, Machine
 from megacore.tools.planner.profile import Profile, profile, profile_names
 from megacore.tools.planner.step_time import SECOND, StageWork, cut, predict
 from megacore.tools.planner.workload import Setting, setting_of
+from megacore.tools.settings.load import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 # A device with round numbers, and 4 ranks a machine.

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacore.config import load
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -27,6 +26,7 @@ from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from megacore.train.metrics import StepMetrics
 from megacore.train.step import TrainStep

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from launch.verify import changed_since
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import CHUNKS, OptimConfig
 from megacore.data.samples import training_stream
 from megacore.distributed.shard import Shard
@@ -25,6 +25,7 @@ from megacore.model.stage import whole_model
 from megacore.pipeline.partition import stage_layers
 from megacore.tensor_parallel.gradient import MainGradient
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing
 from megacore.tools.verify.first_divergence import apart
 from megacore.tools.verify.flight import Flight, Flights, in_flight, memory_of

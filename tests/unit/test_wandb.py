@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.monitoring import wandb as tracking
 from megacore.tools.monitoring.tags import tagged
+from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from tests import forks
 from tests.commands import run_script

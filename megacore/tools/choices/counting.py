@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.config.source import source_of
 from megacore.distributed.topology import alone
 from megacore.errors import UserError
@@ -23,6 +22,7 @@ from megacore.model.head import Head
 from megacore.model.layers import DTYPES, Layers, crossing, fields_of
 from megacore.model.rotary import rope_tables
 from megacore.tools.choices.flops import Flops
+from megacore.tools.settings.load import resolve
 
 META = torch.device("meta")
 Counted = tuple[Flops | None, ...]

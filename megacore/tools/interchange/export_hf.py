@@ -9,7 +9,6 @@ from torch import Tensor
 from megacore.checkpoint import Layout, Reader, locate
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
-from megacore.config.load import resolve
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
@@ -17,6 +16,7 @@ from megacore.tools.interchange.export_tokenizer import write_tokenizer
 from megacore.tools.interchange.families import family_for_config
 from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json, write_weights
 from megacore.tools.interchange.mapped import Mapped
+from megacore.tools.settings.load import resolve
 
 
 def export_hf(

@@ -13,7 +13,6 @@ from torch import Tensor
 from megacore.checkpoint import Layout, Reader
 from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
-from megacore.config.load import parse_override, resolve, set_value
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
@@ -23,6 +22,7 @@ from megacore.tools.interchange.folder import CONFIG, Folder, aside, write_json
 from megacore.tools.interchange.mapped import Mapped, stored_name
 from megacore.tools.interchange.nanogpt import HEAD, IGNORED, nanogpt_tensors, read_nanogpt
 from megacore.tools.interchange.stream import save_stream
+from megacore.tools.settings.load import parse_override, resolve, set_value
 
 FILE_BYTES = 4 << 30
 LONGEST = 2048  # of `train.seq_len` where a model was made for more: fit for a start, and changed by an override

@@ -6,7 +6,6 @@ from statistics import median
 
 from pydantic import ValidationError
 
-from megacore.config.load import load, read, smallest_world
 from megacore.errors import ConfigError
 from megacore.files import read_text
 from megacore.records import Amount, Record, complaint
@@ -14,6 +13,7 @@ from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import Setting, setting_of
+from megacore.tools.settings.load import load, read, smallest_world
 
 OPTION = "--calibrate"
 WARM_UP = 3  # logged steps that do not count, if there are more than twice as many

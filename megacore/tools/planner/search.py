@@ -23,6 +23,7 @@ from megacore.tools.planner.memory import RankMemory, besides, optimizer_bytes, 
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.step_time import Prediction, Predictor
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.ds_config import check_ds_config
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 RECOMPUTE = ("none", "selective", "full")
@@ -186,6 +187,7 @@ def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict
     laid_out = replace_config(laid_out, "train", micro_batch_size=micro, offload_activations=False)
     try:
         check(laid_out, parallel["tensor"] * parallel["pipeline"] * token_ranks)
+        check_ds_config(laid_out)
     except ConfigError:  # a run would refuse it
         return
     for recompute in RECOMPUTE:

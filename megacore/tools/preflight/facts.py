@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import UserError
 from megacore.files import ROOT
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.run_cost import checkpoint_bytes
+from megacore.tools.settings.load import load
 
 CODE = ("megacore", "kernels", "launch")  # the folders whose sources ranks run
 PACKAGES = ("torch", "deepspeed", "numpy")

@@ -18,12 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import load
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.preflight.facts import Question, facts
 from megacore.tools.preflight.host_report import readable
 from megacore.tools.preflight.patience import Count, patience, say
+from megacore.tools.settings.load import load
 
 if TYPE_CHECKING:
     from torch.distributed import Store

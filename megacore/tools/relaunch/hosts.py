@@ -11,14 +11,14 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from megacore.config import Config, load
-from megacore.config.load import smallest_world
+from megacore.config import Config
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.files import read_text, write_whole
 from megacore.pipeline.partition import plan_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.hostfile import HOSTFILE, named_hostfile
+from megacore.tools.settings.load import load, smallest_world
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
 PROBE = f"{SSH} true"

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megacore.config import load
 from megacore.config.implied import has_masks
 from megacore.errors import ConfigError
 from megacore.files import ROOT
+from megacore.tools.settings.load import load
 from megacore.tools.verify.compare import Difference, Records, against_reference, missing, rank_by_rank
 from megacore.tools.verify.first_divergence import Parting, first_parting
 from megacore.tools.verify.flight import in_flight

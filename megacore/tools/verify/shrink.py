@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.config.deepspeed import read as read_ds_config
-from megacore.config.from_ds_config import without_stated
-from megacore.config.load import flatten, resolve, set_value
 from megacore.config.schema import MASK, OptimGroup, resolved
 from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import training_stream
@@ -18,6 +16,8 @@ from megacore.pipeline.partition import stage_layers
 from megacore.tools.choices.flops import head_cost, layer_cost
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.from_ds_config import without_stated
+from megacore.tools.settings.load import flatten, load, resolve, set_value
 from megacore.tools.verify.layouts import Layout
 
 HEAD_SIZE = 4

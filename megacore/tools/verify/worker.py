@@ -49,7 +49,7 @@ def serve(argv: list[str]) -> None:
 
 def perform(task: dict[str, Any]) -> None:
     """Runs a task."""
-    from megacore.config import load
+    from megacore.tools.settings.load import load
     from megacore.tools.verify.record import run_layout
     from megacore.tools.verify.reference import PLAIN, run_reference
 

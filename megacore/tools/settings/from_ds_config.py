@@ -1,6 +1,6 @@
 """What a ds_config says of the run itself: precision, batch, optimizer, rates. The run takes it over where its own config is silent.
 
-`config.deepspeed` checks what is left, which goes to DeepSpeed. The rates are those of DeepSpeed 0.19 (`runtime/lr_schedules.py`): its
+`ds_config` checks what is left, which goes to DeepSpeed. The rates are those of DeepSpeed 0.19 (`runtime/lr_schedules.py`): its
 schedulers count from 0, step behind the optimizer, and begin with the first rate twice, so they are two steps late; see `optim.lag`.
 Only WarmupCosineLR's very first rate differs: that is 0 there, and here where warmup begins.
 """
@@ -8,9 +8,9 @@ Only WarmupCosineLR's very first rate differs: that is 0 there, and here where w
 import json
 from typing import Any
 
+from megacore.config.deepspeed import KEY
 from megacore.errors import ConfigError
 
-KEY = "engine.config"
 AUTO = "auto"
 WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": AUTO, "warmup_num_steps": 1000, "warmup_type": "log"}
 COSINE = {"warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, "warmup_num_steps": 1000, "warmup_type": "log", "total_num_steps": None}
@@ -42,7 +42,7 @@ CHECKPOINTING = {"partition_activations": "parallel.sequence"}
 def taken_over(settings: dict[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
     """The run's dotted keys that a ds_config states: the place there, and the value here. `lr`: the run's own peak rate.
 
-    Its keys and values are checked already (`config.deepspeed.check_key`). Raises `ConfigError` for a scheduler without an equal here.
+    Its keys and values are checked already (`ds_config.check_key`). Raises `ConfigError` for a scheduler without an equal here.
     """
     found = {
         "train.global_batch_size": ("train_batch_size", settings.get("train_batch_size", AUTO)),

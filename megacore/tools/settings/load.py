@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.config.deepspeed import stated
 from megacore.config.schema import MOST_RANKS, Config
 from megacore.config.source import DIGEST, KEY, SETTINGS, beside, source_in, source_of
 from megacore.config.validation import check, check_paths, derive
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
 from megacore.records import LARGEST
+from megacore.tools.settings.ds_config import check_ds_config, stated
 
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
@@ -80,6 +80,7 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
         origins[key] = "derived"
     config = validate(raw)
     check(config, world_size)
+    check_ds_config(config)
     return Resolved(config, origins)
 
 

@@ -1,0 +1,48 @@
+"""Which parameters have which optimizer and settings, as `--print-config` shows it."""
+
+import re
+from collections.abc import Iterable
+
+from megacore.config import Config
+from megacore.config.optim_groups import KEY, ParameterGroup, ParameterGroups
+from megacore.engine.choose import parameter_shapes
+
+
+def group_table(config: Config) -> str:
+    """The table, or "" if all parameters have the same. Raises `ConfigError` as `check_engine`."""
+    if not config.optim.groups:
+        return ""
+    groups, shapes = ParameterGroups(config.optim), parameter_shapes(config)
+    groups.check(shapes)
+    members: dict[ParameterGroup, list[str]] = {group: [] for group in groups.every}
+    for name in shapes:
+        members[groups.of(name)].append(name)
+    lines = [f"{KEY}, as they apply (weight decay: to matrices alone):"]
+    for group, own in members.items():
+        settings = "".join(f" {key}={value:g}" if isinstance(value, float) else f" {key}={value}" for key, value in group.rule.settings)
+        title = f"{KEY}[{group.number - 1}]" if group.number else "others"
+        lines.append(f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}")
+        lines += [f"    {text}" for text in folded(own)] or ["    no parameter"]
+    return "\n".join(lines)
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Names, those of equal parts of several blocks as one line: `blocks.{0,1,2}.norm.weight`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        form = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
+        found.setdefault(form, []).append(number.group() if number else "")
+    return [form if form not in found or numbers == [""] else form.replace("#", runs(numbers), 1) for form, numbers in found.items()]
+
+
+def runs(numbers: list[str]) -> str:
+    """Numbers, ascending, as `3`, or as `{0-5,7}`."""
+    runs: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    texts = ["-".join(map(str, run)) for run in runs]
+    return texts[0] if len(numbers) == 1 else f"{{{','.join(texts)}}}"
