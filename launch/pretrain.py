@@ -87,6 +87,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.garbage import Garbage
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.first_step import FirstStep
+    from megacore.tools.text.vocabulary import vocabulary_warnings
     from megacore.train.inputs import Inputs
 
     with own_mistakes():
@@ -98,6 +99,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
+        for line in vocabulary_warnings(config) if place.rank == 0 else ():
+            print(line, flush=True)
         monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
