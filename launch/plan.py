@@ -26,7 +26,7 @@ from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.calibrate import calibrate
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, read_cluster, read_device
-from megacore.tools.planner.memory import RankMemory, besides, rank_memory
+from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.plot import check_plot
@@ -196,7 +196,7 @@ def peak_text(config: Config) -> str:
     alive += [f"{counted(peak.waiting)} before their weights' gradients"] if any(peak.waiting) else []
     lines = [f"The peak is on pipeline rank {rank}, in {peak.moment}. Microbatches alive: {'; '.join(alive)}."]
     if config.train.device != "cpu":
-        extra = besides(memory, config)
+        extra = besides(memory, communicators_of(config))
         parts = ", ".join(f"{name} {getattr(extra, name) / 2**30:.2f}" for name in ("context", "communicators", "fragmentation"))
         lines.append(f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured).")
     return "\n".join(lines) + "\n"

@@ -40,7 +40,7 @@ class ParameterGroups:
 
     def of(self, name: str) -> ParameterGroup:
         """The group of the parameter with a logical name: the first that matches."""
-        return next(group for group in self.every if group.has(name))
+        return next((group for group in self.every[:-1] if group.has(name)), self.every[-1])
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Raises `ConfigError` if a pattern matches none of the model's parameters, or a rule cannot update one that it has."""

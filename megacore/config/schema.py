@@ -382,7 +382,8 @@ class Config(Section):
     @property
     def data_size(self) -> int:
         """The ranks that read different samples: those of `data`, and of every other axis of that kind."""
-        return prod(self.sizes[axis.name] for axis in AXES if axis.samples)
+        sizes = self.sizes
+        return prod(sizes[axis.name] for axis in AXES if axis.samples)
 
     @property
     def chunks(self) -> int:
@@ -405,7 +406,8 @@ class Config(Section):
     @property
     def token_ranks(self) -> int:
         """Ranks that hold the same parameters and compute on different tokens: data × context. They sum gradients."""
-        return prod(self.sizes[axis.name] for axis in AXES if axis.tokens)
+        sizes = self.sizes
+        return prod(sizes[axis.name] for axis in AXES if axis.tokens)
 
     @property
     def rank_tokens(self) -> int:
@@ -420,7 +422,8 @@ class Config(Section):
     @property
     def shard_size(self) -> int:
         """Ranks that divide one copy of the state among themselves under the fsdp engine: data and context ranks."""
-        return min(self.engine.shard_size or self.token_ranks, self.token_ranks)
+        ranks = self.token_ranks
+        return min(self.engine.shard_size or ranks, ranks)
 
     @property
     def kv_heads(self) -> int:

@@ -101,7 +101,7 @@ def test_ranks_that_hold_alike_layers_are_laid_out_once(engine: str, tmp_path: P
     """Of 1,024 ranks each was laid out by itself, twice, for minutes. A rank whose names choose another optimizer is not alike."""
     layout = ["parallel.pipeline=40", "parallel.data=2", "model.num_layers=80", f"engine.kind={engine}"]
     config = load(training.write_config(tmp_path, "nothing"), layout, 80).config
-    memory._PADDED.clear()
+    parameters._MEASURED.clear()
     name = "units_of" if engine == "fsdp" else "buffers_of"
     with calls_of(monkeypatch, memory, name) as of_memory, calls_of(monkeypatch, traffic, name) as of_traffic:
         assert len(rank_memory(config)) == len(rank_traffic(config)) == 40

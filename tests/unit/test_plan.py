@@ -35,7 +35,7 @@ from megacore.tools.choices.flops import (
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner import activations
 from megacore.tools.planner.activations import rank_activations
-from megacore.tools.planner.memory import RankMemory, besides, rank_memory
+from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.parameters import parameters, rank_parameters, stage_parameters
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.settings.load import load, resolve
@@ -422,7 +422,7 @@ def test_plan_command(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     setting = load(config, ["train.global_batch_size=64"], 8).config
     fullest = max(rank_memory(setting), key=lambda memory: memory.total)
-    assert f"A GPU needs {(fullest.total + besides(fullest, setting).total) / 2**30:.2f} GiB" in done.stdout
+    assert f"A GPU needs {(fullest.total + besides(fullest, communicators_of(setting)).total) / 2**30:.2f} GiB" in done.stdout
 
 
 def test_plan_command_says_which_method_of_context_ranks_is_faster_on_other_links(tmp_path: Path) -> None:

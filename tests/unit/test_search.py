@@ -17,7 +17,7 @@ from megacore.tools.choices.held import peak_held
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import fullest
 from megacore.tools.planner.devices import read_cluster, read_device
-from megacore.tools.planner.memory import besides, rank_memory
+from megacore.tools.planner.memory import besides, communicators_of, rank_memory
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.run_cost import best_interval, cost, loss
 from megacore.tools.planner.search import Found, layouts, lost, offloaded, replace_config, search
@@ -82,7 +82,7 @@ def test_a_row_by_hand() -> None:
     assert row.tokens_per_second == pytest.approx(1024 * tokens / row.seconds)
     assert row.mfu == pytest.approx(row.tokens_per_second * a_token / (8 * 989.5e12), rel=1e-6)
     stages = load("configs/gpt_7b.json", ["parallel.tensor=2", "train.micro_batch_size=2"], 8).config
-    communicators = besides(rank_memory(stages)[0], stages).communicators / 2**30
+    communicators = besides(rank_memory(stages)[0], communicators_of(stages)).communicators / 2**30
     assert communicators == pytest.approx(0.15 * 5), "tensor, data, the world, and one each way of the pipeline"
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import le
 
 from megacore.config.implied import splits_backward
 from megacore.config.precision import ELEMENT_BYTES
@@ -129,10 +130,14 @@ class State:
     live: tuple[int, ...]
     waiting: tuple[int, ...]
 
+    @property
+    def kind(self) -> tuple[Op, int]:
+        """What it does, in which chunk."""
+        return self.action.op, self.action.chunk
+
     def holds_no_more_than(self, other: "State") -> bool:
         """Whether `other`, of the same kind, has at least as much of everything."""
-        same = (self.action.op, self.action.chunk) == (other.action.op, other.action.chunk)
-        return same and all(x <= y for x, y in zip(self.live + self.waiting, other.live + other.waiting, strict=True))
+        return self.kind == other.kind and all(map(le, self.live, other.live)) and all(map(le, self.waiting, other.waiting))
 
 
 def fullest(config: Config) -> list[list[State]]:
@@ -180,8 +185,9 @@ def states_of(plan: Plan) -> list[list[State]]:
 
 def _maximal(states: Sequence[State]) -> list[State]:
     """Those of different states of which no other of the same kind holds more, in their order."""
-    kept: dict[int, State] = {}
+    kinds: dict[tuple[Op, int], dict[int, State]] = {}
     for at in sorted(range(len(states)), key=lambda at: -sum(states[at].live + states[at].waiting)):  # who holds more of all comes first
+        kept = kinds.setdefault(states[at].kind, {})
         if not any(states[at].holds_no_more_than(other) for other in kept.values()):
             kept[at] = states[at]
-    return [kept[at] for at in sorted(kept)]
+    return [states[at] for at in sorted(at for kept in kinds.values() for at in kept)]

@@ -30,18 +30,18 @@ def divides_parameters(config: Config) -> bool:
 
 def units_of(config: Config, rank: int, tensor_rank: int = 0, shard_rank: int = 0) -> list[Unit]:
     """The units of a rank of the pipeline, on one of its tensor ranks and of its shards, the first of which are the fullest."""
-    found = []
+    found, shards = [], config.shard_size
     for stage in placement_of(partitioned(config))[rank]:
         own = stage_parameters(config, stage, tensor_rank)
-        found += [_unit(config, False, own.ends, shard_rank)] if own.ends else []
-        found += [_unit(config, True, block, shard_rank) for block in own.blocks]
+        found += [_unit(shards, False, own.ends, shard_rank)] if own.ends else []
+        found += [_unit(shards, True, block, shard_rank) for block in own.blocks]
     return found
 
 
-def _unit(config: Config, block: bool, members: Iterable[Parameter], shard_rank: int) -> Unit:
+def _unit(shards: int, block: bool, members: Iterable[Parameter], shard_rank: int) -> Unit:
     padded, own, partial = 0, {}, set()
     for parameter in members:
-        each = -(-parameter.rows // config.shard_size) * (parameter.elements // parameter.rows)
+        each = -(-parameter.rows // shards) * (parameter.elements // parameter.rows)
         padded += each
         own[parameter.name] = min((shard_rank + 1) * each, parameter.elements) - min(shard_rank * each, parameter.elements)
         if parameter.partial:

@@ -21,7 +21,7 @@ step, the whole gradients of the two parameters in which its part begins and end
 
 """
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -42,8 +42,6 @@ from megacore.tools.planner.parameters import block_parameters, of_each_rank, ra
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
 CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)
 FRAGMENTATION = 0.05  # of what is not held from step to step: blocks between which the allocator finds no room
-
-_PADDED: dict[Hashable, list[tuple[int, int]]] = {}
 
 
 def optimizer_bytes(config: Config) -> int:
@@ -119,9 +117,9 @@ def communicators_of(config: Config) -> list[int]:
     return counts
 
 
-def besides(memory: RankMemory, config: Config) -> Besides:
-    """What a rank's device needs besides tensors."""
-    return Besides(CONTEXT, COMMUNICATOR * max(communicators_of(config)), int(FRAGMENTATION * (memory.total - memory.held)))
+def besides(memory: RankMemory, communicators: Sequence[int]) -> Besides:
+    """What a rank's device needs besides tensors, by the most communicators of a rank of the pipeline (`communicators_of`)."""
+    return Besides(CONTEXT, COMMUNICATOR * max(communicators), int(FRAGMENTATION * (memory.total - memory.held)))
 
 
 def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> list[RankMemory]:
@@ -136,6 +134,7 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> li
     memories = []
     wide = GRADIENT_BYTES[precision]
     masters = wide if ELEMENT_BYTES[precision] < wide else 0
+    config = partitioned(config)
     laid_out, own = _laid_out(config, tensor_rank), own_state_numbers(config)
     for (n, numbers), whole, activations in zip(laid_out, own, rank_activations(config), strict=True):
         state = (n * masters + numbers * wide) // divisor + whole * wide
@@ -144,21 +143,18 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> li
     return memories
 
 
-def padded_parameters(config: Config, tensor_rank: int = 0) -> list[int]:
-    """What each rank of the pipeline holds in the native engine's buffers, gaps included."""
-    return [n for n, _ in _laid_out(config, tensor_rank)]
-
-
 def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int]]:
-    """For each rank of the pipeline `padded_parameters`, and the numbers of state that go with them. Equal layouts are laid out once."""
+    """What each rank of the pipeline holds in the native engine's buffers, gaps included, and the numbers of state that go with it."""
     engine = config.engine
-    divides = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib
-    optim = config.optim.kind, config.optim.groups
-    key = config.model, config.parallel, *divides, *optim, config.train.precision, config.train.seq_len, tensor_rank
-    if key not in _PADDED:
-        laid_out = of_each_rank(config, lambda rank: buffers_of(config, rank, tensor_rank))
-        _PADDED[key] = [(sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own)) for own in laid_out]
-    return _PADDED[key]
+
+    def numbers(rank: int) -> tuple[int, int]:
+        own = buffers_of(config, rank, tensor_rank)
+        return sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own)
+
+    # Where nobody divides a bucket, none has gaps of its own.
+    divided = engine.shard_optimizer or engine.reduce_dtype == "bf16" or engine.reduce_levels > 1
+    divides = (config.token_ranks, engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib) if divided else ()
+    return of_each_rank(config, numbers, "laid out", *divides, config.optim.kind, config.optim.groups, tensor_rank)
 
 
 def own_state_numbers(config: Config) -> list[int]:
@@ -173,7 +169,7 @@ def own_state_numbers(config: Config) -> list[int]:
         every = (groups.of(name).rule.own_state(shape) for name, shape in shapes.items())
         return sum(prod(shape) for own in every for shape in own.values())
 
-    return of_each_rank(config, numbers)
+    return of_each_rank(config, numbers, "own state", config.optim.kind, config.optim.groups)
 
 
 def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
@@ -183,22 +179,28 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
     runs, the next one with its receive buffer, and the gradients of a block with the buffer in which they are summed.
     Without it everything is gathered for a step, and whole gradients wait for the last microbatch.
     """
-    precision, shards = config.train.precision, config.shard_size
+    config, precision, shards = partitioned(config), config.train.precision, config.shard_size
     compute, accumulate = ELEMENT_BYTES[precision], GRADIENT_BYTES[precision]
+    on_device = 0 if config.engine.cpu_offload else accumulate
+    groups, again = ParameterGroups(config.optim), reshards(config)
+
+    def numbers(rank: int) -> tuple[int, int, int, int, int]:
+        """With `reshard` those whose gradients wait at once, and those gathered at once; all; the shard's own, and its state's."""
+        units = units_of(config, rank, tensor_rank, shard_rank)
+        block = max((unit.padded for unit in units if unit.block), default=0)
+        outermost, n = sum(unit.padded for unit in units if not unit.block), sum(unit.padded for unit in units)
+        state = sum(n * len(groups.of(name).rule.kinds) for unit in units for name, n in unit.own.items())
+        gathered = outermost + min(sum(unit.block for unit in units) + 1, 3) * block
+        return outermost + 2 * block, gathered, n, sum(sum(unit.own.values()) for unit in units), state
+
+    key = "units", shards, tensor_rank, shard_rank, config.optim.kind, config.optim.groups
     memories = []
-    groups, whole = ParameterGroups(config.optim), own_state_numbers(config)
-    every = of_each_rank(config, lambda rank: units_of(config, rank, tensor_rank, shard_rank))
-    for rank, (units, activations) in enumerate(zip(every, rank_activations(config), strict=True)):
-        block = shards * max((unit.padded for unit in units if unit.block), default=0)
-        outermost = shards * sum(unit.padded for unit in units if not unit.block)
-        n, blocks = shards * sum(unit.padded for unit in units), sum(unit.block for unit in units)
-        gathered = outermost + min(blocks + 1, 3) * block if reshards(config) else n
-        waiting = outermost + 2 * block if reshards(config) or config.num_microbatches == 1 else n
-        on_device = 0 if config.engine.cpu_offload else accumulate
-        own = on_device * sum(sum(unit.own.values()) for unit in units)
-        numbers = sum(n * len(groups.of(name).rule.kinds) for unit in units for name, n in unit.own.items())
-        state = on_device * numbers + accumulate * whole[rank]
-        memories.append(RankMemory(own, own, state, activations, compute * gathered + accumulate * waiting))
+    rows = zip(of_each_rank(config, numbers, *key), own_state_numbers(config), rank_activations(config), strict=True)
+    for (summed, used, n, own, state), whole, activations in rows:
+        gathered = shards * (used if again else n)
+        waiting = shards * (summed if again or config.num_microbatches == 1 else n)
+        held, kept = on_device * own, on_device * state + accumulate * whole
+        memories.append(RankMemory(held, held, kept, activations, compute * gathered + accumulate * waiting))
     return memories
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megacore.config.schema import Config
 from megacore.pipeline.partition import layer_ranges, placement_of
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _BUILT: dict[Hashable, list["Parameter"]] = {}
+_MEASURED: dict[Hashable, Any] = {}  # of ranks, see `of_each_rank`
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,22 @@ def _is_alike(config: Config, layer: int) -> bool:
     return 0 < layer <= config.model.num_layers and config.model.source is None
 
 
-def of_each_rank(config: Config, measure: Callable[[int], T]) -> list[T]:
+def of_each_rank(config: Config, measure: Callable[[int], T], *key: Hashable) -> list[T]:
     """`measure` of each rank of the pipeline, which must not depend on names. It is asked once for ranks with the same ends and equally
-    many layers, where layers are alike, and parameters' names choose no optimizer."""
-    ranges, last = layer_ranges(partitioned(config)), config.model.num_layers + 1
+    many layers, where layers are alike, and parameters' names choose no optimizer.
+
+    With a `key`, its name and what it depends on besides a rank's layers, it is asked once for all layouts in which these are the same.
+    """
+    config = partitioned(config)
+    ranges, placement, last = layer_ranges(config), placement_of(config), config.model.num_layers + 1
     differ = config.model.source is not None or bool(config.optim.groups)
     found: dict[Hashable, T] = {}
+    if key:
+        parallel, divided = config.parallel, (tuple(ranges), placement) if differ else None
+        kept = key, config.model, parallel.tensor, parallel.sequence, parallel.pipeline > 1, config.max_positions, divided
+        found = _MEASURED.setdefault((*kept, config.train.precision), {})
     kinds: list[Hashable] = []
-    for rank, stages in enumerate(placement_of(partitioned(config))):
+    for rank, stages in enumerate(placement):
         own = (ranges[stage] for stage in stages)
         kinds.append(rank if differ else tuple((layers.start == 0, len(layers), layers.stop > last) for layers in own))
         if kinds[-1] not in found:
@@ -109,7 +118,7 @@ class Held:
 def held_by(config: Config, tensor_rank: int = 0) -> list[Held]:
     """What each rank of the pipeline holds."""
     ranges, placement = layer_ranges(partitioned(config)), placement_of(partitioned(config))
-    return of_each_rank(config, lambda rank: _held(config, [ranges[stage] for stage in placement[rank]], tensor_rank))
+    return of_each_rank(config, lambda rank: _held(config, [ranges[stage] for stage in placement[rank]], tensor_rank), "held", tensor_rank)
 
 
 def _held(config: Config, ranges: Iterable[range], tensor_rank: int = 0) -> Held:

@@ -17,9 +17,11 @@ from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.tools.choices.context_method import METHODS
 from megacore.tools.choices.flops import flops_per_token
+from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.devices import Cluster, DeviceSpec
-from megacore.tools.planner.memory import RankMemory, besides, optimizer_bytes, padded_parameters, rank_memory
+from megacore.tools.planner.memory import RankMemory, besides, communicators_of, optimizer_bytes, rank_memory
+from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.step_time import Prediction, Predictor
 from megacore.tools.planner.workload import setting_of
@@ -48,8 +50,8 @@ class Candidate:
     @cached_property
     def memory(self) -> tuple[int, RankMemory, float]:
         """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
-        memories = rank_memory(self.config)
-        needs = [gib(memory, self.config) for memory in memories]
+        memories, communicators = rank_memory(self.config), communicators_of(self.config)
+        needs = [(memory.total + besides(memory, communicators).total) / 2**30 for memory in memories]
         worst = max(range(len(needs)), key=needs.__getitem__)
         return worst, memories[worst], needs[worst]
 
@@ -65,7 +67,7 @@ class Candidate:
             return 0.0
         element, gradient = ELEMENT_BYTES[self.config.train.precision], GRADIENT_BYTES[self.config.train.precision]
         state = optimizer_bytes(self.config) / (self.config.token_ranks if self.config.engine.shard_optimizer else 1)
-        return max(padded_parameters(self.config)) * (element + gradient + state) / 2**30
+        return max(rank_parameters(self.config)) * (element + gradient + state) / 2**30
 
     @property
     def seconds(self) -> float:
@@ -114,21 +116,17 @@ class Found:
     counted: int  # with those whose memory was not asked for, because others are faster and fit
 
 
-def gib(memory: RankMemory, config: Config) -> float:
-    """GiB that a device must have for a rank's tensors and all else."""
-    return (memory.total + besides(memory, config).total) / 2**30
-
-
 def search(config: Config, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:
     """Every layout of `config`'s model and global batch on `world` devices, predicted."""
     peak = world * device.peak_flops[config.train.precision]
     predict = Predictor(device, cluster, profile)
-    every = [Candidate(layout, predict(setting_of(layout)), peak) for layout in layouts(config, world, cluster)]
+    every = [Candidate(layout, predict(setting_of(layout)), peak) for layout in map(partitioned, layouts(config, world, cluster))]
     found = fitting(every, memory_gib)
     if found.fit:
         return found
     # Activations go to host memory where nothing else helps.
-    away = (replace_config(c.config, "train", offload_activations=True) for c in every if c.config.train.recompute == "none")
+    none = (c.config for c in every if c.config.train.recompute == "none")
+    away = (partitioned(replace_config(layout, "train", offload_activations=True)) for layout in none)
     return fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib)
 
 

@@ -120,7 +120,7 @@ def setting_of(config: Config) -> Setting:
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         context=parallel.context,
-        context_method=context_method_of(config),
+        context_method=context_method_of(config) if parallel.context > 1 else "gather",
         data=config.data_size,
         chunks=partitioned(config).chunks,
         sequence=parallel.sequence,
