@@ -345,6 +345,7 @@ class LogConfig(Section):
     wandb: Literal["off", "offline", "online"] = Field(
         "off", description="Weights & Biases gets the figures of metrics.jsonl: offline in a file that wandb sync sends later, or online"
     )
+    price_per_device_hour: NonNegative | None = Field(None, description="in any currency: figures and the run's end say what it has cost")
     prometheus_port: Count | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
 
 

@@ -152,6 +152,7 @@ CASES: dict[str, Case] = {
     "cpu.widen": Case("process", "false"),
     "log.dir": Case("written", "{other}"),
     "log.every": Case("written", "2"),
+    "log.price_per_device_hour": Case("written", "2"),
     "log.tensorboard": Case("written", "true"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megacore.records import FIGURES
+from megacore.tools.monitoring.cost import HOURS
 from tests import training
 
 SOURCE = """
@@ -33,7 +34,7 @@ def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
     logged = training.metrics(folder)
     assert [figures["halved_loss"] for figures in logged] == [figures["loss"] / 2 for figures in logged]
     assert logged[0]["parameters"] > 1000, "it is given the stages"
-    assert logged[0].keys() <= FIGURES | {"halved_loss", "parameters"}, "a model's loss might have such a name"
+    assert logged[0].keys() <= FIGURES | {HOURS, "halved_loss", "parameters"}, "a model's loss might have such a name"
     shown = EventAccumulator(str(folder / "tensorboard"))
     shown.Reload()
     assert [event.step for event in shown.Scalars("train/halved_loss")] == [1, 2]

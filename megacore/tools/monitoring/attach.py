@@ -5,6 +5,7 @@ import torch
 from megacore.config import Config
 from megacore.config.source import MONITORS, source_of
 from megacore.distributed.rank_info import RankInfo
+from megacore.tools.monitoring.cost import Cost
 from megacore.tools.monitoring.progress import ProgressLine, has_terminal
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.tools.monitoring.tensorboard import Board
@@ -14,7 +15,7 @@ from megacore.train.logs import Monitor
 
 def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[Monitor]:
     """One rank's part of them. Raises `ConfigError` if a package is missing, or the port of `log.prometheus_port` cannot be had."""
-    log, found = config.log, list[Monitor]()
+    log, found = config.log, list[Monitor]([Cost()])
     if place.rank == 0:
         check_wandb(config)
         found += [ProgressLine()] if has_terminal() else []

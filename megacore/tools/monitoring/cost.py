@@ -1,0 +1,106 @@
+"""What a run has cost: device-hours and, with `log.price_per_device_hour`, money; at its end beside what the planner said before."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from pydantic import Field, ValidationError
+from torch import nn
+
+from megacore.config import Config
+from megacore.config.schema import resolved
+from megacore.distributed.collectives import all_reduce
+from megacore.distributed.mesh import Mesh
+from megacore.files import open_plain
+from megacore.records import Amount, Record, recorded
+from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
+from megacore.tools.planner.devices import Cluster, Level, listed_device
+from megacore.tools.planner.profile import profile
+from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.workload import setting_of
+from megacore.train.logs import Monitor
+
+HOURS, MONEY = "cost/device_hours", "cost/money"
+HOUR = 3600.0
+LATENCIES = 5e-6, 2e-5  # seconds of a hop within a machine and between machines, as the planner's clusters have them
+
+
+class Spent(Record):
+    """What a line of metrics.jsonl says of it."""
+
+    hours: Amount = Field(0.0, alias=HOURS)
+
+
+class Cost(Monitor):
+    """Counts the time of all ranks since this process began to train, and what the run's folder records of those before it.
+
+    It is the time on the clock: validations, saves and waiting are paid for too. What a process spent behind its last logged step is lost
+    with it.
+    """
+
+    def __init__(self) -> None:
+        self.began, self.before = monotonic(), 0.0
+        self.say: Callable[[str], None] | None = None
+
+    def start(self, config: Config, mesh: Mesh) -> None:
+        """Rank 0 reads what was spent before, and tells all."""
+        self.config, self.world, self.device = config, mesh.world.size, mesh.device
+        spent = spent_in(Path(resolved(config.log.dir))) if mesh.place.rank == 0 and config.checkpoint.resume != "never" else 0.0
+        self.before = float(all_reduce(torch.tensor([spent], dtype=torch.float64, device=mesh.device), mesh.world))
+
+    def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        """Remembers whom to tell the sum."""
+        self.say = say
+
+    def figures(self, figures: Mapping[str, Any], stages: Sequence[nn.Module]) -> Mapping[str, float]:
+        """Device-hours so far, and money where there is a price."""
+        hours, price = self.hours, self.config.log.price_per_device_hour
+        return {HOURS: hours} | ({} if price is None else {MONEY: hours * price})
+
+    def close(self, *, quietly: bool = False) -> None:
+        """Says the sum on rank 0, where somebody pays: on GPUs, or where there is a price."""
+        say, price = self.say, self.config.log.price_per_device_hour
+        if say is None or quietly or (self.device.type == "cpu" and price is None):
+            return
+        self.say = None
+        planned = planned_hours(self.config, torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        beside = "" if planned is None else f"; the planner expects {priced(planned, price)} for all steps, without saves and validations"
+        say(f"cost: {priced(self.hours, price)} on {self.world} device{'s' * (self.world > 1)}{beside}")
+
+    @property
+    def hours(self) -> float:
+        """Device-hours so far."""
+        return self.before + (monotonic() - self.began) * self.world / HOUR
+
+
+def priced(hours: float, price: float | None) -> str:
+    """Device-hours, and their price."""
+    return f"{hours:,.4g} device-hours" + ("" if price is None else f" ({hours * price:,.2f} at {price:g} each)")
+
+
+def spent_in(folder: Path) -> float:
+    """The device-hours that a run's folder records, 0 where it records none."""
+    path, most = folder / "metrics.jsonl", 0.0
+    if not path.exists():
+        return most
+    with open_plain(path) as file:
+        for _, line in recorded(file):
+            try:
+                most = max(most, Spent.model_validate_json(line).hours)
+            except ValidationError:  # somebody else's value
+                continue
+    return most
+
+
+def planned_hours(config: Config, device_name: str) -> float | None:
+    """The device-hours of all the run's steps by the planner, on the links that its device usually has; None for what it does not know."""
+    name, device = known_as(device_name), listed_device(device_name)
+    if name is None or device is None or config.model.source is not None or config.engine.kind == "deepspeed":
+        return None
+    inside, outside = LATENCIES
+    facts = KNOWN[name]
+    links = Level("inside a machine", MACHINE, facts.link, inside), Level("between machines", None, facts.port, outside)
+    step = predict(setting_of(config), device, Cluster(name, links), profile()).step
+    return config.train.steps * step * config.world_size / HOUR
