@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import prepare
 from megacore.tools.settings.load import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,16 +77,22 @@ def test_pictures_are_small() -> None:
     assert pictures and all(picture.stat().st_size < 200_000 for picture in pictures)
 
 
+def commands(path: Path, script: str) -> list[list[str]]:
+    """The words of a document's commands, in blocks and in text, that start a script with a config."""
+    text = read(path)
+    typed = re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(r"`(python [^`\n]*|launch/[^`\n]*)`", text)
+    lines = [shlex.split(line, comments=True) for block in typed for line in block.replace("\\\n", "").splitlines()]
+    return [line for line in lines if f"launch/{script}.py" in line]
+
+
+def overrides(words: list[str]) -> list[str]:
+    return [word for word in words if re.match(r"[a-z]+\.\w+=", word)]
+
+
 def test_the_readmes_runs_fit_their_devices() -> None:
-    """For 1, 8 and 512 devices: the config's layout and batch divide over them."""
-    lines = [
-        shlex.split(line, comments=True)
-        for block in re.findall(r"```bash\n(.*?)```", read(README), re.DOTALL)
-        for line in block.splitlines()
-    ]
-    runs = [line for line in lines if "launch/pretrain.py" in line]
+    """For 1, 8 and 512 devices: the config's layout and batch divide over them, and what is planned is what runs."""
     found = []
-    for words in runs:
+    for words in commands(README, "pretrain"):
         number = re.search(r"(?:--num_gpus|--ntasks) (\d+)", " ".join(words))
         devices = int(number[1]) if number else 512 if "--hostfile" in words else 1
         config = words.index("--config")
@@ -93,6 +100,25 @@ def test_the_readmes_runs_fit_their_devices() -> None:
         assert parallel.tensor * parallel.pipeline * int(parallel.data) == devices, words
         found.append(devices)
     assert found == [1, 8, 512, 512]
+    [planned] = [words for words in commands(README, "plan") if "512" in words]
+    assert [overrides(words) for words in commands(README, "pretrain")[2:]] == [overrides(planned)] * 2
+
+
+def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
+    """Someone would spend days on a run with another batch, another vocabulary, or a tokenizer that no command has brought."""
+    page = ROOT / "docs/real_run.md"
+    runs = commands(page, "pretrain")
+    fineweb, openwebtext = (load(str(ROOT / words[words.index("--config") + 1]), overrides(words), 8).config for words in runs)
+    batch = [config.train.global_batch_size * config.train.seq_len for config in (fineweb, openwebtext)]
+    assert batch == [524_288, 491_520] and fineweb.train.steps == 18_865 and openwebtext.train.steps == 600_000
+    assert all(config.model.vocab_size == 50_304 and config.max_positions == 1_024 for config in (fineweb, openwebtext))
+    for words, config in zip(commands(page, "prepare"), (fineweb, openwebtext), strict=True):
+        prepared = prepare.parse(words[2:])
+        assert (prepared.output, f"{prepared.output}_valid", prepared.tokenizer) == (
+            config.data.train, config.data.valid, config.data.tokenizer,
+        ) and prepared.valid_fraction  # fmt: skip
+    [planned] = commands(page, "plan")
+    assert overrides(planned) == overrides(runs[0])
 
 
 def test_mistakes_would_be_noticed() -> None:
