@@ -18,6 +18,7 @@ from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.plan_file import write_plan
 from megacore.pipeline.simulate import Timeline
+from megacore.tools.choices.bubble import bubble, bubble_warning
 from megacore.tools.choices.context_method import DEVICE, METHODS
 from megacore.tools.choices.flops import counted_layers, flops_per_token
 from megacore.tools.choices.partition import alternatives, partitioned, simulated, stage_costs, step_times
@@ -97,7 +98,9 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
         f" × microbatches {config.num_microbatches} × data {parallel.data}"
     )
     console.print(f"a step        {step_tokens:,} tokens, {full:.4g} model FLOPs ({causal:.4g} with attention counted causally)")
-    console.print(f"bubble        {1 - sum(busy) / (len(busy) * makespan):.1%} under {parallel.schedule}")
+    console.print(f"bubble        {bubble(makespan, busy):.1%} under {parallel.schedule}")
+    if warning := bubble_warning(config):
+        console.print(warning)
     if device:
         peak = device.peak_flops[train.precision]
         console.print(
@@ -242,11 +245,19 @@ def compare_schedules(config: Config, device: DeviceSpec | None) -> None:
     """Prints what every schedule would cost; fastest first."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
 
     peak = device.peak_flops[config.train.precision] if device else None
-    others = [partitioned(other) for other in alternatives(config)]  # once, because every prediction asks for it
-    found = [(step_times(other), max(rank_memory(other), key=lambda m: m.total), other) for other in others]
+    found = []
+    with Progress(*Progress.get_default_columns(), console=Console(stderr=True), transient=True) as progress:
+        others = alternatives(config)
+        task = progress.add_task("", total=len(others))
+        for other in others:
+            progress.update(task, description=f"simulating {other.parallel.schedule}")
+            other = partitioned(other)  # once, because every prediction asks for it
+            found.append((step_times(other), max(rank_memory(other), key=lambda m: m.total), other))
+            progress.advance(task)
     found.sort(key=lambda row: (row[0][0], row[1].total))
     longest = found[-1][1]
     unit, size = ("GiB", 2**30) if longest.total >= 2**30 else ("MiB", 2**20)
@@ -261,7 +272,7 @@ def compare_schedules(config: Config, device: DeviceSpec | None) -> None:
         table.add_row(
             other.parallel.schedule,
             str(other.chunks),
-            f"{1 - sum(busy) / (len(busy) * makespan):.1%}",
+            f"{bubble(makespan, busy):.1%}",
             f"{makespan / (peak or 1e15):.4g}",
             f"{makespan / own:.3f}",
             f"{memory.activations / size:.2f}",

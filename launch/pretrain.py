@@ -80,6 +80,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import check_engine
+    from megacore.tools.choices.bubble import bubble_warning
     from megacore.tools.choices.run import trainer_of
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
@@ -99,7 +100,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
-        for line in vocabulary_warnings(config) if place.rank == 0 else ():
+        for line in filter(None, [*vocabulary_warnings(config), bubble_warning(config)]) if place.rank == 0 else ():
             print(line, flush=True)
         monitors = monitors_of(config, place, device)
         if lock is not None:
