@@ -19,8 +19,9 @@ def bubble_warning(config: Config) -> str | None:
     ranks, count = config.parallel.pipeline, config.num_microbatches
     if ranks == 1 or (waiting := bubble(*step_times(config))) < LARGE:
         return None
-    less = "" if count >= SMALL * (ranks - 1) else "a larger train.global_batch_size, a smaller train.micro_batch_size, fewer data ranks, or "
+    more = "a larger train.global_batch_size, a smaller train.micro_batch_size, fewer data ranks, or "
+    more = more if count < SMALL * (ranks - 1) else ""
     return (
         f"WARNING: the pipeline's ranks wait for {waiting:.1%} of a step, with {count} microbatch{'es' * (count > 1)} for {ranks} ranks"
-        f" ({less}another schedule: launch/plan.py --compare-schedules)"
+        f" ({more}another schedule: launch/plan.py --compare-schedules)"
     )
