@@ -335,6 +335,14 @@ class CpuConfig(Section):
     widen: bool = Field(True, description="products in 16 bits that the processor would emulate are done in fp32, and rounded")
 
 
+class ProfileConfig(Section):
+    """Which steps of which ranks are profiled."""
+
+    steps: tuple[Count, Count]
+    memory: bool = False
+    ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
+
+
 class LogConfig(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
@@ -347,6 +355,10 @@ class LogConfig(Section):
     )
     price_per_device_hour: NonNegative | None = Field(None, description="in any currency: figures and the run's end say what it has cost")
     prometheus_port: Count | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
+    profile: ProfileConfig | None = Field(
+        None,
+        description='{"steps": [20, 22], "memory": true, "ranks": [0]}: a trace of steps 20 to 22 on these ranks, and where time goes',
+    )
 
 
 class Config(Section):

@@ -141,6 +141,13 @@ def check_available(config: Config) -> None:
         raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")
     if (port := config.log.prometheus_port) is not None and port > 65535:
         raise ConfigError("log.prometheus_port", f"{port} is no port", "from 1 to 65535")
+    if (profile := config.log.profile) is not None:
+        (first, last), steps, ranks = profile.steps, config.train.steps, config.world_size
+        if not first <= last <= steps:
+            wrong = f"{last} is beyond train.steps {steps}" if last > steps else f"{last} is before {first}"
+            raise ConfigError("log.profile", f"steps: {wrong}", f"the first step and the last, from 1 to {steps}")
+        if max(profile.ranks) >= ranks:
+            raise ConfigError("log.profile", f"ranks: there is no rank {max(profile.ranks)} among {ranks}", f"from 0 to {ranks - 1}")
 
 
 def check_model(config: Config) -> None:

@@ -32,6 +32,16 @@ NUMBERS: list[Row] = [
     ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
     ("pretrain", config("parallel.heartbeat_seconds=0.1"), "config error: parallel.heartbeat_seconds: 0.1 is not valid"),
     ("pretrain", config("parallel.hang_seconds=1e300"), "config error: parallel.hang_seconds: 1e+300 is not valid"),
+    *(("pretrain", config(f"log.profile={value}"), f"config error: log.profile: {line}")
+      for value, line in (
+          ('{"steps": [2, 1]}', "steps: 1 is before 2 (the first step and the last, from 1 to 2)"),
+          ('{"steps": [1, 3]}', "steps: 3 is beyond train.steps 2 (the"),
+          ('{"steps": [1.5, 2]}', "1.5 is not valid: steps: input should be a valid integer ({steps, memory, ranks} or null)"),
+          ('{"steps": [0, 1]}', "0 is not valid: steps: "), ('{"steps": [1]}', "[1] is not valid: steps: "),
+          ('{"steps": [1, 2], "ranks": [0, 1]}', "ranks: there is no rank 1 among 1 (from 0 to 0)"),
+          ('{"steps": [1, 2], "ranks": [-1]}', "-1 is not valid: ranks: "), ('{"steps": [1, 2], "ranks": []}', "[] is not valid: ranks: "),
+          ('{"step": [1, 2]}', "unknown key step ({steps, memory, ranks} or null)"), ("20", "20 is not valid: input should be an object"),
+      )),
     ("drill", config(), "config error: --fault: neither a fault nor --soak is given"),
     ("drill", config("--fault", "kill:step=2", "--launcher", "torchrun '"), "config error: --launcher: `torchrun '` is no command"),
     ("drill", config("--fault", "kill:step=2", "--launcher", ""), "config error: --launcher: `` is no command: it is empty"),

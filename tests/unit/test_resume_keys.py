@@ -12,7 +12,7 @@ import torch
 
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
-from megacore.config.schema import LinearRope, OptimGroup
+from megacore.config.schema import LinearRope, OptimGroup, ProfileConfig
 from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
@@ -44,7 +44,7 @@ data: document_mask valid tokenizer
 checkpoint: every last keep keep_every async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels
 cpu: keep_memory onednn widen
-log: dir every figures tensorboard wandb price_per_device_hour prometheus_port
+log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile
 """
 SETTLED = {"model.attention": "eager", "parallel.context_method": "ring"}  # of which `auto` keeps the checkpoint's choice
 
@@ -90,7 +90,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "model.block": "another", "model.source_digest": "another", "model.rope_scaling": LinearRope(type="linear", factor=2.0),
         "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
-        "train.compile": True, "optim.lag": (1, 1),
+        "train.compile": True, "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
     }  # fmt: skip
     if key in special:

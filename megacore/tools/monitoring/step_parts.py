@@ -8,7 +8,22 @@ from megacore.distributed.mesh import Mesh
 from megacore.tools.choices.partition import step_times
 
 
-class StepParts:
+class WaitedFor:
+    """The groups over which a run communicates, as people ask for them: the axes, the ranks that sum gradients, and some others."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.data_group, self.data = "×".join(mesh.token_axes), called(mesh.token_axes, mesh.axes)
+        self.groups = [axis.name for axis in mesh.axes if axis.name not in mesh.token_axes] + [self.data, "tied", "world"]
+
+    def group_of(self, name: str) -> str:
+        """The one of `groups` to which a group of the mesh belongs."""
+        kind = name.split()[0]  # of "dp within a host", or "tied embedding.weight"
+        if name == self.data_group or kind in (self.data, "shard", "replicate"):
+            return self.data
+        return kind if kind in self.groups else "world"
+
+
+class StepParts(WaitedFor):
     """What a step's seconds on a rank are spent on, besides computing, by `names`.
 
     `bubble` is what the schedule leaves this rank idle, by the simulation of `launch/plan.py` at the speed at which it computes. It is
@@ -17,21 +32,13 @@ class StepParts:
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.data_group, self.data = "×".join(mesh.token_axes), called(mesh.token_axes, mesh.axes)
-        self.groups = [axis.name for axis in mesh.axes if axis.name not in mesh.token_axes] + [self.data, "tied", "world"]
+        super().__init__(mesh)
         self.late = [*(axis.name for axis in mesh.axes if axis.layers), "tied", "world", self.data]  # where the bubble is waited out
         self.names = ["bubble", "data", *self.groups]
         self.idle = 0.0  # seconds for each second of this rank's computing
         if mesh.pp.size > 1:
             makespan, busy = step_times(config)
             self.idle = (makespan - busy[mesh.pp.rank]) / busy[mesh.pp.rank]
-
-    def group_of(self, name: str) -> str:
-        """The one of `groups` to which a group of the mesh belongs."""
-        kind = name.split()[0]  # of "dp within a host", or "tied embedding.weight"
-        if name == self.data_group or kind in (self.data, "shard", "replicate"):
-            return self.data
-        return kind if kind in self.groups else "world"
 
     def of(self, computed: float, waits: Mapping[str, float], steps: int, device_waits: Mapping[str, float]) -> dict[str, float]:
         """Seconds a step by `names`. `computed`: of this rank's own a step. `waits`: of its host in `steps` steps, by the name of a

@@ -160,7 +160,8 @@ def validate(raw: dict[str, Any]) -> Config:
     if not first["loc"]:  # Python accepts it as JSON and pydantic does not, for example half of a surrogate pair
         raise ConfigError("--config", first["msg"].lower().partition(" at line")[0], "valid JSON, in the file and the overrides") from None
     key = ".".join(str(part) for part in first["loc"][:2])
-    inner = [str(part) for part in first["loc"][3:] if isinstance(part, str)]  # of an object, after its type
+    typed = first["loc"][0] != "log"  # where a key may have several types, the type comes first
+    inner = [str(part) for part in first["loc"][2 + typed :] if isinstance(part, str)]  # of an object
     if first["type"] == "extra_forbidden":
         if len(first["loc"]) == 1 and isinstance(first["input"], dict):  # an unknown section: its first key
             key = ".".join((key, *list(first["input"])[:1]))

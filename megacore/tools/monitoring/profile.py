@@ -1,0 +1,93 @@
+"""Profiles the steps and ranks that `log.profile` names: a trace for ui.perfetto.dev, a GPU's memory, and where each step went."""
+
+from pathlib import Path
+
+from megacore.config import Config
+from megacore.config.schema import resolved
+from megacore.distributed.axes import place_text, told
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer
+from megacore.tools.monitoring.step_parts import WaitedFor
+from megacore.tools.monitoring.step_shares import StepShares, draw, table
+from megacore.tools.monitoring.trace import Trace
+from megacore.tools.output_files import replaced
+from megacore.train.logs import Monitor
+
+FOLDER = "profile"  # in the run's
+
+
+class Profile(Monitor, Observer):
+    """Waits for the first of the steps. From there on all ranks measure where their time goes, and the chosen ones are traced."""
+
+    def start(self, config: Config, mesh: Mesh) -> None:
+        """Begins to listen."""
+        self.mesh, self.settings, self.folder = mesh, resolved(config.log.profile), Path(resolved(config.log.dir)) / FOLDER
+        self.shares: StepShares | None = None  # while steps are profiled
+        self.trace: Trace | None = None  # of a rank that is traced
+        mesh.observers.append(self)
+
+    def step_begins(self, step: int, logged: bool) -> None:
+        """Begins with a step of the window. Ends with one that is none, or that does not follow: a run may go back."""
+        observers = self.mesh.observers
+        if step > self.settings.steps[1] or (self.shares is not None and step != self.shares.step + 1):
+            observers.remove(self)
+            if self.shares is not None:
+                with observers.aside("writing a profile"):
+                    try:
+                        self._write()
+                    finally:
+                        self.mesh.barrier()  # so that nobody waits for it within a step
+        elif self.shares is None and step >= self.settings.steps[0]:
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        observers, mesh, groups = self.mesh.observers, self.mesh, WaitedFor(self.mesh)
+        parts = ["compute", *map(over, groups.groups), "waiting", "optimizer", "data", "other"]
+        self.first, self.shares = step, StepShares(mesh.device, parts, lambda name: over(groups.group_of(name)))
+        with observers.aside("beginning a profile"):
+            if mesh.place.rank in self.settings.ranks:
+                self.trace = Trace(mesh, self.settings.memory)
+            mesh.barrier()
+        for observer in (self.trace, self.shares):
+            if observer is not None:
+                observer.step_begins(step, False)  # which it has missed
+                observers.append(observer)
+
+    def _write(self) -> None:
+        """Writes what there is. If that fails, it says so, and training goes on."""
+        shares, trace, self.shares, self.trace = self.shares, self.trace, None, None
+        assert shares is not None
+        shares.end_step()
+        self.mesh.observers.remove(shares)
+        if trace is None:
+            return
+        self.mesh.observers.remove(trace)
+        trace.stop()
+        rank, sizes, axes = self.mesh.place.rank, self.mesh.sizes, self.mesh.axes
+        steps = f"{self.first}-{shares.step}" if shares.step > self.first else f"{self.first}"
+        where = "".join(f"_{axis.name}{self.mesh.coordinates[axis.name]}" for axis in axes if told(axis, sizes))
+        stem = f"{self.folder}/steps_{steps}_rank_{rank:05d}{where}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = [f"profile of steps {steps}: {', '.join(trace.write(stem))}"]
+            if shares.steps:
+                title = f"where rank {rank}'s time went ({place_text(rank, sizes, axes)})"
+                lines.append(text := table(shares.steps, title))
+                with replaced(f"{stem}.txt") as aside:
+                    Path(aside).write_text(text + "\n", encoding="utf-8")
+                with replaced(f"{stem}.png") as aside:
+                    draw(shares.steps, title, aside)
+        except OSError as error:
+            lines = [f"WARNING: the profile cannot be written ({error.strerror}); training goes on without it"]
+        if rank == min(self.settings.ranks):
+            print("\n".join(lines), flush=True)
+
+    def close(self, *, quietly: bool = False) -> None:
+        """Writes what there is, if the run ends while steps are profiled."""
+        if self.shares is not None and not quietly:
+            self._write()
+
+
+def over(group: str) -> str:
+    """The part of what goes over a group."""
+    return f"communication, {group}"
