@@ -154,6 +154,7 @@ CASES: dict[str, Case] = {
     "log.every": Case("written", "2"),
     "log.price_per_device_hour": Case("written", "2"),
     "log.tensorboard": Case("written", "true"),
+    "log.profile": Case("written", '{"steps":[1,2]}'),
 }
 
 # Where a short run cannot tell: why, and the test that can.

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import load
+from megacore.tools.settings.load import load
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Operation
