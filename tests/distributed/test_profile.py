@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.tools.settings.load import load
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Operation
@@ -24,6 +23,7 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring import step_shares
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.monitoring.step_shares import StepShares
+from megacore.tools.settings.load import load
 from megacore.train.trainer import Trainer
 from tests import training
 
