@@ -300,6 +300,26 @@ class CheckpointConfig(Section):
     )
 
 
+class Int8Compression(Section):
+    """Gradients travel in 8 bits, with a scale for each block of consecutive numbers; what was rounded away is added in the next step."""
+
+    kind: Literal["int8"]
+    block: Literal[64, 128, 256, 512, 1024] = 256
+    rounding: Literal["nearest", "none"] = Field("nearest", description="none: blocks and scales, but nothing is rounded or saved: a proof")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sum is the plain one, but for the order of additions."""
+        return self.rounding == "none"
+
+    def sent_bytes(self, numbers: int, number_bytes: int) -> int:
+        """What so many numbers, which have `number_bytes` each, become: codes, and a scale for each block."""
+        return numbers * (number_bytes if self.exact else 1) + numbers // self.block * number_bytes
+
+
+GradCompression = Int8Compression
+
+
 class EngineConfig(Section):
     kind: Literal["native", "deepspeed", "fsdp"] = "native"
     config: str | dict[str, Any] | None = Field(None, description="deepspeed: a ds_config as an object or a file's path")
@@ -326,6 +346,11 @@ class EngineConfig(Section):
     )
     reduce_levels: Literal[1, 2] = Field(
         1, description="native: 2: gradients are summed within each host first, and then between hosts, so that these send less"
+    )
+    grad_compression: GradCompression | None = Field(
+        None,
+        description='native: how gradients are made smaller between data ranks, with two levels between hosts: {"kind": "int8"}; '
+        "null: they are not",
     )
 
 

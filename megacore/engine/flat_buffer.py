@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.optim_groups import ParameterGroup, ParameterGroups
+from megacore.config.schema import EngineConfig
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
@@ -64,7 +65,7 @@ class FlatBuffer:
     decay: bool
     sum: GradientSum  # over which ranks gradients are summed
     owners: Group  # the ranks that divide every bucket; a group of one does not divide it
-    parts: int  # into which every bucket can be divided, by its owners or on the wire
+    unit: int  # elements of which every bucket is a multiple, so that its owners or the wire can divide it
     bucket_bytes: float
     device: torch.device
     slots: list[ParameterRange] = field(default_factory=list)
@@ -92,8 +93,7 @@ class FlatBuffer:
         bucket = self.buckets[-1]
         if bucket.stop:
             return
-        unit = ALIGNMENT * self.parts
-        self.size = bucket.start + -(-(self.size - bucket.start) // unit) * unit
+        self.size = bucket.start + -(-(self.size - bucket.start) // self.unit) * self.unit
         bucket.stop = self.size
 
     def part(self, bucket: Bucket) -> slice:
@@ -152,19 +152,30 @@ class FlatBuffer:
         A parameter that this rank owns whole is one piece.
         """
         for own, tensor in zip(self.ranges, tensors, strict=True):
-            if tensor is None:
-                continue
-            for slot in self.slots:
-                start, stop = max(own.start, slot.start), min(own.stop, slot.start + slot.parameter.numel())
-                if start < stop:
-                    for first, box in boxes_of_range(slot.shard, start - slot.start, stop - slot.start):
-                        begin = slot.start + first - own.start
-                        yield slot, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
+            if tensor is not None:
+                yield from pieces_of_range(self.slots, own.start, tensor)
+
+
+def pieces_of_range(slots: Sequence[ParameterRange], start: int, tensor: Tensor) -> Iterator[tuple[ParameterRange, Tensor, TensorSlice]]:
+    """The parameters' pieces of a flat tensor whose first element is number `start` of the buffer: (slot, view, position)."""
+    for slot in slots:
+        first, last = max(start, slot.start), min(start + tensor.numel(), slot.start + slot.parameter.numel())
+        if first < last:
+            for at, box in boxes_of_range(slot.shard, first - slot.start, last - slot.start):
+                begin = slot.start + at - start
+                yield slot, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of gradients, masters and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def travelling_unit(engine: EngineConfig) -> int:
+    """If ranks add up parts of a bucket each for itself, the elements of which a part is a multiple; else 0."""
+    if engine.grad_compression is not None:
+        return engine.grad_compression.block
+    return 0 if engine.reduce_dtype == "fp32" else ALIGNMENT
 
 
 def fill_buffers(
@@ -174,13 +185,13 @@ def fill_buffers(
     mesh: Topology,
     *,
     sharded: bool = False,
-    narrow: bool = False,
+    travelling: int = 0,
 ) -> list[FlatBuffer]:
     """Sorts the parameters of a rank's stages into buffers, the last parameter first, as backward completes them.
 
     What differs in decay or in the ranks of the sum has a buffer of its own, so that all ranks of a sum lay it out alike; so has each
     parameter that other ranks' stages share too (`GradientSum.last`). `sharded`: the ranks of a sum divide the optimizer's state.
-    `narrow`: gradients travel in 16 bits. A parameter that two stages of the rank share belongs to the first of them.
+    `travelling`: see `travelling_unit`. A parameter that two stages of the rank share belongs to the first of them.
     """
     owned: dict[nn.Parameter, tuple[str, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(stages):
@@ -188,7 +199,7 @@ def fill_buffers(
             first, chunks = owned.get(parameter, (name, ()))
             owned[parameter] = first, (*chunks, chunk)
     listed = [(name, parameter, shard_of(parameter), chunks) for parameter, (name, chunks) in owned.items()]
-    buffers = lay_out(listed, groups, bucket_mib, mesh, stages[0].device, sharded=sharded, narrow=narrow)
+    buffers = lay_out(listed, groups, bucket_mib, mesh, stages[0].device, sharded=sharded, travelling=travelling)
     for buffer in buffers:
         buffer.allocate()
     return buffers
@@ -202,7 +213,7 @@ def lay_out(
     device: torch.device,
     *,
     sharded: bool = False,
-    narrow: bool = False,
+    travelling: int = 0,
 ) -> list[FlatBuffer]:
     """`fill_buffers` without memory, which is all that a plan needs.
 
@@ -218,8 +229,9 @@ def lay_out(
         if kind not in buffers:
             levels = kind[-1].levels
             owners = levels.owners if sharded and levels.size > 1 else SOLO
-            parts = levels.size if owners.size > 1 or narrow or levels.within.size > 1 else 1
-            buffers[kind] = FlatBuffer(*kind, owners, parts, bucket_mib * 2**20, device)
+            parts = levels.size if owners.size > 1 or travelling or levels.within.size > 1 else 1
+            unit = parts * (max(travelling, ALIGNMENT) if levels.size > 1 else ALIGNMENT)
+            buffers[kind] = FlatBuffer(*kind, owners, unit, bucket_mib * 2**20, device)
         buffers[kind].add(name, parameter, position, chunks)
     for buffer in buffers.values():
         buffer.close()

@@ -214,7 +214,7 @@ class FSDPEngine(OptimizerStep):
     def settle(self) -> None:
         """See `Engine`. Nothing is under way, because parameters are gathered when they are used."""
 
-    def behind_step(self) -> None:
+    def behind_step(self, skip: Tensor) -> None:
         for rows in self.rows:
             if self.offloads:  # zeros without memory, of which backward takes as much
                 rows.gradient.set_(rows.gradient.new_zeros(()).expand(rows.gradient.shape))  # type: ignore[call-overload]

@@ -20,7 +20,7 @@ from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, piece_key
 from megacore.engine.alignment import ALIGNMENT
-from megacore.engine.flat_buffer import FlatBuffer, fill_buffers
+from megacore.engine.flat_buffer import FlatBuffer, fill_buffers, travelling_unit
 from megacore.engine.param_all_gather import ParameterGatherer
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import OptimizerStep
@@ -35,10 +35,18 @@ class NativeEngine(OptimizerStep):
         self.modules, self.mesh, self.groups = stages, mesh, ParameterGroups(config.optim)
         narrow = torch.bfloat16 if config.engine.reduce_dtype == "bf16" else None
         bucket_mib, self.sharded = resolved(config.engine.bucket_mib), config.engine.shard_optimizer
-        self.buffers = fill_buffers(stages, bucket_mib, self.groups, mesh, sharded=self.sharded, narrow=narrow is not None)
-        self.reducer = GradientReducer(self.buffers, narrow)
+        travelling = travelling_unit(config.engine)
+        self.buffers = fill_buffers(stages, bucket_mib, self.groups, mesh, sharded=self.sharded, travelling=travelling)
+        self.compression = None
+        if config.engine.grad_compression is not None:
+            from megacore.engine.compression import GradientCompression  # which only such runs load
+
+            self.compression = GradientCompression(config.engine.grad_compression, self.buffers)
+        self.reducer = GradientReducer(self.buffers, narrow, {} if self.compression is None else self.compression.buckets)
         self.gatherer = ParameterGatherer(stages, self.buffers) if any(buffer.divided for buffer in self.buffers) else None
         super().__init__(config, mesh, stages, [own for buffer in self.buffers for own in buffer.master_ranges(self.row_weights(buffer))])
+        if self.compression is not None:
+            self.compression.scaled_by(self.loss_scale.value)
 
     def divided_over(self, shard: Shard) -> Group:
         tokens = self.mesh.gradient_sum(shard).tokens
@@ -83,8 +91,10 @@ class NativeEngine(OptimizerStep):
     def gradients(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         return self.pieces("", [gradients for buffer in self.buffers for gradients in buffer.own_gradients])
 
-    def behind_step(self) -> None:
+    def behind_step(self, skip: Tensor) -> None:
         """See `OptimizerStep`. The update has already rounded the masters into this rank's part of the parameters."""
+        if self.compression is not None:
+            self.compression.keep(skip)
         if self.gatherer is not None:
             self.gatherer.start()
         self.reducer.clear()
@@ -99,6 +109,9 @@ class NativeEngine(OptimizerStep):
     def settle(self) -> None:
         if self.gatherer is not None:
             self.gatherer.finish()
+
+    def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
+        return super().tensors() | ({} if self.compression is None else self.compression.tensors())
 
     def close(self) -> None:
         super().close()

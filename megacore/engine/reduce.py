@@ -1,7 +1,9 @@
 """Bucketed gradient accumulation and reduction, overlapped with the last microbatch's backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ from megacore.distributed.hierarchical_reduce import Levels
 from megacore.engine.flat_buffer import Bucket, FlatBuffer, ParameterRange
 from megacore.tensor_parallel.gradient import MainGradient, WeightGradQueue
 
+if TYPE_CHECKING:
+    from megacore.engine.compression import CompressedBucket
+
 
 class GradientReducer:
     """Accumulates each parameter's gradient in fp32. Sums each bucket over its own ranks (`FlatBuffer.sum`) as soon as it is complete.
@@ -30,9 +35,15 @@ class GradientReducer:
     With a sharded optimizer a bucket is reduce-scattered: a rank then has only the sum of the part that it updates.
     """
 
-    def __init__(self, buffers: list[FlatBuffer], narrow: torch.dtype | None = None) -> None:
-        """`narrow`: the dtype in which gradients travel, if not their own (see `start_sum`)."""
-        self.buffers, self.narrow = buffers, narrow
+    def __init__(
+        self,
+        buffers: list[FlatBuffer],
+        narrow: torch.dtype | None = None,
+        compressed: Mapping[int, "CompressedBucket"] = MappingProxyType({}),
+    ) -> None:
+        """`narrow`: the dtype in which gradients travel, if not their own (see `start_sum`). `compressed`: by identity, the buckets that
+        have a sum of their own kind."""
+        self.buffers, self.narrow, self.compressed = buffers, narrow, compressed
         self.buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self.buckets.sort(key=lambda pair: (bool(pair[0].sum.first), pair[1].completes))
         self.waiting_for: dict[int, int] = {}  # by bucket's identity: gradients that are not complete, each once for a chunk that uses it
@@ -101,7 +112,8 @@ class GradientReducer:
         for group in buffer.sum.first:
             all_reduce(gradients, group)
         whole, levels = buffer.owners.size == 1, buffer.sum.levels
-        if levels.within.size == 1 and (self.narrow is None or levels.size == 1):
+        compressed = self.compressed.get(id(bucket))
+        if compressed is None and levels.within.size == 1 and (self.narrow is None or levels.size == 1):
             self.work.append((all_reduce_start if whole else reduce_scatter_inside)(gradients, levels.between))
             return
         # Buckets start in one order on every rank, so this order of their later operations is the same everywhere too. By now the
@@ -109,7 +121,7 @@ class GradientReducer:
         for work in self.work:
             if isinstance(work, Staged):
                 work.advance()
-        self.work.append(start_sum(gradients, levels, self.narrow, whole=whole))
+        self.work.append(start_sum(gradients, levels, self.narrow, whole=whole) if compressed is None else compressed.start_sum())
 
     def finish(self) -> None:
         """Starts the remaining buckets, and waits until every gradient is the global sum."""

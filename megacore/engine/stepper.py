@@ -82,7 +82,7 @@ class OptimizerStep(Engine, ABC):
         self.skipped += skip
         update_buffers(self.module_buffers, self.mesh, skip)
         self.loss_scale.update(overflow.float())
-        self.behind_step()
+        self.behind_step(skip)
         return StepStatistics(norm, self.skipped.clone())
 
     @abstractmethod
@@ -90,8 +90,8 @@ class OptimizerStep(Engine, ABC):
         """The ranks among which the engine divides what it keeps of a parameter, besides those over which the parameter is split."""
 
     @abstractmethod
-    def behind_step(self) -> None:
-        """Copies the masters into the parameters that compute, and clears the gradients."""
+    def behind_step(self, skip: Tensor) -> None:
+        """Copies the masters into the parameters that compute, and clears the gradients. `skip`: 1 if the step was skipped, else 0."""
 
     @abstractmethod
     def behind_loading(self) -> None:

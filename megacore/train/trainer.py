@@ -31,6 +31,7 @@ from megacore.train.inputs import Inputs, changes
 from megacore.train.loader import Loader
 from megacore.train.logs import Logs, Monitor, surviving
 from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, opening, unknown
+from megacore.train.residuals import RESIDUAL, read_residuals
 from megacore.train.step import TrainStep
 from megacore.train.stopping import Skips, StopAgreed, StopRequest, TooManySkips
 
@@ -276,7 +277,7 @@ class Trainer:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         tensors = self.engine.tensors()
         for key, (tensor, box) in tensors.items():
-            if not weights_alone or key.startswith((WEIGHTS, BUFFERS)):
+            if key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(RESIDUAL)):
                 self.mesh.observers.phase("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # This also rounds the weights just read into the parameters that compute.
@@ -285,7 +286,7 @@ class Trainer:
             self.origin = reader.path
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
-        self.changes = changes(self.config, recorded_sections(reader))
+        self.changes = changes(self.config, recorded_sections(reader)) + read_residuals(reader, tensors)
         self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))  # which older checkpoints do not have
         self.ahead = reader.state["samples"] // self.config.train.global_batch_size - reader.step
         return reader.step

@@ -55,6 +55,11 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "parallel": {"data": 4},
         "engine": {"reduce_levels": 2, "reduce_dtype": "bf16", "shard_optimizer": True},
     },
+    "dp, 8 bits": {"parallel": {"data": 2}, "engine": {"grad_compression": {"kind": "int8", "block": 64}}},
+    "dp in two levels, 8 bits, sharded optimizer": {
+        "parallel": {"data": 4},
+        "engine": {"reduce_levels": 2, "grad_compression": {"kind": "int8", "block": 64}, "shard_optimizer": True},
+    },
     "dp in two levels, 16 bits": {"parallel": {"data": 4}, "engine": {"reduce_levels": 2, "reduce_dtype": "bf16"}},
     "cp, gather": {"parallel": {"context": 2, "context_method": "gather"}, "train": {"recompute": "full"}},
     "cp × dp, ring, sharded optimizer": {

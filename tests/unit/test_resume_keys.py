@@ -12,7 +12,7 @@ import torch
 
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
-from megacore.config.schema import LinearRope, OptimGroup, ProfileConfig
+from megacore.config.schema import Int8Compression, LinearRope, OptimGroup, ProfileConfig
 from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
@@ -42,7 +42,7 @@ optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_d
     beta1 beta2 eps momentum
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every async on_failure resume
-engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels
+engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels grad_compression
 cpu: keep_memory onednn widen
 log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile
 """
@@ -91,6 +91,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
         "train.compile": True, "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
+        "engine.grad_compression": Int8Compression(kind="int8"),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
     }  # fmt: skip
     if key in special:

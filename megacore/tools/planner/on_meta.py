@@ -13,7 +13,7 @@ from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels
 from megacore.distributed.shard import Shard, shard_of
 from megacore.distributed.topology import Topology
-from megacore.engine.flat_buffer import FlatBuffer, lay_out
+from megacore.engine.flat_buffer import FlatBuffer, lay_out, travelling_unit
 from megacore.model.stage import Stage
 from megacore.tensor_parallel.linear import flatten_rows
 from megacore.tools.choices.partition import partitioned
@@ -62,5 +62,5 @@ def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Paramete
         if parameter not in shards:
             shards[parameter] = where.placed(shard_of(parameter), name)
     placed = [(name, parameter, shards[parameter], chunks) for name, parameter, chunks in owned]
-    sharded, narrow = engine.shard_optimizer, engine.reduce_dtype == "bf16"
-    return lay_out(placed, ParameterGroups(config.optim), resolved(engine.bucket_mib), where, META, sharded=sharded, narrow=narrow)
+    sharded, travelling = engine.shard_optimizer, travelling_unit(engine)
+    return lay_out(placed, ParameterGroups(config.optim), resolved(engine.bucket_mib), where, META, sharded=sharded, travelling=travelling)

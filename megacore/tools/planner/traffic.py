@@ -157,7 +157,14 @@ def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> l
     between, part = config.token_ranks // within, parameters // within
     one = "cp" if config.parallel.data == 1 < config.parallel.context else "dp"
     name = "dp between hosts" if within > 1 else one
-    if narrow or config.engine.shard_optimizer:
+    if config.engine.grad_compression is not None:
+        sent = config.engine.grad_compression.sent_bytes(part, gradient)
+        found = [Transfer(name, "all_to_all", between, sent, 1, calls)]
+        if config.engine.shard_optimizer:
+            found.append(Transfer(name, "all_gather", between, part, gathered, calls))
+        else:
+            found.append(Transfer(name, "all_gather", between, sent, 1, calls))
+    elif narrow or config.engine.shard_optimizer:
         scatter = Transfer(name, "reduce_scatter", between, part, travels, calls)
         found = [scatter, Transfer(name, "all_gather", between, part, gathered, calls)]
     else:
