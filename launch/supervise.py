@@ -13,14 +13,18 @@ from launch.pretrain import DEEPSPEED, with_deepspeed
 from megacore.errors import ConfigError
 from megacore.files import check_folder
 from megacore.tools.cli import Parser, exit_with
-from megacore.tools.relaunch.hosts import PROBE, Fleet, filters_in, hostfile_option, load_any
+from megacore.tools.relaunch.fleet import PROBE, Fleet
+from megacore.tools.relaunch.hosts import filters_in, hostfile_option, load_any
+from megacore.tools.relaunch.scaling import add_options, rules_of, size_of, words_of
 from megacore.tools.relaunch.supervisor import Supervisor
 
 EXAMPLE = "python launch/supervise.py deepspeed --hostfile hostfile launch/pretrain.py --config configs/gpt_1b.json"
 MORE = """Options come before the launcher's command (deepspeed, torchrun, mpirun, …). Set checkpoint.every in it.
-With a hostfile, machines that do not answer are left out, and where it changes the run goes on with the others: the same
-global batch, laid out anew. SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) let the run save and stop; a second one,
-but of SIGHUP, ends it at once.
+With a hostfile, or a command that prints one, machines that do not answer are left out. Machines that join or leave while the run
+goes on are used or left: the run saves, stops, and goes on with the same global batch, laid out anew.
+A command has 30 s; it is no shell. --hosts-command finds MEGACORE_LOG_DIR in its environment, and MEGACORE_HOSTS, the hosts in use
+between commas; --ranks-command finds MEGACORE_LOG_DIR, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have room.
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) let the run save and stop; a second one, but of SIGHUP, ends it at once.
 Where the supervisor is killed itself, its run saves and stops.
 Exit status: 0 finished, 2 bad config, 75 stopped on request after saving, else that of the last start."""
 
@@ -41,6 +45,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--spares", type=int, default=0, metavar="N", help="hosts of the hostfile that are only used in the place of others (0)"
     )
+    parser.add_argument("--hosts-command", metavar="COMMAND", help="prints hosts with slots as a hostfile has them, in the place of one")
+    parser.add_argument("--ranks", metavar="N | MIN:MAX", help="at least and at most so many ranks; waits where there are fewer")
+    add_options(parser)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launcher's command, with launch/pretrain.py and --config"
     )
@@ -68,6 +75,31 @@ def config_in(command: list[str]) -> tuple[str, list[str]]:
     raise ConfigError("arguments", "the command has no --config", EXAMPLE)
 
 
+def fleet_of(args: argparse.Namespace, config: str, overrides: list[str]) -> Fleet | None:
+    """The machines, if a hostfile or a command names them. Takes the launcher's filters of hosts out of its command. Raises `ConfigError`
+    for an option that needs machines, without them."""
+    option = hostfile_option(args.command)
+    size = None if args.ranks is None else size_of("--ranks", args.ranks)
+    rules = rules_of(args, size)
+    printed_by: tuple[str, ...] = ()
+    if args.hosts_command is not None:
+        printed_by = words_of("--hosts-command", args.hosts_command, "a command that prints lines such as `node1 slots=8`")
+        if option is not None:
+            raise ConfigError("--hosts-command", "stands beside --hostfile", "one of the two")
+        if Path(args.command[0]).name != "deepspeed":
+            raise ConfigError("--hosts-command", f"{args.command[0]} takes no hostfile from it", "the deepspeed launcher")
+    elif option is None:
+        for name, given in (("spares", args.spares), ("ranks", args.ranks), ("ranks-command", args.ranks_command)):
+            if given:
+                wrong = "the command has no --hostfile, whose hosts they would be"
+                raise ConfigError(f"--{name}", wrong, "the deepspeed launcher's --hostfile")
+        return None
+    args.command, include, exclude = filters_in(args.command)
+    filters = {"include": include, "exclude": exclude}
+    file = None if option is None else option[1]
+    return Fleet(file, config, overrides, args.probe, rules=rules, printed_by=printed_by, spares=args.spares, **filters)
+
+
 def run(argv: list[str]) -> int:
     """Supervises the run, and returns the exit status."""
     args = parse(argv)
@@ -75,14 +107,8 @@ def run(argv: list[str]) -> int:
     loaded = load_any(config, overrides)
     folder = loaded.log.dir
     assert folder is not None
-    option = hostfile_option(args.command)
-    fleet = None
-    if option is None and args.spares:
-        raise ConfigError("--spares", "the command has no --hostfile, whose hosts they would be", "the deepspeed launcher's --hostfile")
-    if option is not None:
-        args.command, include, exclude = filters_in(args.command)
-        fleet = Fleet(option[1], config, overrides, args.probe, spares=args.spares, include=include, exclude=exclude)
     check_folder("log.dir", folder)
+    fleet = fleet_of(args, config, overrides)
     options = {"restarts": args.restarts, "backoff": args.backoff, "stall": args.stall, "steps": loaded.train.steps}
     return Supervisor(args.command, Path(folder), fleet=fleet, **options).run()
 

@@ -15,7 +15,7 @@ import pytest
 
 from megacore.distributed.processes import ENDED, process_state
 from megacore.tools.processes import descendants
-from megacore.tools.relaunch.hosts import Fleet
+from megacore.tools.relaunch.fleet import Fleet
 from megacore.tools.relaunch.supervisor import Supervisor, environment
 from megacore.train.stopping import STOP
 from tests.pool import CONTEXT

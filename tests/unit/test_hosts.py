@@ -10,7 +10,8 @@ import pytest
 from megacore.errors import ConfigError
 from megacore.tools.folder_lock import FolderLock
 from megacore.tools.relaunch import hosts
-from megacore.tools.relaunch.hosts import PROBE, Fleet, hostfile_option, plan, read_hostfile
+from megacore.tools.relaunch.fleet import PROBE, Fleet
+from megacore.tools.relaunch.hosts import hostfile_option, plan, read_hostfile
 from megacore.tools.settings.load import load
 from tests.commands import run_script
 
@@ -105,12 +106,12 @@ def test_machines_that_do_not_answer_are_left_out(config: str, tmp_path: Path, c
     command = fleet.command(["deepspeed", "--hostfile", str(hostfile), "x.py", "--config", config], tmp_path)
     assert command[:3] == ["deepspeed", "--hostfile", str(tmp_path / "hostfile")]
     assert read_hostfile(tmp_path / "hostfile") == {"localhost": 4, "node2": 4}
-    assert "parallel.data=auto" in command and not fleet.changed()
+    assert "parallel.data=auto" in command and not fleet.look()
     assert "; no answer from node1 (status 1)\n" in capsys.readouterr().out
     hostfile.write_text("localhost slots=2\n")
-    assert fleet.changed()
+    assert fleet.look()
     fleet.command(command, tmp_path)
-    assert read_hostfile(tmp_path / "hostfile") == {"localhost": 2} and not fleet.changed()
+    assert read_hostfile(tmp_path / "hostfile") == {"localhost": 2} and not fleet.look()
     hostfile.write_text("localhost\n")
     with pytest.raises(ConfigError, match="slots"):
         read_hostfile(hostfile)

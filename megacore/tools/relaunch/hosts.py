@@ -1,12 +1,7 @@
-"""Finds the machines of a hostfile that answer, and lays a run out on them."""
+"""Reads a hostfile and options that name hosts, and lays a run out on so many ranks."""
 
 import re
-import shlex
-import socket
-import subprocess
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +12,10 @@ from megacore.errors import ConfigError
 from megacore.files import read_text, write_whole
 from megacore.pipeline.partition import plan_of
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.hostfile import HOSTFILE, named_hostfile
+from megacore.tools.hostfile import named_hostfile
 from megacore.tools.settings.load import load, smallest_world
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=5 -- {host}"
-PROBE = f"{SSH} true"
-PROBE_SECONDS = 15.0
 FILTER = re.compile(r"(--include|--exclude|-i|-e)(=(.*))?")  # options of the deepspeed launcher
 HOST = re.compile(r"[A-Za-z0-9._:][A-Za-z0-9._:-]*")  # goes into commands: nothing that ssh or a shell takes for more than a name
 LINES = "lines such as `node1 slots=8`"  # of a hostfile
@@ -32,26 +25,31 @@ KEPT = 0.75  # a layout that uses this part of the ranks is not changed for one 
 def read_hostfile(path: Path) -> dict[str, int]:
     """Reads a hostfile: slots by host. Raises `ConfigError` if it cannot be read."""
     try:
-        lines = read_text(path).splitlines()
+        text = read_text(path)
     except OSError as error:
         raise ConfigError("--hostfile", f"cannot read {path}: {error.strerror}", LINES) from None
     except UnicodeDecodeError:
         raise ConfigError("--hostfile", f"{path} is not UTF-8 text", LINES) from None
+    return hosts_in(text, "--hostfile", str(path))
+
+
+def hosts_in(text: str, option: str, source: str) -> dict[str, int]:
+    """Slots by host in the text of a hostfile, which `source` has given. Raises `ConfigError`."""
     hosts: dict[str, int] = {}
-    for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
         found = re.fullmatch(r"(\S+)\s+slots=([0-9]{1,4})", line)
         if found is None:
-            raise ConfigError("--hostfile", f"{path} has a line `{line:.200}`", LINES)
+            raise ConfigError(option, f"{source} has a line `{line:.200}`", LINES)
         if not HOST.fullmatch(found[1]):
             right = "a name or an address of letters, digits and . _ : -, which does not begin with -"
-            raise ConfigError("--hostfile", f"{path} names the host `{found[1]:.200}`", right)
+            raise ConfigError(option, f"{source} names the host `{found[1]:.200}`", right)
         if found[1] in hosts:
-            raise ConfigError("--hostfile", f"{path} names {found[1]} twice", "a line for each host, with all of its slots")
+            raise ConfigError(option, f"{source} names {found[1]} twice", "a line for each host, with all of its slots")
         if int(found[2]) == 0:
-            raise ConfigError("--hostfile", f"{path} gives {found[1]} no slots", "slots=1 or more, or no line for it")
+            raise ConfigError(option, f"{source} gives {found[1]} no slots", "slots=1 or more, or no line for it")
         hosts[found[1]] = int(found[2])
     if not hosts:
-        raise ConfigError("--hostfile", f"{path} names no host", LINES)
+        raise ConfigError(option, f"{source} names no host", LINES)
     return hosts
 
 
@@ -96,18 +94,24 @@ def check_ranks(hosts: dict[str, int], config: str, overrides: list[str]) -> Non
         raise ConfigError("--hostfile", wrong, "more hosts")
 
 
+def filled(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """As many of the hosts and their slots as `ranks` need."""
+    used, left = {}, ranks
+    for host, slots in hosts.items():
+        if taken := min(slots, left):
+            used[host] = taken
+        left -= taken
+    return used
+
+
 def write_hostfile(file: Path, hosts: Mapping[str, int], ranks: int) -> int:
     """Writes a hostfile with as many of the hosts and their slots as `ranks` need; returns the number of hosts in it."""
-    left, lines = ranks, []
-    for host, slots in hosts.items():
-        if used := min(slots, left):
-            lines.append(f"{host} slots={used}\n")
-        left -= used
+    used = filled(hosts, ranks)
     try:
-        write_whole(file, "".join(lines))
+        write_whole(file, "".join(f"{host} slots={slots}\n" for host, slots in used.items()))
     except OSError as error:
         raise ConfigError("log.dir", f"cannot write {file}: {error.strerror}", "a folder with room, that can be written") from None
-    return len(lines)
+    return len(used)
 
 
 def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
@@ -125,91 +129,11 @@ def hostfile_option(command: list[str]) -> tuple[int, Path] | None:
 
 
 class Planned(NamedTuple):
-    """The number of ranks that a run gets, and the overrides that lay it out on them."""
+    """The number of ranks that a run gets, the overrides that lay it out on them, and how many of them are data ranks."""
 
     ranks: int
     overrides: list[str]
-
-
-class Fleet:
-    """The machines of a launcher's hostfile. They are asked again before every start."""
-
-    def __init__(
-        self,
-        hostfile: Path,
-        config: str,
-        overrides: list[str],
-        probe: str = PROBE,
-        *,
-        spares: int = 0,
-        include: str = "",
-        exclude: str = "",
-    ) -> None:
-        """`probe`: a command that succeeds if `{host}` answers; this machine always does. `spares`: so many hosts are only used in the
-        place of others. `include`, `exclude`: see `chosen_hosts`."""
-        self.hostfile, self.config, self.overrides, self.filters = hostfile, config, overrides, (include, exclude)
-        self.spares = spares
-        self.losses = Counter[str]()  # how often each host was lost
-        try:
-            self.words = shlex.split(probe)
-            if not self.words:
-                raise ValueError("it is empty")
-        except ValueError as error:
-            raise ConfigError("--probe", f"{probe} is no command: {str(error).lower()}", PROBE) from None
-        self.named = chosen_hosts(read_hostfile(hostfile), *self.filters)
-        check_ranks(self.named, config, overrides)
-
-    def changed(self) -> bool:
-        """Whether the hostfile names other machines than at the last start."""
-        try:
-            return self._read() != self.named
-        except ConfigError:
-            return False  # somebody is writing it
-
-    def command(self, command: list[str], folder: Path) -> list[str]:
-        """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""
-        self.named = self._read()
-        with ThreadPoolExecutor(64) as pool:
-            reasons = dict(zip(self.named, pool.map(self._silence, self.named), strict=True))
-        answering = [host for host, reason in reasons.items() if reason is None]
-        # What was lost comes last, though it answers again: a spare is better.
-        chosen = sorted(answering, key=self.losses.__getitem__)[: max(1, len(self.named) - self.spares)]
-        hosts = {host: slots for host, slots in self.named.items() if host in chosen}
-        if not hosts:
-            names = ", ".join(list(self.named)[:8]) + (f" and {len(self.named) - 8} more" if len(self.named) > 8 else "")
-            why = f"no host answered: {names}"
-            raise ConfigError("--hostfile", why, f"machines that answer `{shlex.join(self.words)}`")
-        planned = plan(self.config, self.overrides, sum(hosts.values()))
-        file = folder / "hostfile"
-        folder.mkdir(parents=True, exist_ok=True)
-        used = write_hostfile(file, hosts, planned.ranks)
-        silent = [f"{host} ({reason})" for host, reason in reasons.items() if reason is not None]
-        said = f"{planned.ranks} ranks on {used} of {len(self.named)} hosts: {' '.join(planned.overrides)}"
-        said += f"; no answer from {', '.join(silent)}" if silent else ""
-        spare = [host for host in answering if host not in hosts]
-        print("supervise: " + said + (f"; spare: {', '.join(spare)}" if spare else ""), flush=True)
-        option = hostfile_option(command)
-        assert option is not None
-        at, _ = option
-        word = f"{command[at].partition('=')[0]}={file}" if HOSTFILE.fullmatch(command[at]) else str(file)
-        return [*command[:at], word, *command[at + 1 :], *planned.overrides]
-
-    def _read(self) -> dict[str, int]:
-        return chosen_hosts(read_hostfile(self.hostfile), *self.filters, known=False)
-
-    def _silence(self, host: str) -> str | None:
-        """Why a host does not answer; None if it does."""
-        if host in ("localhost", "127.0.0.1", socket.gethostname()):
-            return None
-        words = [word.replace("{host}", host) for word in self.words]
-        try:
-            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"nothing within {PROBE_SECONDS:.0f} s"
-        except OSError as error:
-            return f"{words[0]}: {error.strerror}"
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        return None if done.returncode == 0 else said[-1][:200] if said else f"status {done.returncode}"
+    data: int
 
 
 def plan(config: str, overrides: list[str], ranks: int) -> Planned:
@@ -226,7 +150,7 @@ def plan(config: str, overrides: list[str], ranks: int) -> Planned:
             return planned
         other = ["parallel.schedule=1f1b", "parallel.chunks=null"]
         found = plan(config, [*overrides, *other], ranks)
-        return Planned(found.ranks, [*found.overrides, *other])
+        return Planned(found.ranks, [*found.overrides, *other], found.data)
     shape = (own.parallel.tensor, own.parallel.pipeline)
     for used in range(ranks, int(KEPT * ranks) - 1, -1):
         if (planned := fits(config, overrides, own, used, *shape)) is not None:
@@ -267,5 +191,5 @@ def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int
                 plan_of(partitioned(resolved))
         except ConfigError:
             continue
-        return Planned(ranks, laid)
+        return Planned(ranks, laid, data)
     return None

@@ -26,12 +26,13 @@ from megacore.records import Record, complaint, recorded
 from megacore.tools.diagnosis.heartbeat import LOST
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.child_watch import ChildWatch
-from megacore.tools.relaunch.hosts import Fleet
+from megacore.tools.relaunch.fleet import Machines, TooFew
 from megacore.train.stopping import STOP, requests
 
 STOPPED = 75
 PREFIX = "supervise: "
 LOOK_SECONDS = 0.2
+WAIT_SECONDS = 5.0  # between looks for machines, where there are too few
 MOST_BACKOFF = 300.0
 END_SECONDS = 10.0  # for a launcher to end its ranks
 LAST_BYTES = 65536  # at the end of the run's records, in which its last step stands
@@ -55,14 +56,14 @@ class Supervisor:
         command: list[str],
         folder: Path,
         *,
-        fleet: Fleet | None = None,
+        fleet: Machines | None = None,
         restarts: int = 3,
         backoff: float = 2.0,
         stall: float = 1800.0,
         steps: int = 0,
         listener: Callable[[str], None] | None = None,
     ) -> None:
-        """`command` starts the run, which has `steps` steps and the log.dir `folder`. `fleet`: the machines, if a hostfile names them.
+        """`command` starts the run, which has `steps` steps and the log.dir `folder`. `fleet`: the machines, if they may change.
 
         `restarts`: how many restarts in a row may bring no progress. `backoff`: seconds before the first of them, doubled with each.
         `stall`: if nothing new is in `folder` for so many seconds, the run is restarted. `listener` gets every line of output.
@@ -77,6 +78,7 @@ class Supervisor:
         self.resizing = False  # whether the run was asked to stop because its machines have changed
         self.stalled = False  # whether it was ended because nothing happened
         self.request = 0  # when `_ask` wrote its file, by the file system's clock; 0: it has not
+        self.best = (0, 0)  # the furthest progress before the last start
         self.attempts = 0
         self.found: set[tuple[str, int]] = set()  # checkpoints that were there before the first start
 
@@ -96,20 +98,35 @@ class Supervisor:
         return found
 
     def _run(self) -> int:
-        initial = best = self.progress()
+        initial = self.best = self.progress()
         fruitless = 0
+        waits = False
         listens = threading.current_thread() is threading.main_thread()
         previous = {number: signal.signal(number, self._note) for number in requests()} if listens else {}
         try:
             while True:
                 try:
                     status = self._attempt()
+                    waits = False
+                except TooFew as error:
+                    if not self.attempts:
+                        raise
+                    if not waits:
+                        say(f"waits for machines: {error.wrong}")
+                    waits = True
+                    self._sleep(WAIT_SECONDS)
+                    if self.asked() or (self.folder / STOP).exists():
+                        say("stopped on request; the same command goes on from there")
+                        return STOPPED
+                    continue
                 except (ConfigError, OSError) as error:
                     if not self.attempts:
                         raise
                     say(str(error), "" if isinstance(error, ConfigError) else PREFIX)  # nobody answers now: perhaps later
                     status = 2
                 now = self.progress()
+                gained = self._gains(now)
+                best = self.best = (max(self.best[0], now[0]), max(self.best[1], now[1]))
                 if status == 0 and max(now) >= self.steps:
                     return 0
                 if self.asked() or (status == STOPPED and not self.resizing and not self.stalled):
@@ -117,14 +134,14 @@ class Supervisor:
                     return STOPPED
                 if self.resizing:
                     self._withdraw()
-                    continue
+                    if gained or status == STOPPED:
+                        continue
                 if status == 2 and now == initial:  # else it was going well and cannot go on, for example because of a full disk
                     return 2
                 if (self.folder / STOP).exists():
                     say(f"stopped on request; remove {self.folder / STOP} to go on")
                     return STOPPED
-                fruitless = 0 if any(new > old for new, old in zip(now, best, strict=True)) else fruitless + 1
-                best = (max(best[0], now[0]), max(best[1], now[1]))
+                fruitless = 0 if gained else fruitless + 1
                 if fruitless > self.restarts:
                     say(f"given up: {self.restarts} restarts in a row brought no progress beyond step {max(best)} (status {status})")
                     return status if status > 0 else 1  # a launcher that was killed may return 0
@@ -141,6 +158,9 @@ class Supervisor:
     def asked(self) -> bool:
         """Whether somebody wants the run to stop."""
         return self.requests > 0
+
+    def _gains(self, progress: tuple[int, int]) -> bool:
+        return any(new > old for new, old in zip(progress, self.best, strict=True))
 
     def progress(self) -> tuple[int, int]:
         """The steps of the newest checkpoint and of the last logged line; 0 if there is none."""
@@ -214,12 +234,15 @@ class Supervisor:
                 self._look(self.child.pid, note)
             except Exception as error:  # a run that goes on unwatched is worse than a look that fails
                 if not failed:
-                    say(f"could not look after the run, and tries on: {type(error).__name__}: {error}")
+                    what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+                    say(f"could not look after the run, and tries on: {what}")
                 failed = True
         if self.listener is not None:
             reader.join(END_SECONDS)
         self.watch.tell(0)
-        self._read_note(note)
+        lost = self._read_note(note)
+        if self.fleet is not None:
+            self.fleet.ended(gained=self._gains(self.progress()), failed=self.child.returncode not in (0, STOPPED), lost=lost)
         return self.child.returncode
 
     def _look(self, launcher: int, note: Path) -> None:
@@ -234,23 +257,22 @@ class Supervisor:
             self.lost = time.monotonic()
         if self.lost is not None and time.monotonic() - self.lost > LOST_SECONDS:
             end_tree(launcher)
-        if self.fleet is not None and not self.resizing and not self.requests and self.fleet.changed():
-            say("other machines from now on: the run is asked to stop at its next step, and goes on with them")
+        if self.fleet is not None and not self.resizing and not self.requests and self.lost is None and (why := self.fleet.changed()):
+            say(f"{why}; the run is asked to save and stop at its next step, and goes on so")
             self.resizing = True
             self._ask()
 
-    def _read_note(self, note: Path) -> None:
-        """Reads which hosts the run has lost: others come before them at the next start."""
+    def _read_note(self, note: Path) -> list[str]:
+        """Which hosts the run has lost."""
         try:
             found = Lost.model_validate_json(read_plain(note, LAST_BYTES))
         except FileNotFoundError:
-            return
+            return []
         except (OSError, ValidationError) as error:
             say(f"{note} does not tell which hosts were lost: {complaint(error) if isinstance(error, ValidationError) else error.strerror}")
-            return
+            return []
         say(found.verdict)
-        if self.fleet is not None:
-            self.fleet.losses.update(found.hosts)
+        return found.hosts
 
     def _listen(self, lines: IO[str]) -> None:
         assert self.listener is not None
