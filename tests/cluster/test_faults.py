@@ -79,7 +79,7 @@ class Run:
         self.hostfile.write_text("".join(f"{host} slots=1\n" for host in names))
         script = [str(ROOT / "launch" / "pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={self.run}"]
         launcher = ["deepspeed", "--hostfile", str(self.hostfile), *script]
-        supervise = ["python", str(ROOT / "launch" / "supervise.py"), "--backoff", "1", *options]
+        supervise = ["python", str(ROOT / "launch" / "supervise.py"), "--backoff", "1", "--look", "inf", "--resize-pause", "0", *options]
         self.lines: list[tuple[float, str]] = []
         self.began = time.monotonic()
         self.process = four.popen(head, *supervise, *launcher, cwd=folder)

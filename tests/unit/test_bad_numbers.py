@@ -49,9 +49,22 @@ NUMBERS: list[Row] = [
     ("drill", config("--fault", "hang:seconds=nan,step=2"), "its seconds are not usable"),
     ("drill", config("--fault", "kill:rank=0.5,step=2"), "kill:rank=0.5,step=2 is none"),
     *(("supervise", (f"--{option}", value, "nosuch", *SUPERVISED), f"config error: --{option}: {value} is not usable")
-      for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"]), ("spares", ["-1"]))
+      for option, values in (("restarts", ["-1"]), ("backoff", ["-1.0", "nan", "inf"]), ("stall", ["nan", "0.0"]), ("spares", ["-1"]),
+                             ("look", ["nan", "0.0", "-1.0"]), ("resize-pause", ["nan", "inf", "-1.0"]))
       for value in values),
     ("supervise", ("--spares", "1", "torchrun", *SUPERVISED), "config error: --spares: the command has no --hostfile"),
+    *(("supervise", (*words, "torchrun", *SUPERVISED), f"config error: {words[0]}: the command has no --hostfile")
+      for words in (("--ranks", "1:2"), ("--ranks-command", "echo 1"))),
+    *(("supervise", ("--hosts-command", *words, *SUPERVISED), f"config error: --hosts-command: {line}") for words, line in (
+        (("echo", "torchrun"), "torchrun takes no hostfile from it"), (("'", "deepspeed"), "' is no command"),
+        (("echo a", "deepspeed", "--hostfile", "@hosts_one"), "stands beside --hostfile"),
+        (("nosuchcommand", "deepspeed"), "`nosuchcommand` cannot be started"), (("false", "deepspeed"), "`false` ended with status 1"),
+        (("true", "deepspeed"), "`true` names no host"), (("echo node1", "deepspeed"), "`echo node1` has a line `node1`"),
+    )),
+    *(("supervise", ("--ranks", value, "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), f"config error: --ranks: {line}")
+      for value, line in (("0", "0 is no number of ranks"), ("3:2", "3:2 is no"), ("2:4", "1 ranks have room, and there shall be 2"))),
+    *(("supervise", ("--ranks-command", value, "deepspeed", "-H", "@hosts_one", *SUPERVISED), f"config error: --ranks-command: {line}")
+      for value, line in (("", " is no command"), ("false", "`false` ended with"), ("echo x", "`echo x` printed `x`"))),
     ("supervise", ("--probe", "'", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe: ' is no command"),
     ("supervise", ("--probe", "", "deepspeed", "--hostfile", "@hosts_one", *SUPERVISED), "config error: --probe:  is no command: it is"),
     *(("supervise", ("--probe", "false {host}", "deepspeed", "--hostfile", f"@{name}", *SUPERVISED), f"config error: --hostfile: {line}")

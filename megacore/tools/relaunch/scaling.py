@@ -53,9 +53,10 @@ def change(used: dict[str, int], there: dict[str, int], then: dict[str, int], du
         return ""
     gone = [host for host in left if host not in there]
     words = [f"{', '.join(gone)} {'leaves' if len(gone) == 1 else 'leave'}"] if gone else []
-    words += [f"{host} has {there[host]} slots" for host in left if host in there]
-    joined = [host for host, slots in then.items() if slots > used.get(host, 0)]
+    joined = [host for host in then if host not in used]
     words += [f"{', '.join(joined)} {'joins' if len(joined) == 1 else 'join'}"] if joined else []
+    other = [host for host, slots in used.items() if there.get(host, slots) < slots or (not joined and then.get(host, 0) > slots)]
+    words += [f"{host} has {there[host]} slots" for host in other]
     return f"{'; '.join(words) or 'another size is wanted'}: {before} ranks become {after}"
 
 

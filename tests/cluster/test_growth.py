@@ -1,0 +1,88 @@
+"""Hosts join and leave a run in good health: it saves, is laid out anew and goes on, and nobody kills anything.
+
+`pytest -s` shows the seconds from a change until the run is asked to stop, has stopped, and trains again.
+"""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts, missing
+from tests.cluster.test_faults import Run
+from tests.cluster.test_launchers import TOLERANCE, losses, slow
+from tests.commands import run_script
+from tests.training import metrics, write_config, write_corpus
+
+WHY_NOT = missing("pdsh")
+pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=f"hosts: {WHY_NOT}"), slow]
+STEPS = 150
+LOOK, PAUSE = 2.0, 5.0
+RULES = ("--look", str(LOOK), "--resize-pause", str(PAUSE))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared folder with a config, a corpus, and the run of one process."""
+    found = tmp_path_factory.mktemp("shared")
+    train = {"steps": STEPS, "precision": "fp64", "global_batch_size": 12}
+    write_config(found, write_corpus(found, tokens=STEPS * 12 * 16), train=train, checkpoint={"every": 50})
+    (found / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
+    one = run_script("launch/pretrain.py", "--config", f"{found}/config.json", f"log.dir={found}/one")
+    assert one.returncode == 0, one.stderr
+    return found
+
+
+class Growing(Run):
+    """A run whose hosts change while it goes on."""
+
+    def layouts(self) -> list[tuple[int, int]]:
+        """The number of data ranks of each start, and the step after which it began."""
+        found = []
+        for _, line in list(self.lines):
+            if size := re.search(r"mesh: .* × data (\d+)", line):
+                found.append((int(size[1]), 0))
+            if after := re.search(r"resumed after step (\d+)", line):
+                found[-1] = (found[-1][0], int(after[1]))
+        return found
+
+    def change(self, name: str, names: list[str], size: int) -> None:
+        """Names other hosts, and waits until the run trains on them: as many data ranks."""
+        self.wait(lambda: self.step() > (self.layouts() or [(0, 0)])[-1][1] + 10)
+        starts, seen, struck = len(self.layouts()), len(self.lines), time.monotonic()
+        self.name(names)
+        heard = [self.wait(lambda pattern=pattern: any(re.search(pattern, line) for _, line in list(self.lines[seen:]))) - struck  # type: ignore[misc]
+                 for pattern in ("is asked to save and stop", r"supervise: \d+ ranks")]  # fmt: skip
+        self.wait(lambda: len(self.layouts()) > starts and self.step() > self.layouts()[-1][1])
+        assert self.layouts()[-1][0] == size, self.said[-6000:]
+        print(f"{name}: asked to stop after {heard[0]:.1f} s, saved and stopped after {heard[1]:.1f} s, "
+              f"trains again after {time.monotonic() - struck:.1f} s", flush=True)  # fmt: skip
+
+    def name(self, names: list[str]) -> None:
+        """Writes the hostfile anew, in one go."""
+        file = self.hostfile.with_suffix(".new")
+        file.write_text("".join(f"{host} slots=1\n" for host in names))
+        file.replace(self.hostfile)
+
+    def proved(self, sizes: list[int]) -> None:
+        """The run ends with the losses of one process, and no sample was lost or read twice, through these numbers of data ranks."""
+        self.finish("a run of " + ", ".join(map(str, sizes)))
+        assert [size for size, _ in self.layouts()] == sizes
+        ours, theirs = ({line["step"]: line["loss"] for line in metrics(self.folder / each)} for each in (self.run.name, "one"))
+        assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=TOLERANCE)
+        legs = [f"dp{size}:{after}" for (size, _), (_, after) in zip(self.layouts(), [*self.layouts()[1:], (0, 0)], strict=True)]
+        legs[-1] = legs[-1].partition(":")[0]
+        proof = run_script("launch/samples.py", "--config", f"{self.folder}/config.json", "--prove", "--layouts", ",".join(legs))
+        print(f"--layouts {','.join(legs)}\n{proof.stdout}", flush=True)
+        assert proof.returncode == 0 and "0 missing, 0 repeated" in proof.stdout, proof.stdout
+
+
+def test_hosts_of_a_hostfile_join_and_leave(two: Hosts, folder: Path) -> None:
+    """A run in good health would never use them, or lose steps when they leave."""
+    with Growing(two, folder, "hostfile", ["node0"], *RULES) as run:
+        run.change("a host joins", ["node0", "node1"], 2)
+        run.change("a host leaves", ["node0"], 1)
+        run.proved([1, 2, 1])
+        assert losses(run.run) == pytest.approx(losses(folder / "one"), rel=TOLERANCE), "a step was done twice"
+        assert "ended with status" not in run.said
