@@ -38,7 +38,7 @@ def launch_together(slots: Mapping[str, int], config: str, overrides: list[str],
         return "pdsh is not installed on this machine; the deepspeed launcher needs it (apt-get install pdsh)"
     ranks, laid = sum(slots.values()), list[str]()
     if not whole:
-        ranks, laid = plan(config, overrides, ranks)
+        ranks, laid, _ = plan(config, overrides, ranks)
     say(f"{ranks} ranks on {len(slots)} hosts try their groups and links {' '.join(laid)}".rstrip())
     with tempfile.TemporaryDirectory() as folder:
         write_hostfile(Path(folder) / "hostfile", slots, ranks)
