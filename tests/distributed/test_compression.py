@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Reader
-from megacore.config import load
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, logical_name
 from megacore.engine.compression import RESIDUAL, Blocks, GradientCompression
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
 from megacore.train import trainer
 from megacore.train.residuals import read_residuals
 from megacore.train.step import TrainStep
