@@ -22,8 +22,8 @@ from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.pipeline.schedule import Action, Op, Plan
-from megacore.pipeline.simulate import Span, Timeline, simulate
 from megacore.tools.planner.traffic import Transfer
+from megacore.tools.schedules.simulate import Span, Timeline, simulate
 
 COMMUNICATION = ("tp", "cp", "dp", "pp", "tied", "loss", "norm")  # by group, as in `Transfer`
 PARTS = ("compute", *COMMUNICATION, "bubble", "optimizer", "data", "other")

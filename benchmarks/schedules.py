@@ -38,9 +38,9 @@ from megacore.model.flow import HIDDEN, Flow
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import COMPUTE, Action, Plan
-from megacore.pipeline.simulate import simulate
 from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.schedules --output schedules.json"

@@ -26,9 +26,9 @@ from benchmarks.peers.process import SETTINGS
 from benchmarks.rounds import ROOT, Contender, Failed, Processes, Record, race
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
-from megacore.pipeline.simulate import simulate
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.crowd import OPENMPS_OWN
+from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.speed --quick"

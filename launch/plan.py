@@ -16,8 +16,6 @@ from megacore.config import Config
 from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
-from megacore.pipeline.plan_file import write_plan
-from megacore.pipeline.simulate import Timeline
 from megacore.tools.choices.bubble import bubble, bubble_warning
 from megacore.tools.choices.context_method import DEVICE, METHODS
 from megacore.tools.choices.flops import counted_layers, flops_per_token
@@ -35,6 +33,8 @@ from megacore.tools.planner.profile import Profile, profile
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.schedules.plan_file import write_plan
+from megacore.tools.schedules.simulate import Timeline
 from megacore.tools.settings.load import load, smallest_world
 
 if TYPE_CHECKING:

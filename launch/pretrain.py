@@ -14,7 +14,6 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.pipeline.partition import plan_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.cli import Parser, StandardStream, exit_rank_with
 from megacore.tools.settings.load import Resolved, load
@@ -53,7 +52,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     # What can be wrong is found here, before torch is imported and before any rank waits for another.
     loaded = load(args.config, args.overrides, place.world_size)
     if loaded.config.parallel.schedule.startswith("file:"):
-        plan_of(partitioned(loaded.config))
+        partitioned(loaded.config)
     refuse_overwriting(args.config, loaded)
     if args.print_config:
         if place.rank == 0:

@@ -12,17 +12,15 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from megacore.config.implied import ends_apart, splits_backward
+from megacore.config.implied import splits_backward
 from megacore.config.schema import Config
-from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build, placement
-from megacore.pipeline.plan_file import read_plan
 from megacore.pipeline.schedule import Placement, Plan, lower, unsplit
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Which layers each stage of a pipeline has and, if `parallel.schedule` is `auto`, the compute actions of a step."""
+    """Which layers each stage of a pipeline has and, if `parallel.schedule` names no generator, the compute actions of a step."""
 
     layers: tuple[range, ...]
     plan: Plan | None = None
@@ -36,19 +34,18 @@ def partition_of(config: Config) -> Partition:
 
 
 def plan_of(config: Config) -> Plan:
-    """The plan of a step, for every rank of a resolved config's pipeline. Raises `ConfigError` if it is a file that cannot be run."""
+    """The plan of a step, for every rank of a resolved config's pipeline."""
     parallel, options = config.parallel, plan_options(config)
     if parallel.schedule in GENERATORS:
         return build(parallel.schedule, parallel.pipeline, config.num_microbatches, config.chunks, **options)
-    if parallel.schedule == "auto":
-        found = partition_of(config).plan
-        assert found is not None
-        return lower(found, options["shared"])
-    plan = read_plan(path := parallel.schedule.removeprefix("file:"), parallel.pipeline, config.num_microbatches)
-    if ends_apart(config) and any({0, plan.stages - 1} <= set(own) for own in plan.placement if len(own) > 1):
-        wrong = f"{path} gives one rank both ends, and fsdp cannot divide the embedding that they share"
-        raise ConfigError("parallel.schedule", wrong, "a plan with the ends apart, model.tie_embeddings=false, or engine.kind=native")
-    return lower(plan if options["split"] else unsplit(plan), options["shared"])
+    found = _chosen_plan(config)
+    return lower(found if options["split"] else unsplit(found), options["shared"])
+
+
+def _chosen_plan(config: Config) -> Plan:
+    plan = partition_of(config).plan
+    assert plan is not None
+    return plan
 
 
 def plan_options(config: Config) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def stages_of(layers: Sequence[int], ranges: Sequence[range]) -> tuple[int, ...]
 def placement_of(config: Config) -> Placement:
     """The stages that each rank of a resolved config's pipeline holds."""
     if config.parallel.schedule not in GENERATORS:
-        return plan_of(config).placement
+        return _chosen_plan(config).placement
     return _placed(config.parallel.schedule, config.parallel.pipeline, config.chunks)
 
 

@@ -1,9 +1,8 @@
 """Pipeline schedules as data: the actions of every rank of the pipeline, in order.
 
 The model is split into *stages*, numbered from the embedding to the loss. A plan says which stages a rank holds; they are its
-*chunks*. A generator (`generators.py`) returns the compute actions of every rank. `lower` adds the transfers and reductions. The same
-lowered plan is validated (`validate.py`), simulated (`simulate.py`), drawn (`plot.py`) and executed (`runtime.py`): nothing else
-decides the order.
+*chunks*. A generator (`generators.py`) returns the compute actions of every rank. `lower` adds the transfers and reductions.
+`runtime.py` executes the lowered plan, and tools validate, simulate and draw the same one: nothing else decides the order.
 
 What a rank does at each action, in the order of its list:
 

@@ -28,8 +28,8 @@ from megacore.model.initial import initialise
 from megacore.model.stage import whole_model
 from megacore.pipeline import generators, partition, schedule
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped
-from megacore.pipeline.validate import validate
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.schedules.validate import validate
 from megacore.tools.settings.load import load
 from tests import training
 from tests.steps import STEPS, Found, apart, as_one, batch_of, put_together, train

@@ -11,7 +11,7 @@ from megacore.config.schema import MASK, TrainConfig
 from megacore.data.samples import SampleStream
 from megacore.files import ROOT
 from megacore.pipeline.generators import build
-from megacore.pipeline.validate import validate
+from megacore.tools.schedules.validate import validate
 from megacore.tools.verify.coverage import Epoch, Leg
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain

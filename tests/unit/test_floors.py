@@ -35,6 +35,7 @@ ROOMS = [
     ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
     ["megacore.tools.local_ranks", "megacore.tools.metrics_file", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
+    ["megacore.tools.schedules."],
     ["megacore.tools.choices."],
     ["megacore.tools.planner.", "megacore.tools.text."],
     ["megacore.tools.monitoring.", "megacore.tools.prepare.", "megacore.tools.interchange."],
@@ -51,7 +52,8 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TORCH_FREE = (
     "megacore.errors", "megacore.files", "megacore.records", "megacore.caches", "megacore.section", "megacore.config.",
     "megacore.pipeline.", "megacore.engine.alignment", "megacore.model.flow", "megacore.tools.settings.load",
-    "megacore.tools.settings.ds_config", "megacore.tools.settings.from_ds_config", "megacore.tools.choices.flops",
+    "megacore.tools.settings.ds_config", "megacore.tools.settings.from_ds_config", "megacore.tools.schedules.",
+    "megacore.tools.choices.flops",
     "megacore.tools.choices.activations", "megacore.tools.choices.partition", "megacore.tools.choices.search_schedule",
     "megacore.tools.choices.resolve_auto", "megacore.tools.choices.context_method", "megacore.tools.choices.devices",
     "megacore.tools.choices.settle", "megacore.tools.choices.held",

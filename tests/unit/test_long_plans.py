@@ -21,13 +21,13 @@ from megacore.pipeline import generators
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import SENDS, Plan
-from megacore.pipeline.simulate import simulate
 from megacore.tools.choices import partition
 from megacore.tools.choices.held import peak_held, peak_live
 from megacore.tools.choices.partition import measured
 from megacore.tools.planner import activations, memory, parameters, traffic
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
+from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import load
 from tests import training
 

@@ -10,7 +10,8 @@ import pytest
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build, generated
 from megacore.pipeline.partition import plan_of
-from megacore.pipeline.plan_file import write_plan
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.schedules.plan_file import write_plan
 from megacore.tools.settings.load import load
 from tests.training import write_config
 
@@ -23,7 +24,7 @@ def test_a_plan_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     write_plan("--write", path, plan)
     layout = ["parallel.pipeline=2", "model.num_layers=4", "train.global_batch_size=4", "train.micro_batch_size=1"]
     config = load(write_config(tmp_path, "unused"), [*layout, f"parallel.schedule=file:{path}"], 2).config
-    assert config.chunks == len(plan.placement[0]) and plan_of(config) == plan
+    assert config.chunks == len(plan.placement[0]) and plan_of(partitioned(config)) == plan
 
 
 def first_row(change: Callable[[list[str]], object]) -> Callable[[Any], object]:
@@ -65,7 +66,7 @@ def test_a_plan_that_cannot_run_is_refused(fault: str, tmp_path: Path) -> None:
     layout = ["parallel.pipeline=2", "train.global_batch_size=4", "train.micro_batch_size=1", f"parallel.schedule=file:{path}"]
     config = load(write_config(tmp_path, "unused"), layout, 2).config
     with pytest.raises(ConfigError) as error:
-        plan_of(config)
+        partitioned(config)
     assert "parallel.schedule: " in str(error.value) and message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -77,5 +78,5 @@ def test_a_plan_that_the_engine_cannot_hold_is_refused(tmp_path: Path) -> None:
     layout += ["engine.kind=fsdp", f"parallel.schedule=file:{path}"]
     tied, apart = (load(write_config(tmp_path, "unused"), [*layout, f"model.tie_embeddings={tie}"], 4).config for tie in ("true", "false"))
     with pytest.raises(ConfigError, match="parallel.schedule: .* gives one rank both ends"):
-        plan_of(tied)
-    assert plan_of(apart).placement == ((0, 3), (1, 2))
+        partitioned(tied)
+    assert plan_of(partitioned(apart)).placement == ((0, 3), (1, 2))

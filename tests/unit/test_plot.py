@@ -8,8 +8,8 @@ import pytest
 
 from megacore.pipeline.generators import build
 from megacore.pipeline.schedule import COMPUTE, Op
-from megacore.pipeline.simulate import Timeline, simulate
 from megacore.tools.planner.plot import BOXES_A_STAGE, BREAK, MOST_BOXES, Cut, draw, find_cut
+from megacore.tools.schedules.simulate import Timeline, simulate
 
 COSTS = {"equal": (1.0, 1.0), "a heavy last stage": (1.0, 1.37), "a heavy first stage": (1.21, 1.0)}
 

@@ -10,9 +10,9 @@ import pytest
 
 from megacore.pipeline.generators import GENERATORS, build, generated
 from megacore.pipeline.schedule import COMPUTE, RECEIVES, Action, Op, Plan, forward_only, looped, lower, unsplit
-from megacore.pipeline.simulate import simulate
-from megacore.pipeline.validate import validate
 from megacore.tools.choices.held import peak_live
+from megacore.tools.schedules.simulate import simulate
+from megacore.tools.schedules.validate import validate
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 7), (4, 2), (4, 8), (8, 3), (8, 16)]
 

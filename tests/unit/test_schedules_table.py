@@ -10,10 +10,10 @@ import pytest
 from megacore.config.schema import CHUNKS, V_SHAPED, ParallelConfig
 from megacore.pipeline.generators import GENERATORS, build, generated, placement
 from megacore.pipeline.schedule import SENDS, Placement, Plan, v_shaped
-from megacore.pipeline.simulate import simulate
 from megacore.tools.choices import partition
 from megacore.tools.choices.held import peak_live
 from megacore.tools.choices.partition import _search, alternatives, partitioned, step_times
+from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import load
 
 TABLE = Path(__file__).resolve().parents[2] / "docs/schedules.md"

@@ -9,9 +9,9 @@ import pytest
 
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.schedule import looped, lower, v_shaped
-from megacore.pipeline.validate import validate
 from megacore.tools.choices import search_schedule as auto
 from megacore.tools.choices.search_schedule import Costs, fits, search
+from megacore.tools.schedules.validate import validate
 
 SETTINGS = 200
 

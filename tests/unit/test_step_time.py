@@ -13,7 +13,6 @@ import pytest
 
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
-from megacore.pipeline.simulate import simulate
 from megacore.tools.choices import context_method
 from megacore.tools.choices.context_method import CPU, exposed, fastest
 from megacore.tools.choices.resolve_auto import context_method_of
@@ -23,6 +22,7 @@ from megacore.tools.planner.operations import START, TILES, Machine
 from megacore.tools.planner.profile import Profile, profile, profile_names
 from megacore.tools.planner.step_time import SECOND, StageWork, cut, predict
 from megacore.tools.planner.workload import Setting, setting_of
+from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

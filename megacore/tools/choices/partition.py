@@ -18,26 +18,29 @@ from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.partition import Partition, plan_of, plan_options
 from megacore.pipeline.schedule import Placement, Plan, looped, v_shaped
-from megacore.pipeline.simulate import Timeline, simulate
 from megacore.tools.choices.activations import stage_sizes, stage_waiting
 from megacore.tools.choices.flops import Flops, embedding_cost, head_cost, layer_cost
 from megacore.tools.choices.held import peak_held
 from megacore.tools.choices.resolve_auto import one_chunk
 from megacore.tools.choices.search_schedule import Costs, search
+from megacore.tools.schedules.plan_file import plan_from_file
+from megacore.tools.schedules.simulate import Timeline, simulate
 
 _FASTER: dict[str, int] = {}  # of the numbers of chunks that `auto` may have, the fastest, by config: each takes a search
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself
 
 
 def partitioned(config: Config) -> Config:
-    """A resolved config with its layers cut into stages, and with the plan that the schedule `auto` finds; itself if it has them.
+    """A resolved config with its layers cut into stages, and with the plan of a file or the one that the schedule `auto` finds; itself
+    if it has them. Raises `ConfigError` if a file's plan cannot be run.
 
     Alike on every rank, because nothing in it depends on time or chance.
     """
     if config.partition is not None:
         return config
     if config.parallel.schedule != "auto":
-        return config.with_partition(Partition(_ranges(config, config.chunks)))
+        plan = plan_from_file(config) if config.parallel.schedule.startswith("file:") else None
+        return config.with_partition(Partition(_ranges(config, config.chunks), plan))
     if config.parallel.chunks is not None:
         return _searched(config, config.chunks)
     counts = [n for n in ((1,) if one_chunk(config) else (1, 2)) if config.parallel.pipeline * n <= config.model.num_layers]

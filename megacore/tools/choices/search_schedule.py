@@ -15,9 +15,9 @@ from itertools import product
 from megacore.config.schema import CHUNKS
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, lower, unsplit
-from megacore.pipeline.simulate import simulate
-from megacore.pipeline.validate import validate
 from megacore.tools.choices.held import peak_held
+from megacore.tools.schedules.simulate import simulate
+from megacore.tools.schedules.validate import validate
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _transfers(streams: Mapping[int, Stream]) -> list[str]:
 def _deadlocks(streams: Mapping[int, Stream]) -> list[str]:
     """Lets every rank wait in each collective for all of its communicator's ranks, and says where they stand if they come no further.
 
-    Transfers are left out: they are posted and waited for by the plan, which `pipeline.validate` proves to end.
+    Transfers are left out: they are posted and waited for by the plan, which `tools.schedules.validate` proves to end.
     """
     runs = {rank: [call for call in calls if call.peer < 0] for rank, calls in streams.items()}
     at = dict.fromkeys(runs, 0)

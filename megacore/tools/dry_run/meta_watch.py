@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from megacore.distributed.observer import Observer, Operation
 from megacore.pipeline.schedule import Action
-from megacore.pipeline.validate import describe
+from megacore.tools.schedules.validate import describe
 
 # What PyTorch calls an operation of a communicator, and what we do.
 OPERATIONS = {

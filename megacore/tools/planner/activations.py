@@ -12,10 +12,10 @@ from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan, unsplit
-from megacore.pipeline.simulate import describe
 from megacore.tools.choices.activations import block_activations, logits_kept, stage_kept, stage_waiting, unsplit_part, vocabulary_rows
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
+from megacore.tools.schedules.simulate import describe
 
 FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
 AT_WORK = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)

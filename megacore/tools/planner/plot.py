@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from megacore.errors import ConfigError
 from megacore.pipeline.schedule import COMPUTE, SENDS, Op
-from megacore.pipeline.simulate import Span, Timeline
 from megacore.tools.choices.held import held_over, peak_live
 from megacore.tools.output_files import check_output
+from megacore.tools.schedules.simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

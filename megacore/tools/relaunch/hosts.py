@@ -10,7 +10,6 @@ from megacore.config import Config
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.files import read_text, write_whole
-from megacore.pipeline.partition import plan_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.hostfile import named_hostfile
 from megacore.tools.settings.load import load, smallest_world
@@ -188,7 +187,7 @@ def fits(config: str, overrides: list[str], own: Config, ranks: int, tensor: int
         try:
             resolved = load(config, [*overrides, *laid], ranks).config
             if resolved.parallel.schedule.startswith("file:"):
-                plan_of(partitioned(resolved))
+                partitioned(resolved)
         except ConfigError:
             continue
         return Planned(ranks, laid, data)

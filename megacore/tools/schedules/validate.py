@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megacore.pipeline.schedule import BACKWARDS, COMPLETING, REDUCTIONS, SENDS, TRANSFERS, Action, Op, Plan, message, neighbours
-from megacore.pipeline.simulate import describe, simulate
+from megacore.tools.schedules.simulate import describe, simulate
 
 # Ops that must come before an op of the same microbatch and chunk on the same rank, if the rank has them at all.
 NEEDS = {

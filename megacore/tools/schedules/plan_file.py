@@ -12,14 +12,25 @@ import re
 from functools import lru_cache
 from typing import Any
 
+from megacore.config.implied import ends_apart
+from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.files import read_text, write_json
 from megacore.pipeline.schedule import COMPUTE, Action, Op, Plan, lower
-from megacore.pipeline.validate import validate
+from megacore.tools.schedules.validate import validate
 
 VERSION = 1
 LETTERS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD_INPUT, "W": Op.BACKWARD_WEIGHT}
 RIGHT = "a plan as launch/plan.py --write writes it"
+
+
+def plan_from_file(config: Config) -> Plan:
+    """The compute actions that ``parallel.schedule=file:…`` names. Raises `ConfigError` if they cannot be run."""
+    plan = read_plan(path := config.parallel.schedule.removeprefix("file:"), config.parallel.pipeline, config.num_microbatches)
+    if ends_apart(config) and any({0, plan.stages - 1} <= set(own) for own in plan.placement if len(own) > 1):
+        wrong = f"{path} gives one rank both ends, and fsdp cannot divide the embedding that they share"
+        raise ConfigError("parallel.schedule", wrong, "a plan with the ends apart, model.tie_embeddings=false, or engine.kind=native")
+    return plan
 
 
 @lru_cache(maxsize=4)
