@@ -208,12 +208,12 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
-    from megacore.model.decoding import Decoder, share_tokens
-    from megacore.model.sampling import Sampler
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
+    from megacore.tools.text.decoding import Decoder, share_tokens
+    from megacore.tools.text.sampling import Sampler
     from megacore.tools.text.stream import TextStream
 
     with own_mistakes():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add_gradients, forward, zeros_like
+from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add_gradients, zeros_like
 from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, parts, runs_by_rank
 from megacore.context_parallel.varlen import Pack, packed
 from megacore.distributed.collectives import all_gather, reduce_scatter
@@ -260,20 +260,6 @@ def exchange(x: Tensor, group: Group) -> Tensor:
     out = torch.empty_like(x)
     group.communicator.start_all_to_all(x, out).wait()
     return out
-
-
-def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) -> Tensor:
-    """Attention of queries that every rank has ``[batch, heads, 1, head]`` to keys that the ranks divide, of which some may have none.
-
-    Without gradients. Each rank attends to its own; the parts are merged by their log-sum-exp.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    part = q.new_zeros(*q.shape[:3], q.shape[3] + 1, dtype=wide)
-    part[..., -1] = float("-inf")
-    if k.shape[2]:
-        part[..., :-1], part[..., -1] = forward(q, k, v, False, scale)
-    every = all_gather(part[None], group)
-    return (every[..., -1:].softmax(0) * every[..., :-1]).sum(0).to(q.dtype)
 
 
 METHODS: dict[str, type[torch.autograd.Function]] = {"gather": GatherAttention, "ring": RingAttention, "ulysses": UlyssesAttention}

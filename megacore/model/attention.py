@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megacore.config import Config
 from megacore.config.implied import attention_of, compiles
 from megacore.config.schema import resolved
-from megacore.context_parallel.attention import Sequences, attend_divided
+from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.attention import attend as attend_parts
 from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
@@ -18,7 +18,6 @@ from megacore.distributed.shard import LogicalMatrix
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.rope import rope, rope_qkv
 from megacore.kernels.softmax import causal_softmax
-from megacore.model.cache import DividedCache, latest_mask
 from megacore.model.context import Context
 from megacore.model.norm import HeadNorm
 from megacore.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -65,10 +64,8 @@ class Attention(nn.Module):
             )
         else:
             q, k, v = self.heads(qkv, context.rope)
-        if isinstance(context.cache, DividedCache):
-            y = self.attend_divided(q, k, v, context.cache)
-        elif context.cache is not None:
-            y = self.attend_all(q, *context.cache.extend(self, k, v))
+        if context.cache is not None:
+            y = context.cache.attend(self, q, k, v)
         elif context.sequences is not None:
             y = self.attend_parts(q, k, v, context.sequences)
         elif self.selective and self.kind(q) != "sdpa":  # which keeps no scores to drop
@@ -136,19 +133,3 @@ class Attention(nn.Module):
     def kind(self, x: Tensor) -> str:
         """How attention is computed where `x` is."""
         return self.kinds["cpu" if x.device.type == "cpu" else "cuda"]
-
-    def attend_all(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`attend` of the latest queries to all keys so far. It always uses sdpa, whatever `model.attention` is."""
-        if is_widened(q):
-            return self.attend_all(q.float(), k.float(), v.float()).to(q.dtype)
-        mask = latest_mask(q.shape[2], k.shape[2], q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=self.queries > 1)
-
-    def attend_divided(self, q: Tensor, k: Tensor, v: Tensor, cache: DividedCache) -> Tensor:
-        """`attend_all` where context ranks divide the keys, and of a prompt the queries."""
-        keys, values = cache.extend(self, *cache.own(k, v))
-        if cache.sequences is not None:
-            return self.attend_parts(q, k, v, cache.sequences)
-        if is_widened(q):
-            q, keys, values = q.float(), keys.float(), values.float()
-        return attend_divided(q, keys, values, cache.group, self.scale).to(k.dtype)

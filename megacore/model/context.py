@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Run
@@ -12,8 +13,24 @@ from megacore.distributed.communicator import Group
 from megacore.kernels.dispatch import Implementation
 from megacore.kernels.dropout import bias_dropout_residual
 from megacore.model.batch import Microbatch
-from megacore.model.cache import KeyValueCache
 from megacore.rng import key_of
+
+
+class TextCache(Protocol):
+    """What a stage's layers keep of earlier tokens while a text is written; `tools.text.cache` has it."""
+
+    length: int  # positions held; the next token's position
+    sequences: Sequences | None  # of the tokens that are being read, if context ranks divide them
+    positions: Tensor | None  # and of this rank's
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the latest queries to all keys so far, of which `k` and `v` are the new ones of an `Attention`."""
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds a layer's new keys and values, ``[batch, heads, new, head]``; returns all."""
+
+    def advance(self, new: int) -> None:
+        """Counts `new` positions, which every layer has added."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +45,7 @@ class Context:
     dropout: float  # 0 in validation
     key: int  # names this microbatch: (seed, step, position in the global batch)
     start: int = 0  # the position of the first token
-    cache: KeyValueCache | None = None  # in generation: keys and values of earlier tokens
+    cache: TextCache | None = None  # in generation: what layers keep of earlier tokens
     kernels: Implementation = "auto"
     sequences: Sequences | None = None  # if they are divided among context ranks, or into documents
     positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on

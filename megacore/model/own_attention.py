@@ -4,9 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.context_parallel.whole import distances, whole
-from megacore.errors import ConfigError
 from megacore.kernels.rope import rope
-from megacore.model.cache import DividedCache
 from megacore.model.context import Context
 
 
@@ -26,8 +24,6 @@ def keys_and_values(layer: nn.Module, k: Tensor, v: Tensor, context: Context) ->
 
     Context ranks give theirs (collective). When text is generated, `layer` keeps them for the tokens to come.
     """
-    if isinstance(context.cache, DividedCache):
-        raise ConfigError("parallel.context", "text is written with an attention of your own on one context rank", "1")
     if context.cache is None and context.sequences is not None:
         k, v = (whole(x, context.sequences) for x in (k, v))
         return k, v, distances(context.sequences, k.device)

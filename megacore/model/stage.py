@@ -21,9 +21,8 @@ from megacore.distributed.shard import shard_of
 from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
-from megacore.model.cache import KeyValueCache
 from megacore.model.choose import layers_of
-from megacore.model.context import Context
+from megacore.model.context import Context, TextCache
 from megacore.model.flow import Flow
 from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layer, Layers, crossing
@@ -134,7 +133,7 @@ class Stage(nn.Module):
         return ActivationOffload(self.device)
 
     def forward(
-        self, flow: Flows, batch: Microbatch, cache: KeyValueCache | None = None, gradients: Flows | None = None
+        self, flow: Flows, batch: Microbatch, cache: TextCache | None = None, gradients: Flows | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What the stage before hands on, and the batch → what goes on to the next, and the sums of this stage's losses, by name.
 
@@ -162,7 +161,7 @@ class Stage(nn.Module):
             for name, flow in flows.items()
         }
 
-    def context(self, batch: Microbatch, cache: KeyValueCache | None = None, gradients: Flows | None = None) -> Context:
+    def context(self, batch: Microbatch, cache: TextCache | None = None, gradients: Flows | None = None) -> Context:
         """What a pass over `batch` is told. Context ranks hold the tokens ``sequences.own`` of each sequence; attention stays within the
         batch's documents."""
         model, (batch_size, seq), start = self.config.model, batch.tokens.shape, 0 if cache is None else cache.length

@@ -62,8 +62,8 @@ def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tupl
 def generate(step: "TrainStep", prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
     """`prompt` and how a model goes on, one that is being trained on one process. `data.tokenizer` says how text is cut."""
     from megacore.config.schema import resolved
-    from megacore.model.decoding import Decoder
-    from megacore.model.sampling import Sampler
+    from megacore.tools.text.decoding import Decoder
+    from megacore.tools.text.sampling import Sampler
     from megacore.tools.text.tokenizer import load_tokenizer
 
     step.engine.settle()

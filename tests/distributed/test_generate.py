@@ -11,8 +11,6 @@ import torch
 
 from launch.generate import run
 from megacore.distributed.mesh import Mesh
-from megacore.model.decoding import Decoder
-from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges
 from megacore.tools.choices.settle import settled_alone
@@ -20,6 +18,8 @@ from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import resolve
+from megacore.tools.text.decoding import Decoder
+from megacore.tools.text.sampling import Sampler
 from tests import training
 
 LAYOUTS = {

@@ -18,13 +18,11 @@ from megacore.distributed.topology import Topology
 from megacore.model.batch import Samples
 from megacore.model.block import Block
 from megacore.model.context import Context
-from megacore.model.decoding import Decoder
 from megacore.model.embedding import Embedding
 from megacore.model.flow import HIDDEN, Flow, Loss
 from megacore.model.gpt import gpt
 from megacore.model.head import Head
 from megacore.model.layers import Layer, Layers, LayerSpec, check, crossing
-from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.pipeline.runtime import Runtime
@@ -32,6 +30,8 @@ from megacore.tensor_parallel.gradient import WeightGradPart, main_gradient_of
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
+from megacore.tools.text.decoding import Decoder
+from megacore.tools.text.sampling import Sampler
 from megacore.train.step import TrainStep
 from tests import training
 from tests.steps import Found, apart, train

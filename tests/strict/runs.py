@@ -16,13 +16,13 @@ from torch import Tensor
 from megacore.checkpoint import Reader, checkpoints_in
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice
-from megacore.model.decoding import Decoder
-from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import layer_ranges, placement_of
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
+from megacore.tools.text.decoding import Decoder
+from megacore.tools.text.sampling import Sampler
 from megacore.tools.verify.layouts import Layout, parse
 from megacore.tools.verify.worker import planted
 from tests import training

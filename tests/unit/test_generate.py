@@ -12,12 +12,12 @@ from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, UserError
-from megacore.model import attention, decoding
-from megacore.model.cache import KeyValueCache
-from megacore.model.decoding import Decoder
-from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage, whole_model
 from megacore.tools.settings.load import resolve
+from megacore.tools.text import cache, decoding
+from megacore.tools.text.cache import KeyValueCache
+from megacore.tools.text.decoding import Decoder
+from megacore.tools.text.sampling import Sampler
 from megacore.tools.text.stream import TextStream
 from megacore.tools.text.tokenizer import BytesTokenizer, load_tokenizer, train_sentencepiece
 from tests import training
@@ -125,7 +125,7 @@ def first_to_first(new: int, total: int, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
-    [(decoding, "KeyValueCache", StartsAnew), (decoding, "KeyValueCache", OffByOne), (attention, "latest_mask", first_to_first)],
+    [(decoding, "KeyValueCache", StartsAnew), (decoding, "KeyValueCache", OffByOne), (cache, "latest_mask", first_to_first)],
 )
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: Any, model: str) -> None:

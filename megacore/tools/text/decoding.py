@@ -11,11 +11,11 @@ from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.model.batch import Microbatch
-from megacore.model.cache import DividedCache, KeyValueCache
-from megacore.model.sampling import Sampler
 from megacore.model.stage import Stage
 from megacore.pipeline.partition import placement_of
 from megacore.pipeline.schedule import Plan
+from megacore.tools.text.cache import DividedCache, KeyValueCache
+from megacore.tools.text.sampling import Sampler
 
 
 class Decoder:

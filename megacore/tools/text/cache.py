@@ -2,12 +2,17 @@
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.context_parallel.attention import Sequences
+from megacore.context_parallel.ring_blocks import forward
 from megacore.context_parallel.sharding import positions_of, runs_of
-from megacore.distributed.collectives import broadcast
+from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.communicator import Group
+from megacore.distributed.cpu import is_widened
+from megacore.errors import ConfigError
+from megacore.model.attention import Attention
 
 
 class KeyValueCache:
@@ -41,6 +46,15 @@ class KeyValueCache:
             kept[:, :, start:stop] = new
         keys, values = self._layers[layer]
         return keys[:, :, :stop], values[:, :, :stop]
+
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the latest queries to all keys so far, of which `k` and `v` are new. It always uses sdpa, whatever
+        `model.attention` is."""
+        keys, values = self.extend(layer, k, v)
+        if is_widened(q):
+            q, keys, values = q.float(), keys.float(), values.float()
+        mask = latest_mask(q.shape[2], keys.shape[2], q.device)
+        return F.scaled_dot_product_attention(q, keys, values, mask, scale=layer.scale, enable_gqa=layer.queries > 1).to(k.dtype)
 
     def begin(self, tokens: Tensor) -> Tensor:
         """Takes the next tokens of the text ``[batch, new]``. Returns those that this rank computes: all."""
@@ -90,9 +104,19 @@ class DividedCache(KeyValueCache):
         self.positions = own[None]
         return tokens[:, own]
 
-    def own(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Of new keys or values ``[batch, heads, new, head]`` those that this rank keeps."""
-        return tuple(x[:, :, : self._shares()[self.group.rank]] for x in tensors)
+    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `KeyValueCache`. Of a prompt context ranks divide the queries too."""
+        own = self._shares()[self.group.rank]  # of the new tokens, that this rank keeps
+        keys, values = super().extend(layer, k[:, :, :own], v[:, :, :own])
+        if self.sequences is not None:
+            return layer.attend_parts(q, k, v, self.sequences)
+        if is_widened(q):
+            q, keys, values = q.float(), keys.float(), values.float()
+        return attend_divided(q, keys, values, self.group, layer.scale).to(k.dtype)
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `KeyValueCache`; no rank has all."""
+        raise ConfigError("parallel.context", "text is written with an attention of your own on one context rank", "1")
 
     def _shares(self) -> list[int]:
         """How many of the tokens that are being read each rank keeps. They are its first ones: what is beyond the end comes last."""
@@ -121,6 +145,20 @@ class DividedCache(KeyValueCache):
         """Forgets the text, and keeps the memory for another."""
         super().clear()
         self.counts = [0] * self.group.size
+
+
+def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) -> Tensor:
+    """Attention of queries that every rank has ``[batch, heads, 1, head]`` to keys that the ranks divide, of which some may have none.
+
+    Without gradients. Each rank attends to its own; the parts are merged by their log-sum-exp.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    part = q.new_zeros(*q.shape[:3], q.shape[3] + 1, dtype=wide)
+    part[..., -1] = float("-inf")
+    if k.shape[2]:
+        part[..., :-1], part[..., -1] = forward(q, k, v, False, scale)
+    every = all_gather(part[None], group)
+    return (every[..., -1:].softmax(0) * every[..., :-1]).sum(0).to(q.dtype)
 
 
 def latest_mask(new: int, total: int, device: torch.device) -> Tensor | None:
