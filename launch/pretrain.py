@@ -78,8 +78,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
     from megacore.distributed.init import joined, own_mistakes
     from megacore.distributed.mesh import pick_device
-    from megacore.engine.choose import check_engine
     from megacore.tools.choices.bubble import bubble_warning
+    from megacore.tools.choices.check_engine import check_engine
     from megacore.tools.choices.run import trainer_of
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megacore.config import Config
-from megacore.engine.choose import check_shared
 from megacore.errors import ConfigError
 from megacore.model.flow import Flow, Loss
 from megacore.model.gpt import gpt
 from megacore.model.layers import Layer, LayerSpec, check
 from megacore.model.stage import run
+from megacore.tools.choices.check_engine import check_shared
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.settings.load import load
 from tests import training

@@ -14,7 +14,6 @@ import pytest
 from megacore.config import Config
 from megacore.config.schema import V_SHAPED
 from megacore.distributed.shard import shard_of
-from megacore.engine.choose import parameter_shapes
 from megacore.model.layers import LayerSpec
 from megacore.model.stage import whole_model
 from megacore.pipeline import generators
@@ -28,6 +27,7 @@ from megacore.tools.planner import activations, memory, parameters, traffic
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.schedules.simulate import simulate
+from megacore.tools.settings.group_table import parameter_shapes
 from megacore.tools.settings.load import load
 from tests import training
 

@@ -14,13 +14,13 @@ import torch
 
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
-from megacore.engine.choose import check_engine, parameter_shapes
 from megacore.engine.learning_rate import learning_rate
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, Rule, register, unregister
-from megacore.tools.settings.group_table import group_table
+from megacore.tools.choices.check_engine import check_engine
+from megacore.tools.settings.group_table import group_table, parameter_shapes
 from megacore.tools.settings.load import load
 from tests.training import write_config
 from tests.unit.test_engine import CPU, accumulate, engine_of

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from megacore.config import Config
 from megacore.config.optim_groups import KEY, ParameterGroup, ParameterGroups
-from megacore.engine.choose import parameter_shapes
+from megacore.distributed.shard import shard_of
+from megacore.model.stage import whole_model
 
 
 def group_table(config: Config) -> str:
@@ -24,6 +25,22 @@ def group_table(config: Config) -> str:
         lines.append(f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}")
         lines += [f"    {text}" for text in folded(own)] or ["    no parameter"]
     return "\n".join(lines)
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The logical shape of every parameter of a config's model, by name. Of megacore's own blocks, which differ in their names alone,
+    one is built."""
+    model, alike = config.model, config.model.source is None
+    built = config.model_copy(update={"model": model.model_copy(update={"num_layers": 1})}) if alike else config
+    shapes = {name: shard_of(parameter).global_shape for name, parameter in whole_model(built, "meta").named_parameters()}
+    block = [name for name in shapes if alike and name.startswith("blocks.0.")]
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if block and name == block[0]:
+            found |= {own.replace(".0.", f".{i}.", 1): shapes[own] for i in range(model.num_layers) for own in block}
+        elif name not in block:
+            found[name] = shape
+    return found
 
 
 def folded(names: Iterable[str]) -> list[str]:
