@@ -1,18 +1,19 @@
 """Builds the engine that a config asks for, and the stages for that engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megacore.config import Config
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import shard_of
-from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.native import NativeEngine
 from megacore.engine.protocol import Engine
 from megacore.model.choose import layers_of
 from megacore.model.layers import Layers, sharing
 from megacore.model.stage import Stage, share_by_name
 from megacore.pipeline.partition import layer_ranges, placement_of, shared_parameters, stages_of
+
+ATTACHED: dict[str, Callable[[Config, Sequence[Stage], Mesh], Engine]] = {}  # by `engine.kind`: engines that are no part of the core
 
 
 def build_stages(config: Config, mesh: Mesh, layers: Layers | None = None) -> list[Stage]:
@@ -38,9 +39,12 @@ def build_engine(config: Config, stages: Sequence[Stage], mesh: Mesh) -> Engine:
 
     Parameters on `meta` are then zeros, for somebody to draw or read (`Engine.tensors`).
     """
-    if config.engine.kind == "deepspeed":
-        return DeepSpeedEngine(config, stages, mesh)
-    if config.engine.kind == "fsdp" and config.token_ranks != 1:  # one has nothing to divide
+    kind = config.engine.kind
+    if kind in ATTACHED:
+        return ATTACHED[kind](config, stages, mesh)
+    if kind not in ("native", "fsdp"):
+        raise RuntimeError(f"nobody has attached the engine {kind}: whoever starts a run imports megacore.tools.{kind}.engine")
+    if kind == "fsdp" and config.token_ranks != 1:  # one has nothing to divide
         from megacore.engine.fsdp import FSDPEngine  # it imports DTensor, for seconds that no other run should wait
 
         return FSDPEngine(config, stages, mesh)

@@ -29,6 +29,7 @@ def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -
 
 def one_process(config: Config) -> "Mesh":
     """The mesh of this process alone, on `train.device`; sets the process up as a run does, so call it before the first product."""
+    import megacore.tools.deepspeed.engine  # noqa: F401  (attaches it)
     from megacore.distributed.determinism import compute_deterministically
     from megacore.distributed.mesh import Mesh, pick_device, set_up_device
     from megacore.distributed.rank_info import RankInfo

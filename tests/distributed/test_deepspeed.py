@@ -14,9 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacore.distributed.mesh import Mesh, pick_device
-from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
+from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs

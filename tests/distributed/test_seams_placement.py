@@ -24,7 +24,6 @@ from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, new_parameter, replicated, shard_of, split
 from megacore.distributed.topology import Topology, alone
-from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.fsdp import FSDPEngine
 from megacore.errors import ConfigError
 from megacore.model.block import Block
@@ -33,6 +32,7 @@ from megacore.model.context import Context
 from megacore.model.gpt import BLOCKS, gpt
 from megacore.model.stage import Stage
 from megacore.tools.choices.run import trainer_of
+from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs

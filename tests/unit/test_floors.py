@@ -35,7 +35,7 @@ ROOMS = [
     ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
     ["megacore.tools.local_ranks", "megacore.tools.metrics_file", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
-    ["megacore.tools.schedules."],
+    ["megacore.tools.schedules.", "megacore.tools.deepspeed."],
     ["megacore.tools.choices."],
     ["megacore.tools.planner.", "megacore.tools.text."],
     ["megacore.tools.monitoring.", "megacore.tools.prepare.", "megacore.tools.interchange."],
@@ -56,7 +56,7 @@ TORCH_FREE = (
     "megacore.tools.choices.flops",
     "megacore.tools.choices.activations", "megacore.tools.choices.partition", "megacore.tools.choices.search_schedule",
     "megacore.tools.choices.resolve_auto", "megacore.tools.choices.context_method", "megacore.tools.choices.devices",
-    "megacore.tools.choices.settle", "megacore.tools.choices.held",
+    "megacore.tools.choices.held",
     "megacore.distributed.rank_info", "megacore.distributed.axes", "megacore.distributed.processes",
     "megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli",
 )  # fmt: skip

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
-from megacore.engine.deepspeed import DeepSpeedEngine
 from megacore.engine.spike_detector import SpikeGuard, median_of_known
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
+from megacore.tools.deepspeed.engine import DeepSpeedEngine
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.tools.settings.load import load

@@ -8,10 +8,10 @@ from torch import nn
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.source import source_of
-from megacore.engine.deepspeed import check_machine
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import layer_ranges, placement_of, shared_parameters
+from megacore.tools.deepspeed.engine import check_machine
 from megacore.tools.settings.group_table import parameter_shapes
 
 

@@ -1,7 +1,7 @@
 """The DeepSpeed engine: ZeRO stages 0 to 3 (Rajbhandari et al. 2020, 2021), with state on the device, in host memory or on disk.
 
 DeepSpeed works among the data ranks: it reduces gradients, clips by the global norm and steps. megacore keeps tensor ranks, pipeline
-and checkpoints. Only this module imports DeepSpeed, and only when an engine is built.
+and checkpoints. Only this module imports DeepSpeed, and only when an engine is built. Importing it attaches the engine.
 """
 
 import contextlib
@@ -29,8 +29,12 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, materialise, shard_of
+from megacore.engine.choose import ATTACHED
 from megacore.engine.protocol import Engine, StepStatistics
-from megacore.engine.zero import (
+from megacore.errors import ConfigError
+from megacore.kernels.grad_norm import clip_coefficient
+from megacore.model.stage import Stage
+from megacore.tools.deepspeed.zero import (
     MeshUnit,
     OneByOne,
     ReleaseViews,
@@ -41,10 +45,7 @@ from megacore.engine.zero import (
     remove_swap_files,
     swap_folders,
 )
-from megacore.engine.zero_state import ZeroState
-from megacore.errors import ConfigError
-from megacore.kernels.grad_norm import clip_coefficient
-from megacore.model.stage import Stage
+from megacore.tools.deepspeed.zero_state import ZeroState
 
 
 class DeepSpeedEngine(Engine):
@@ -229,6 +230,9 @@ class DeepSpeedEngine(Engine):
         remove_swap_files(self.swap_folders, self.mesh)
         # This also forgets the groups that DeepSpeed keeps for the process. If they are left, stage 3 may abort at exit.
         self.comm.destroy_process_group()
+
+
+ATTACHED["deepspeed"] = DeepSpeedEngine
 
 
 def prepare(settings: dict[str, Any], mesh: Mesh) -> Any:
