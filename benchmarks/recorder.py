@@ -12,7 +12,6 @@ import torch
 
 from megacore.distributed.communicator import Observed
 from megacore.distributed.init import joined
-from megacore.distributed.mesh import pick_device
 from megacore.distributed.observer import Observer, Observers, Operation
 from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.partition import partitioned
@@ -22,6 +21,7 @@ from megacore.tools.crowd import share_cores
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.garbage import Garbage
+from megacore.tools.machine.device import take_device
 from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 
@@ -50,7 +50,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"log.dir={folder}", "checkpoint.every=0", "checkpoint.last=false", "log.tensorboard=false"]
         config = partitioned(load(args.config, [*args.overrides, *fixed], place.world_size).config)
-        device, inputs = pick_device(config, place), Inputs(config, place.rank)
+        device, inputs = take_device(config, place), Inputs(config, place.rank)
         guardians = Guardians(config, place, device)
         with joined(config, place, device, guardians) as mesh, Garbage() as garbage:
             trainer = trainer_of(config, mesh, inputs)

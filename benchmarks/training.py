@@ -14,7 +14,7 @@ from megacore.config import Config
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.data.packing import Bounds
 from megacore.distributed.communicator import SOLO, Group
-from megacore.distributed.mesh import Mesh, pick_device, set_up_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.engine.choose import build_engine
 from megacore.model.batch import Microbatch
@@ -25,6 +25,7 @@ from megacore.tensor_parallel.gradient import WeightGradPart
 from megacore.tools.choices.compiling import settled
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.crowd import share_cores
+from megacore.tools.machine.device import take_device
 from megacore.tools.settings.load import load
 from megacore.train.loader import Loader, SampleSource
 from megacore.train.step import StepResult, TrainStep
@@ -32,9 +33,7 @@ from megacore.train.step import StepResult, TrainStep
 
 def join(config: Config, place: RankInfo) -> Mesh:
     """The mesh, with this rank's device set up as for training; collective."""
-    device = pick_device(config, place)
-    set_up_device(config, place, device)
-    return Mesh(partitioned(config), place, device)
+    return Mesh(partitioned(config), place, take_device(config, place))
 
 
 def random_batch(config: Config, device: torch.device, seed: int = 0, cp: Group = SOLO) -> list[Microbatch]:

@@ -131,13 +131,13 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.checkpoint.weights import check_weights
     from megacore.data.samples import EvalSamples
     from megacore.distributed.init import joined, own_mistakes
-    from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
+    from megacore.tools.machine.device import take_device
     from megacore.train.evaluation import check_measurable, evaluate
 
     with own_mistakes():
@@ -149,7 +149,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         scan = place.local_rank == 0
         samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan, config.data.packing)
         sizes = text_sizes(config, samples)
-        device = pick_device(config, place)
+        device = take_device(config, place)
     with joined(config, place, device, Guardians(config, place, device)) as mesh:
         share_cores(config, place.world_size, device)
         stages = build_stages(config, mesh)

@@ -206,12 +206,12 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore import checkpoint
     from megacore.checkpoint.weights import check_weights
     from megacore.distributed.init import joined, own_mistakes
-    from megacore.distributed.mesh import pick_device
     from megacore.engine.choose import build_stages
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
+    from megacore.tools.machine.device import take_device
     from megacore.tools.text.decoding import Decoder, share_tokens
     from megacore.tools.text.sampling import Sampler
     from megacore.tools.text.stream import TextStream
@@ -226,7 +226,7 @@ def run(argv: list[str], place: RankInfo) -> int:
         encoded = [[int(token) for token in tokenizer.encode(prompt)] for prompt in prompts]
         if not all(encoded):
             raise ConfigError("--prompt", "has no tokens", "at least one character")
-        device = pick_device(config, place)
+        device = take_device(config, place)
 
     for tokens in encoded:
         if len(tokens) > config.max_positions:

@@ -13,7 +13,7 @@ from benchmarks import machine
 from benchmarks.gpu.running import Rows
 from benchmarks.rounds import ROOT
 from megacore.config import Config
-from megacore.distributed.gpu import environment
+from megacore.tools.machine.gpu import environment
 from megacore.tools.settings.load import load
 
 TINY = str(ROOT / "configs/gpt_tiny.json")

@@ -79,7 +79,7 @@ def set_up(dry: bool) -> None:
         torch.set_num_threads(1)
         return
     from megacore.caches import keep_inductor_private, keep_triton_local
-    from megacore.distributed.gpu import set_up_environment
+    from megacore.tools.machine.gpu import set_up_environment
     from megacore.tools.settings.load import resolve
 
     set_up_environment(resolve({}, [], "benchmarks.gpu", 1).config)

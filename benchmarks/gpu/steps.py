@@ -14,9 +14,9 @@ from benchmarks.gpu.running import Rows
 from benchmarks.training import RandomStream, Training, join
 from megacore.checkpoint.saver import Staging
 from megacore.config import Config
-from megacore.distributed.determinism import compute_deterministically
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.offload import ActivationOffload
+from megacore.tools.machine.determinism import compute_deterministically
 from megacore.train.metrics import AsyncMetrics
 
 # --- no step waits -----------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from benchmarks.training import random_batch
 from megacore.config import Config
-from megacore.distributed.mesh import pick_device
 from megacore.model.batch import Microbatch
 from megacore.model.stage import whole_model
 from megacore.tools.interchange.mapped import Mapped
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 
 
 class Ranks:

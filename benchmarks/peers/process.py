@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from megacore.distributed.cpu import divide_cores, keep_freed_memory, multiply_with_onednn
 from megacore.tools.crowd import spin_while_cores_are_free
+from megacore.tools.machine.cpu import divide_cores, keep_freed_memory, multiply_with_onednn
 
 OWN, EQUAL = "own", "equal"  # as its users get a contender; with the settings of megacore's process
 SETTINGS = {OWN: "as its users get it", EQUAL: "with equal process settings"}

@@ -1,4 +1,4 @@
-"""Joins a rank to its run: the device, the process group and the mesh, with a guard where whoever starts the run brings one."""
+"""Joins a rank to its run: the process group and the mesh, with a guard where whoever starts the run brings one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,7 @@ from megacore.caches import keep_triton_local
 from megacore.config import Config
 from megacore.config.source import KEY
 from megacore.distributed.collectives import all_reduce, broadcast_text
-from megacore.distributed.determinism import compute_deterministically
-from megacore.distributed.mesh import Mesh, set_up_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import claim, meet
@@ -60,12 +59,8 @@ def check_source(config: Config, mesh: Mesh) -> None:
 
 @contextmanager
 def joined(config: Config, place: RankInfo, device: torch.device, guard: Guard | None = None) -> Iterator[Mesh]:
-    """A context with the mesh. `guard`: who looks after this rank meanwhile."""
+    """A context with the mesh, for a process that is set up (`tools.machine`). `guard`: who looks after this rank meanwhile."""
     guard = guard or Guard()
-    set_up_device(config, place, device)
-    if config.train.deterministic:
-        with own_mistakes():
-            compute_deterministically()
     mesh, parallel = None, config.parallel
     try:
         if device.type == "cuda":

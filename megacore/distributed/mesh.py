@@ -4,29 +4,23 @@ A `Mesh` is built once, after the config is checked, and handed down. A block ta
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.attention
 
 from megacore.config import Config
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.axes import AXES, Axis, called, describe, ranks_along, sums_of
 from megacore.distributed.communicator import Communicator, Group
-from megacore.distributed.cpu import set_up_cpu
-from megacore.distributed.gpu import set_up_environment
 from megacore.distributed.hierarchical_reduce import Levels, by_host
 from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo, host_name
-from megacore.distributed.rendezvous import meet, use_device
+from megacore.distributed.rendezvous import meet
 from megacore.distributed.shared_memory import join
 from megacore.distributed.topology import Topology, fsdp_products
-from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of
 
 
@@ -268,52 +262,3 @@ class Mesh(Topology):
             ranks += f", gradients summed within hosts ({levels.within.size} ranks) and between them ({levels.between.size})"
         threads = f", threads {torch.get_num_threads()}" if self.device.type == "cpu" else ""
         return f"{describe(self.axes, self.sizes)} = {ranks}{threads}"
-
-
-def pick_device(config: Config, place: RankInfo) -> torch.device:
-    """The device that this rank computes on. Raises `ConfigError` if `train.device` is not available."""
-    wanted = config.train.device
-    if wanted != "cpu" and torch.backends.cuda.is_built():
-        set_up_environment(config)
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        if config.model.kernels == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ConfigError("model.kernels", "triton needs a GPU, and this rank computes on the CPU", "auto, or TRITON_INTERPRET=1")
-        if config.parallel.backend == "nccl":
-            raise ConfigError("parallel.backend", "nccl needs GPUs, and this rank computes on the CPU", "auto or gloo")
-        return torch.device("cpu")
-    if config.parallel.backend == "gloo":
-        raise ConfigError("parallel.backend", "gloo moves no GPU tensors between stages", "auto or nccl; or train.device=cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("train.device", "cuda was asked for and PyTorch sees no GPU", "auto or cpu")
-    visible = torch.cuda.device_count()
-    if place.local_rank >= visible > 1:
-        wrong = f"local rank {place.local_rank} has no GPU of its own: this machine has {visible}"
-        raise ConfigError("train.device", wrong, "at most one rank a GPU, or cpu")
-    # A launcher may show each rank only its own GPU, as Slurm does with --gpus-per-task=1. `claim` tells that from one GPU for all.
-    device = torch.device("cuda", place.local_rank if place.local_rank < visible else 0)
-    use_device(device)
-    return device
-
-
-def set_up_device(config: Config, place: RankInfo, device: torch.device) -> None:
-    """Sets up this process to compute on `device`; to be called before the first product."""
-    if device.type == "cpu":
-        set_up_cpu(config, place.local_world_size)
-        return
-    # By default cuBLAS may round the parts of a long sum to the inputs' 16 bits before it adds them up.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    if not config.train.deterministic:
-        take_flash_attention_3(device)
-
-
-def take_flash_attention_3(device: torch.device) -> bool:
-    """Lets FlashAttention be version 3 wherever PyTorch calls it, if that is installed and the GPU is a Hopper; returns whether it is.
-
-    It is a package of its own, `flash_attn_interface`. PyTorch's own FlashAttention is version 2.
-    """
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None or find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    activate("FA3")
-    return True

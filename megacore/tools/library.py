@@ -30,16 +30,13 @@ def load_config(path: str, overrides: Sequence[str] = (), world_size: int = 1) -
 def one_process(config: Config) -> "Mesh":
     """The mesh of this process alone, on `train.device`; sets the process up as a run does, so call it before the first product."""
     import megacore.tools.deepspeed.engine  # noqa: F401  (attaches it)
-    from megacore.distributed.determinism import compute_deterministically
-    from megacore.distributed.mesh import Mesh, pick_device, set_up_device
+    from megacore.distributed.mesh import Mesh
     from megacore.distributed.rank_info import RankInfo
     from megacore.tools.crowd import share_cores
+    from megacore.tools.machine.device import take_device
 
     place = RankInfo()
-    device = pick_device(config, place)
-    set_up_device(config, place, device)
-    if config.train.deterministic:
-        compute_deterministically()
+    device = take_device(config, place)
     mesh = Mesh(config, place, device)
     mesh.observers += share_cores(config, place.world_size, device)
     return mesh

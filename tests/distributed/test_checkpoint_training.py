@@ -20,11 +20,12 @@ from megacore import checkpoint
 from megacore.checkpoint import Ranks, Reader
 from megacore.checkpoint.manifest import sealed
 from megacore.checkpoint.saver import Staging
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.errors import CheckpointError
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.tools.verify.checkpoint_diff import compare
 from megacore.train.inputs import Inputs

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.distributed.determinism import compute_deterministically
 from megacore.model.norm import Norm
+from megacore.tools.machine.determinism import compute_deterministically
 from tests import training
 from tests.commands import run_script
 from tests.distributed.test_launch import PRETRAIN

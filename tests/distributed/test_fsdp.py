@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.engine.fsdp import FSDPEngine
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.train.step import TrainStep
 from tests import training

@@ -123,9 +123,9 @@ def test_the_activations_kernel_adds_the_bias(interpreting: Pool, tmp_path: Path
 
 def test_triton_without_a_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would fail in the middle of the first step, with a message of Triton's."""
-    from megacore.distributed.mesh import pick_device
     from megacore.distributed.rank_info import RankInfo
     from megacore.errors import ConfigError
+    from megacore.tools.machine.device import pick_device
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     config: Any = load(training.write_config(tmp_path, "unused"), ["model.kernels=triton"]).config

@@ -10,10 +10,11 @@ from torch import Tensor
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels, by_host
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import start_gather
 from megacore.engine.reduce import start_sum
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import resolve
 
 UNIT = 2.0**-8  # bf16's unit roundoff

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.errors import ConfigError
 from megacore.tools.folder_lock import FolderLock, apart_from_owner
 from megacore.tools.launchers import LAUNCHERS, place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from tests.training import write_config
 

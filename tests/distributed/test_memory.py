@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from benchmarks.memory import ENGINES, PARTS, ROOT, measure
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from tests.engines import missing
 

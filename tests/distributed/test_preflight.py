@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.preflight import links
 from megacore.tools.preflight.judge import judge_together
 from megacore.tools.settings.load import load

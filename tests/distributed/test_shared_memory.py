@@ -18,10 +18,11 @@ import torch.distributed as dist
 from megacore.distributed import collectives as comm
 from megacore.distributed import shared_memory
 from megacore.distributed.communicator import Communicator, Group
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shared_memory import PROCESS, PUBLISHED, READ, SharedMemory
 from megacore.tools.diagnosis.failure import lost_peer
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from tests import training
 

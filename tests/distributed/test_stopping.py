@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.train import trainer as trainer_module
 from megacore.train.inputs import Inputs

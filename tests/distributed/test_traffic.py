@@ -15,11 +15,12 @@ from benchmarks.breakdown import measured_step, shares
 from benchmarks.training import RandomStream, Training
 from megacore.config import Config
 from megacore.distributed import collectives as comm
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.tensor_parallel import linear
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.dry_run.meta_watch import OPERATIONS
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.traffic import Transfer, rank_traffic, sent_by_group
 from megacore.tools.settings.load import resolve

@@ -21,7 +21,7 @@ from benchmarks import judging
 from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.init import joined
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import check_name, meet
@@ -34,6 +34,7 @@ from megacore.tools.diagnosis.hang_diagnosis import Diagnosis
 from megacore.tools.diagnosis.store_kv import StoreKV
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.train.loader import Loader
 from tests import training

@@ -19,12 +19,14 @@ from megacore.distributed import communicator as wire_module
 from megacore.distributed import mesh as mesh_module
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import SOLO, Communicator
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.rendezvous import claim
 from megacore.errors import ConfigError
 from megacore.tools.garbage import EVERY, Garbage
+from megacore.tools.machine import device as device_module
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.train import loader as loader_module
 from megacore.train.loader import Loader
@@ -238,8 +240,8 @@ def test_flash_attention_3_is_taken_where_it_is_installed_on_a_hopper(
 ) -> None:
     """Elsewhere its kernels stop the first step; not taken, a Hopper runs attention at half its speed."""
     activated: list[str] = []
-    monkeypatch.setattr(mesh_module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
+    monkeypatch.setattr(device_module, "find_spec", lambda name: object() if installed and name == "flash_attn_interface" else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    assert mesh_module.take_flash_attention_3(torch.device("cuda")) is taken
+    assert device_module.take_flash_attention_3(torch.device("cuda")) is taken
     assert activated == ["FA3"] * taken

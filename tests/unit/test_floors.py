@@ -35,7 +35,7 @@ ROOMS = [
     ["megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.output_files"],
     ["megacore.tools.cli", "megacore.tools.processes", "megacore.tools.crowd", "megacore.tools.garbage"],
     ["megacore.tools.local_ranks", "megacore.tools.metrics_file", "megacore.tools.checkpoint_weights", "megacore.tools.folder_lock"],
-    ["megacore.tools.schedules.", "megacore.tools.deepspeed."],
+    ["megacore.tools.schedules.", "megacore.tools.deepspeed.", "megacore.tools.machine."],
     ["megacore.tools.choices."],
     ["megacore.tools.planner.", "megacore.tools.text."],
     ["megacore.tools.monitoring.", "megacore.tools.prepare.", "megacore.tools.interchange."],

@@ -129,9 +129,9 @@ def words(ranks: list[int]) -> str:
 def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, Any]:
     """Joins the mesh of the run and tries it (`links.together`); collective."""
     from megacore.distributed.init import joined, own_mistakes
-    from megacore.distributed.mesh import pick_device
     from megacore.tools.choices.partition import partitioned
     from megacore.tools.diagnosis.guardians import Guardians
+    from megacore.tools.machine.device import take_device
     from megacore.tools.preflight.links import together
 
     def mark(done: str) -> None:
@@ -143,7 +143,7 @@ def try_links(config: str, overrides: list[str], place: RankInfo) -> dict[str, A
     mark(f"{place.world_size} ranks meet; each thing that they do may take {patience(place.world_size):.0f} s")
     loaded = load(config, [*overrides, *short(place.world_size)], place.world_size).config
     with own_mistakes():
-        device, loaded = pick_device(loaded, place), partitioned(loaded)
+        device, loaded = take_device(loaded, place), partitioned(loaded)
     with joined(loaded, place, device, Guardians(loaded, place, device)) as mesh:
         found = together(mesh, mark)
         signal.setitimer(signal.ITIMER_REAL, VERDICT_SECONDS)

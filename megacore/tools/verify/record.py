@@ -14,7 +14,7 @@ from megacore.checkpoint.weights import WEIGHTS
 from megacore.config import Config
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.hierarchical_reduce import GradientSum
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
 from megacore.model.initial import BLOCKS
 from megacore.model.layers import DTYPES
@@ -25,6 +25,7 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.tools.verify.flight import Flights
 from megacore.tools.verify.trace import GradientWatch, Trace
