@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from megacore.config import Config
-from megacore.distributed import cpu
 from megacore.distributed.init import joined
-from megacore.distributed.mesh import Mesh, pick_device
+from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer, Operation
 from megacore.errors import ConfigError
 from megacore.pipeline.schedule import Action
@@ -26,6 +25,8 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.machine import cpu
+from megacore.tools.machine.device import take_device
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import flatten, load
@@ -233,7 +234,7 @@ def run(config_path: str, overrides: list[str]) -> dict[str, Any]:
         try:
             config = partitioned(load(config_path, overrides, place.world_size).config)
             seen["plan"] = str(rank_memory(config))
-            inputs, device = Inputs(config, place.rank), pick_device(config, place)
+            inputs, device = Inputs(config, place.rank), take_device(config, place)
             guard = Guard(config, place, device)
             with joined(config, place, device, guard) as mesh:
                 mesh.observers.append(told)
