@@ -175,7 +175,7 @@ class Mesh(Topology):
 
     def _divide_by_host(self) -> None:
         """Makes the groups of two levels for each product of axes, if the hosts of all ranks that sum along it have as many of them."""
-        hosts = [host for host, _ in self._hosts()]
+        hosts = [host for host, _ in self.hosts()]
         for view, sizes in zip(self.views, self.sizes_of_views, strict=True):
             for product in sums_of(view):
                 summing = {ranks_along(product, rank, sizes) for rank in self.world.ranks}
@@ -192,14 +192,7 @@ class Mesh(Topology):
                 self.groups |= {(group.name,): group for group in groups}
                 self.levels_of[own] = Levels(*groups)
 
-    def machine_ranks(self) -> list[int]:
-        """The ranks on this rank's machine, in the order of their local ranks. Launchers need not number them one behind another, nor
-        place as many on each machine. Collective."""
-        hosts = self._hosts()
-        own, _ = hosts[self.place.rank]
-        return sorted((rank for rank, (host, _) in enumerate(hosts) if host == own), key=lambda rank: hosts[rank][1])
-
-    def _hosts(self) -> list[tuple[int, int]]:
+    def hosts(self) -> list[tuple[int, int]]:
         """For each rank of the world, a number for its host, and its local rank there; collective."""
         name = hashlib.sha256(host_name().encode()).digest()[:7]
         own = torch.tensor([int.from_bytes(name), self.place.local_rank], device=self.device)

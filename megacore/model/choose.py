@@ -10,10 +10,8 @@ from megacore.config.source import Source, source_of
 from megacore.distributed.shard import Shard
 from megacore.distributed.topology import Topology
 from megacore.errors import ConfigError
-from megacore.model.flow import ModelFlow
 from megacore.model.gpt import gpt
-from megacore.model.layers import Layers, LayerSpec, check, crossing, losses_of, sharing
-from megacore.pipeline.partition import layer_ranges
+from megacore.model.layers import Layers, LayerSpec, check, sharing
 
 
 def layers_of(config: Config) -> Layers:
@@ -30,13 +28,6 @@ def layers_of(config: Config) -> Layers:
             raise ValueError(f"{len(layers)} of them; model.num_layers={config.model.num_layers} counts all but the first and the last")
         check(layers)
     return [SourceSpec(spec.name, spec.kind, spec.arguments, source=source) for spec in layers]
-
-
-def flow_of(config: Config) -> ModelFlow:
-    """What crosses the cuts of a config's pipeline, and how many losses there are."""
-    layers = layers_of(config)
-    ends = [own.stop for own in layer_ranges(config)[:-1]]
-    return ModelFlow(tuple(crossing(layers, end) for end in ends), len(losses_of(layers)))
 
 
 def sharing_of(config: Config) -> dict[str, tuple[int, ...]]:

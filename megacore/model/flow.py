@@ -1,10 +1,7 @@
 """What flows from layer to layer, and which losses layers have: declarations, known on every rank and without torch."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
-from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.schema import Config
 
 
@@ -42,10 +39,6 @@ class Flow:
             shape[self.tp] //= parallel.tensor
         return tuple(shape)
 
-    def elements(self, config: Config) -> int:
-        """The numbers that a rank holds of a microbatch's."""
-        return prod(self.shape(config))
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -63,24 +56,3 @@ class Loss:
 
 CROSS_ENTROPY = Loss("cross_entropy", over="targets", sp=False)
 HIDDEN = Flow()
-
-
-@dataclass(frozen=True)
-class ModelFlow:
-    """What a model's layers declare, as plans and predictions need it (`model.choose.flow_of`). By default a GPT's: hidden states cross
-    every cut, and there is one loss."""
-
-    cuts: tuple[Mapping[str, Flow], ...] = ()  # what crosses the cut behind each stage
-    losses: int = 1
-
-    def crossing(self, boundary: int, *, gradients: bool = False) -> list[Flow]:
-        """What a message between stages `boundary` and ``boundary + 1`` brings, or the gradients of what it brought."""
-        flows = self.cuts[boundary].values() if self.cuts else (HIDDEN,)
-        return [flow for flow in flows if flow.gradient or not gradients]
-
-    def message_bytes(self, config: Config, boundary: int) -> int:
-        """The bytes of a microbatch's message across a cut."""
-        return sum(flow.elements(config) * ELEMENT_BYTES[flow.precision(config)] for flow in self.crossing(boundary))
-
-
-GPT = ModelFlow()

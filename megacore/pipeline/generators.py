@@ -8,6 +8,7 @@ Below, p is the number of ranks and m that of microbatches.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 from megacore.config.schema import CHUNKS, V_SHAPED
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped, lower, unsplit, v_shaped
@@ -194,6 +195,7 @@ def build(
     return lower(plan if split else unsplit(plan), shared)
 
 
+@lru_cache(maxsize=256)
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     """The stages that each rank holds under a named schedule, for any number of microbatches."""
     return v_shaped(ranks) if name in V_SHAPED else looped(ranks, CHUNKS[name] if chunks is None else chunks)

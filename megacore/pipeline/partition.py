@@ -8,7 +8,6 @@ config its `Partition`: `megacore.tools.choices` does.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -73,12 +72,7 @@ def placement_of(config: Config) -> Placement:
     """The stages that each rank of a resolved config's pipeline holds."""
     if config.parallel.schedule not in GENERATORS:
         return _chosen_plan(config).placement
-    return _placed(config.parallel.schedule, config.parallel.pipeline, config.chunks)
-
-
-@lru_cache(maxsize=256)
-def _placed(schedule: str, ranks: int, chunks: int) -> Placement:
-    return placement(schedule, ranks, chunks)
+    return placement(config.parallel.schedule, config.parallel.pipeline, config.chunks)
 
 
 def stage_layers(config: Config) -> list[range]:

@@ -174,7 +174,6 @@ def with_two_chunks(config_path: str, overrides: list[str], name: str) -> Found:
     def generator(ranks: int, microbatches: int, chunks: int) -> Plan:
         return in_ticks(PLACEMENTS[name](ranks), microbatches)
 
-    partition._placed.cache_clear()  # which knows the placement of the case before
     placed = mock.patch.object(partition, "placement", lambda schedule, ranks, chunks: PLACEMENTS[name](ranks))
     with placed, mock.patch.dict(generators.GENERATORS, {"1f1b": generator}):
         return train(config, Mesh(config, place, CPU))

@@ -106,7 +106,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"every": 1, "tensorboard": True})
     config = load(path, overrides, 1).config
     exporter = Exporter(port, RankInfo(), META)
-    with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "machine_ranks", lambda self: [0]):
+    with mock.patch.object(Trainer, "resume", lambda self: 0), mock.patch.object(Mesh, "hosts", lambda self: [(0, 0)]):
         trainer = trainer_of(config, Mesh(config, RankInfo(), META), Inputs(config, 0), [exporter])
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.object(trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)])

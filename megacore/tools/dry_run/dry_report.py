@@ -8,12 +8,15 @@ from megacore.config import Config
 from megacore.distributed.axes import AXES, ranks_along
 from megacore.distributed.topology import sizes_of
 from megacore.errors import ConfigError
-from megacore.model.choose import flow_of
+from megacore.model.choose import layers_of
+from megacore.model.layers import crossing, losses_of
+from megacore.pipeline.partition import layer_ranges
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.compare_traffic import mismatches, named
 from megacore.tools.dry_run.dry_step import PARTS, DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
 from megacore.tools.planner.memory import rank_memory
+from megacore.tools.planner.model_flow import ModelFlow
 from megacore.tools.planner.traffic import rank_traffic
 
 MOST_RANKS = 256  # that a user may name: each takes seconds
@@ -103,6 +106,13 @@ def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[s
         if dry.held[part] != (formula := getattr(memory, part)):
             found.append(f"holds {dry.held[part]:,} bytes of {part}, and by formula {formula:,}")
     return [f"rank {dry.rank} ({dry.place}) {line}" for line in found]
+
+
+def flow_of(config: Config) -> ModelFlow:
+    """What crosses the cuts of a config's pipeline, and how many losses there are."""
+    layers = layers_of(config)
+    ends = [own.stop for own in layer_ranges(config)[:-1]]
+    return ModelFlow(tuple(crossing(layers, end) for end in ends), len(losses_of(layers)))
 
 
 def show(config: Config, whole: Sequence[DryRank]) -> None:

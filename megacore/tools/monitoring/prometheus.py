@@ -57,6 +57,14 @@ OTHERS = {
 }
 
 
+def machine_ranks(mesh: Mesh) -> list[int]:
+    """The ranks on this rank's machine, in the order of their local ranks. Launchers need not number them one behind another, nor
+    place as many on each machine. Collective."""
+    hosts = mesh.hosts()
+    own, _ = hosts[mesh.place.rank]
+    return sorted((rank for rank, (host, _) in enumerate(hosts) if host == own), key=lambda rank: hosts[rank][1])
+
+
 class Exporter(Monitor):
     """One rank's part. Only the first rank of a machine serves; on others every method does nothing."""
 
@@ -91,7 +99,7 @@ class Exporter(Monitor):
     def start(self, config: Config, mesh: Mesh) -> None:
         """Asks which ranks of the run are on this machine. Collective."""
         self.step_parts = StepParts(config, mesh)
-        self.watch(mesh.machine_ranks())
+        self.watch(machine_ranks(mesh))
 
     def watch(self, ranks: Sequence[int]) -> None:
         """Tells which ranks of the run are on this machine, in the order of their local ranks. They need not be neighbours."""

@@ -8,13 +8,13 @@ from operator import le
 from megacore.config.implied import splits_backward
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.schema import Config, resolved
-from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan, unsplit
 from megacore.tools.choices.activations import block_activations, logits_kept, stage_kept, stage_waiting, unsplit_part, vocabulary_rows
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
+from megacore.tools.planner.model_flow import GPT, ModelFlow
 from megacore.tools.schedules.simulate import describe
 
 FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe

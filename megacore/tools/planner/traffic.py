@@ -23,16 +23,17 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from megacore.config.implied import masks_targets, reshards
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.schema import Config
-from megacore.model.flow import GPT, ModelFlow
 from megacore.pipeline.partition import placement_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
 from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
+from megacore.tools.planner.model_flow import GPT, ModelFlow
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.parameters import held_by, of_each_rank
 
@@ -142,7 +143,7 @@ def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow
     for boundary, gradients in ahead + back:
         for one in flow.crossing(boundary, gradients=gradients):
             elements, calls = sent.get(each := ELEMENT_BYTES[one.precision(config)], (0, 0))
-            sent[each] = elements + count * one.elements(config), calls + count
+            sent[each] = elements + count * prod(one.shape(config)), calls + count
     return [Transfer("pp", "send", config.parallel.pipeline, elements, each, calls) for each, (elements, calls) in sent.items()]
 
 

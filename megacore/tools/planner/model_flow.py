@@ -1,0 +1,30 @@
+"""What a model's layers send from stage to stage, and how many losses they have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from megacore.config.precision import ELEMENT_BYTES
+from megacore.config.schema import Config
+from megacore.model.flow import HIDDEN, Flow
+
+
+@dataclass(frozen=True)
+class ModelFlow:
+    """What a model's layers declare, as predictions need it. By default a GPT's: hidden states cross
+    every cut, and there is one loss."""
+
+    cuts: tuple[Mapping[str, Flow], ...] = ()  # what crosses the cut behind each stage
+    losses: int = 1
+
+    def crossing(self, boundary: int, *, gradients: bool = False) -> list[Flow]:
+        """What a message between stages `boundary` and ``boundary + 1`` brings, or the gradients of what it brought."""
+        flows = self.cuts[boundary].values() if self.cuts else (HIDDEN,)
+        return [flow for flow in flows if flow.gradient or not gradients]
+
+    def message_bytes(self, config: Config, boundary: int) -> int:
+        """The bytes of a microbatch's message across a cut."""
+        return sum(prod(flow.shape(config)) * ELEMENT_BYTES[flow.precision(config)] for flow in self.crossing(boundary))
+
+
+GPT = ModelFlow()
