@@ -6,7 +6,7 @@ lengths take turns. Packing is that of a corpus; work is counted for random docu
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,7 +20,7 @@ from benchmarks import machine
 from benchmarks.training import RandomStream, Training, join
 from megacore.config import Config
 from megacore.context_parallel.attention import Sequences, attend
-from megacore.context_parallel.sharding import pairs, parts, runs_by_rank
+from megacore.context_parallel.sharding import AttentionPart, parts, runs_by_rank
 from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import Bounds, WholeDocuments
 from megacore.distributed.communicator import SOLO
@@ -39,6 +39,15 @@ DRAWN: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {  # docume
     "uniform up to a sample": lambda rng, seq_len: rng.integers(2, seq_len, 99),
 }
 PACKED = (512, 1024, 2048, 4096, 8192)  # sample lengths for the corpus
+
+
+def pairs(found: Iterable[AttentionPart], batch_size: int = 1) -> int:
+    """How many pairs of a query and a key some parts have: the work of attention, up to a factor."""
+    total = 0
+    for part in found:
+        q, k = part.queries.stop - part.queries.start, part.keys.stop - part.keys.start
+        total += (q * (q + 1) // 2 if part.causal else q * k) * (batch_size if part.row is None else 1)
+    return total
 
 
 class Documents(RandomStream):

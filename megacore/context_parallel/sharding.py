@@ -162,12 +162,3 @@ def joined(found: Iterable[AttentionPart]) -> list[AttentionPart]:
                 continue
         out.append(part)
     return out
-
-
-def pairs(found: Iterable[AttentionPart], batch_size: int = 1) -> int:
-    """How many pairs of a query and a key some parts have: the work of attention, up to a factor."""
-    total = 0
-    for part in found:
-        q, k = part.queries.stop - part.queries.start, part.keys.stop - part.keys.start
-        total += (q * (q + 1) // 2 if part.causal else q * k) * (batch_size if part.row is None else 1)
-    return total

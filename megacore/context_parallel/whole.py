@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.context_parallel.attention import Sequences, by_rank, in_order
-from megacore.context_parallel.sharding import positions_of
+from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.collectives import all_gather, reduce_scatter
 
 
@@ -43,9 +43,14 @@ def distances(sequences: Sequences, device: torch.device) -> Tensor:
     behind = (own[:, None] - every)[None, None]
     if sequences.documents is None:
         return behind
-    starts = torch.zeros(len(sequences.documents), sequences.seq_len, dtype=torch.int64)
-    for row, bounds in zip(starts, sequences.documents, strict=True):
-        row[list(bounds[:-1])] = 1
-    number = starts.cumsum(1).to(device)  # of each token's document
+    number = document_numbers(sequences.documents, device)
     together = number[:, own, None] == number[:, None, :]
     return behind.where(together[:, None], -1)
+
+
+def document_numbers(documents: Documents, device: torch.device) -> Tensor:
+    """The number of each token's document in its sequence, int64 ``[batch, seq]``."""
+    starts = torch.zeros(len(documents), documents[0][-1], dtype=torch.int64)
+    for row, bounds in zip(starts, documents, strict=True):
+        row[list(bounds[:-1])] = 1
+    return starts.cumsum(1).to(device)

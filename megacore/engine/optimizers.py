@@ -72,12 +72,13 @@ class RangeUpdate(Update):
         self.updates = torch.zeros((), dtype=torch.float32, device=tensors.masters[0].device)
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
         """See `Update`."""
-        tensors, taken = self.tensors, count(self.updates, skip)
+        tensors, taken = self.tensors, skip == 0
+        self.updates += taken
         for i, (master, gradient, decay) in enumerate(zip(tensors.masters, tensors.gradients, tensors.decays, strict=True)):
             state = {kind: held[i] for kind, held in tensors.states.items()}
-            gradient, updates = unscaled(gradient.to(master.dtype), scale), self.updates.to(master.dtype)
+            gradient, updates = gradient.to(master.dtype) / scale.to(master.dtype), self.updates.to(master.dtype)
             direction, after = self.rule.direction(ParameterShard(gradient, state, updates, partial(master.view_as, master)))
             # A skipped step may have infinite gradients, so `where` selects and nothing is multiplied.
             for kind, held in state.items():
@@ -98,9 +99,10 @@ class WholeUpdate(Update):
         self.updates = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
-    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
         """See `Update`. Collective over the ranks that hold parts of the same parameters, of which each takes them in one order."""
-        rule, taken = self.group.rule, count(self.updates, skip)
+        rule, taken = self.group.rule, skip == 0
+        self.updates += taken
         pieces = {kind: self.held.of(kind, self.group) for kind in ("model", "gradient", "copy", *rule.kinds)}
         for name in self.held.names[self.group]:
             shard = self.held.shards[name]
@@ -111,7 +113,7 @@ class WholeUpdate(Update):
                 return self._whole(held[kind], shard)
 
             state = {kind: whole(kind) for kind in rule.kinds} | own
-            gradient, updates = unscaled(whole("gradient"), scale), self.updates.to(self.dtype)
+            gradient, updates = whole("gradient") / scale.to(self.dtype), self.updates.to(self.dtype)
             direction, after = rule.direction(ParameterShard(gradient, state, updates, partial(whole, "model"), name, shard))
             for kind, tensor in own.items():
                 tensor.copy_(torch.where(taken, after[kind], tensor))
@@ -137,15 +139,3 @@ class WholeUpdate(Update):
         for group in groups:
             all_reduce(found, group)
         return found
-
-
-def count(updates: Tensor, skip: Tensor | None) -> Tensor:
-    """Counts a step unless `skip` is not 0; whether it is taken, on the device."""
-    taken = torch.ones_like(updates, dtype=torch.bool) if skip is None else skip == 0
-    updates += taken
-    return taken
-
-
-def unscaled(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    """``gradient / scale``."""
-    return gradient if scale is None else gradient / scale.to(gradient.dtype)

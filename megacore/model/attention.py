@@ -12,6 +12,7 @@ from megacore.config.implied import attention_of, compiles
 from megacore.config.schema import resolved
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.attention import attend as attend_parts
+from megacore.context_parallel.whole import document_numbers
 from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.shard import LogicalMatrix
@@ -122,10 +123,7 @@ class Attention(nn.Module):
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
         """`attend_parts` on one rank by the plain formula, with a mask ``[batch, 1, seq, seq]``."""
         assert sequences.documents is not None
-        starts = torch.zeros(len(q), q.shape[2], dtype=torch.int64)
-        for row, bounds in zip(starts, sequences.documents, strict=True):
-            row[list(bounds[:-1])] = 1
-        number = starts.cumsum(1).to(q.device)  # of each token's document
+        number = document_numbers(sequences.documents, q.device)
         seen = (number[:, None, :, None] == number[:, None, None, :]).tril()
         k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
         return (q @ k.transpose(-2, -1) * self.scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v

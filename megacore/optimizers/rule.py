@@ -58,7 +58,7 @@ class Update(Protocol):
 
     updates: Tensor
 
-    def step(self, lr: float, scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Updates all masters from ``gradients / scale``, unless `skip` is not 0; both are scalars on the device of `updates`."""
 
 

@@ -118,32 +118,25 @@ class MainGradient:
         elif adds_in_fp32(x.device.type, x.dtype):
             torch.addmm(total, grad.t(), x, beta=beta, out_dtype=wide, out=total)
         else:
-            self._add((grad.t() @ x).view_as(self.total))
+            self.add((grad.t() @ x).view_as(self.total))
         self.empty = False
-
-    def is_exact(self, x: Tensor) -> bool:
-        """Whether a product with `x` is added without being rounded to x's dtype."""
-        return x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)
 
     def add(self, part: Tensor) -> None:
         """Adds a gradient that a layer has computed, in the shape of its parameter."""
-        self._add(part)
-
-    def take(self, parameter: Tensor) -> None:
-        """Adds what autograd has left in ``parameter.grad``, if anything. `total` then holds a sum, be it zero."""
-        if parameter.grad is not None:
-            self._add(parameter.grad)
-            parameter.grad = None
-        elif self.empty:
-            self.total.zero_()
-            self.empty = False
-
-    def _add(self, part: Tensor) -> None:
         if self.empty:
             self.total.copy_(part)
         else:
             self.total.add_(part)
         self.empty = False
+
+    def take(self, parameter: Tensor) -> None:
+        """Adds what autograd has left in ``parameter.grad``, if anything. `total` then holds a sum, be it zero."""
+        if parameter.grad is not None:
+            self.add(parameter.grad)
+            parameter.grad = None
+        elif self.empty:
+            self.total.zero_()
+            self.empty = False
 
 
 def main_gradient_of(parameter: Tensor) -> MainGradient | None:

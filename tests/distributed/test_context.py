@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.documents import pairs
 from megacore.config.schema import MASK
 from megacore.context_parallel import attention
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel.attention import Sequences
-from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, pairs, parts, positions_of, runs_by_rank, runs_of
+from megacore.context_parallel.sharding import EVEN, Documents, Run, Runs, parts, positions_of, runs_by_rank, runs_of
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.files import ROOT

@@ -76,7 +76,7 @@ def weight_decay_missing_in_fp32() -> Any:
 )
 def momentum_not_clipped() -> Any:
     step = RangeUpdate.step
-    return patch(RangeUpdate, "step", lambda self, lr, scale=None, skip=None: step(self, lr, None, skip))
+    return patch(RangeUpdate, "step", lambda self, lr, scale, skip: step(self, lr, torch.ones_like(scale), skip))
 
 
 @fault(

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from megacore.distributed.axes import AXES
 from megacore.distributed.communicator import SOLO, Group
+from megacore.distributed.cpu import is_widened
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
+from megacore.kernels.linear_cross_entropy import adds_in_fp32
 from megacore.model.stage import Stage
 from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tensor_parallel.gradient import MainGradient, main_gradient_of
@@ -34,11 +36,12 @@ class SeenGradient(MainGradient):
         self.main.add_rows(grad, rows)
 
     def add_product(self, grad: Tensor, x: Tensor) -> None:
-        a, b = (grad.double(), x.double()) if self.is_exact(x) else (grad, x)
+        exact = x.dtype == self.total.dtype or is_widened(x) or adds_in_fp32(x.device.type, x.dtype)  # not rounded to x's dtype
+        a, b = (grad.double(), x.double()) if exact else (grad, x)
         self.parts.append((a.t() @ b).double())
         self.main.add_product(grad, x)
 
-    def _add(self, part: Tensor) -> None:
+    def add(self, part: Tensor) -> None:
         self.parts.append(part.double())
         self.main.add(part)
 
