@@ -264,7 +264,7 @@ def test_it_takes_a_gpu_if_there_is_one(
     def refuse(config: Config, place: RankInfo) -> None:
         raise ConfigError("device", config.train.device, "")
 
-    monkeypatch.setattr("megacore.distributed.mesh.pick_device", refuse)
+    monkeypatch.setattr("megacore.tools.machine.device.take_device", refuse)
     with pytest.raises(ConfigError, match=f"device: {taken} "):
         run(["--checkpoint", checkpoint, *asked], RankInfo())
 
