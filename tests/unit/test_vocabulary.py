@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.load import resolve
 from megacore.data.indexed import Sidecar
 from megacore.tools.prepare.prepare import prepare
+from megacore.tools.settings.load import resolve
 from megacore.tools.text.vocabulary import vocabulary_warnings
 from tests.commands import run_script
 
