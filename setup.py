@@ -38,13 +38,14 @@ setup(
         "triton": ["triton>=3.4; platform_system == 'Linux'"],
         "test": [
             *("mypy>=1.15", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.11", "tokenizers>=0.21", "transformers>=4.56"),
-            *("kubernetes-validate>=1.31", "prometheus-client>=0.20", "pyarrow>=18", "pyyaml>=6"),
+            *("kubernetes-validate>=1.31", "prometheus-client>=0.20", "pyarrow>=18", "pyyaml>=6", "tiktoken>=0.9"),
             "triton>=3.4; platform_system == 'Linux'",
         ],
         # Models from and to Hugging Face's format are compared with it.
         "hf": ["tokenizers>=0.21", "transformers>=4.56"],
-        # What launch/prepare.py reads besides text: tables and Zstandard through pyarrow, the hub's data sets through datasets.
-        "datasets": ["datasets>=4", "pyarrow>=18"],
+        # What launch/prepare.py reads besides text: tables and Zstandard through pyarrow, the hub's data sets through
+        # datasets, OpenAI's tokenizers by name through tiktoken.
+        "datasets": ["datasets>=4", "pyarrow>=18", "tiktoken>=0.9", "tokenizers>=0.21"],
         "benchmark": ["transformers>=4.56"],
         "kubernetes": ["pyyaml>=6"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12; platform_system == 'Linux'"],

@@ -1,4 +1,5 @@
-"""Turns text into token files for training: PREFIX.bin and .idx, and PREFIX.model for a tokenizer trained here.
+"""Turns text into token files for training: PREFIX.bin and .idx, and a tokenizer that is trained or fetched here as
+PREFIX.model or PREFIX.tokenizer.json.
 
 With --chat it reads conversations, and writes beside them which tokens are of answers and so are learned: PREFIX.mask.bin.
 """
@@ -8,12 +9,17 @@ import os
 import shlex
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
 
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
+
+if TYPE_CHECKING:
+    from megacore.tools.prepare.prepare import Prepared
 
 EXAMPLE = "python launch/prepare.py --input python-stdlib --output data/stdlib --tokenizer sentencepiece:4096 --valid-fraction 0.05"
 
@@ -28,7 +34,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, __doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUTS)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .json")
-    tokenizer = "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, or a tokenizer.json"
+    tokenizer = "bytes, sentencepiece:VOCAB_SIZE (trained here), a sentencepiece FILE.model, a tokenizer.json, a folder with one of them, "
+    tokenizer += "or a name, such as gpt2 or cl100k_base, that the package tiktoken fetches"
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help=tokenizer)
     parser.add_argument(
         "--valid-fraction",
@@ -40,6 +47,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--text-key", metavar="KEY", help="key of the text in .jsonl files, column of tables (default: text)")
     chat = 'the inputs are conversations, each a line of JSON or a row with "messages" of a "role" and a "content"; answers are learned'
     parser.add_argument("--chat", action="store_true", help=chat)
+    tokens = "the input is a folder with nanoGPT's train.bin, and val.bin if there is one, which --tokenizer has made, or such a file"
+    parser.add_argument("--nanogpt", action="store_true", help=tokens)
     template = "a Jinja chat template for --chat (default: the model's own, beside its tokenizer.json)"
     parser.add_argument("--template", metavar="FILE", help=template)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -51,14 +60,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--text-key", "conversations are read from their messages", "without it, or without --chat")
     if args.template is not None and not args.chat:
         raise ConfigError("--template", "only conversations have a template", "--chat as well")
+    if args.nanogpt and (args.chat or args.text_key is not None or args.valid_fraction or len(args.input) > 1):
+        raise ConfigError("--nanogpt", "the tokens of one input are taken as they are", "without --chat, --text-key and --valid-fraction")
     if not 1 <= args.workers <= MOST_WORKERS:
         raise ConfigError("--workers", f"{args.workers} is not usable", f"1 to {MOST_WORKERS} processes")
     return args
 
 
-def run(argv: list[str]) -> None:
-    """Prepares the text with a progress bar, and prints what was written. Raises `UserError`."""
-    args = parse(argv)
+def convert(args: argparse.Namespace) -> "Prepared":
+    """Takes nanoGPT's tokens as they are. Raises `UserError`."""
+    from megacore.tools.prepare.token_files import convert_tokens
+
+    return convert_tokens(args.input[0], args.output, args.tokenizer)
+
+
+def prepare_text(args: argparse.Namespace) -> "Prepared":
+    """Prepares the text with a progress bar. Raises `UserError`."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -69,7 +86,7 @@ def run(argv: list[str]) -> None:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         training = args.tokenizer.startswith("sentencepiece:")
         task = progress.add_task("training the tokenizer" if training else "reading", total=None)
-        prepared = prepare(
+        return prepare(
             args.input,
             args.output,
             args.tokenizer,
@@ -82,6 +99,13 @@ def run(argv: list[str]) -> None:
             on_bytes=lambda size: progress.advance(task, size),
         )
 
+
+def run(argv: list[str]) -> None:
+    """Prepares the input, and prints what was written. Raises `UserError`."""
+    args = parse(argv)
+    prepared = convert(args) if args.nanogpt else prepare_text(args)
+    if prepared.resumed:
+        print(f"went on from an earlier start, which had done {prepared.resumed:,} of {prepared.input_bytes:,} bytes")
     for prefix, split in prepared.splits.items():
         documents = f"{split.documents:,} document{'s' if split.documents > 1 else ''}"
         print(f"{prefix}.bin   {split.tokens:,} tokens, {documents}, {split.text_bytes / split.tokens:.3f} bytes a token")
@@ -89,7 +113,7 @@ def run(argv: list[str]) -> None:
             print(f"    {split.learned:,} tokens of answers, which are learned")
         meaning = "unigram entropy" if prefix == args.output else "cross entropy under the training split's unigrams"
         print(f"    {meaning} {split.unigram_entropy:.4f} nats a token")
-    if training:
+    if prepared.tokenizer.startswith((f"{args.output}.model", f"{args.output}.tokenizer.json")):
         print(f"{prepared.tokenizer}   the tokenizer, {prepared.splits[args.output].vocab_size:,} tokens")
     if prepared.end is not None and not args.chat:
         print(f"every document ends with {prepared.end}")
@@ -114,12 +138,15 @@ def run(argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs the script. SIGTERM stops it as Ctrl-C does, and says that nothing was written."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what is unfinished
+    """Runs the script. SIGTERM stops it as Ctrl-C does, which says that nothing was written."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, and so removes what no later start could use
     try:
         run(argv)
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        from megacore.tools.prepare.partial import kept
+
+        prefix = next((word for option, word in pairwise(argv) if option == "--output"), "")
+        print(f"interrupted: nothing was written{kept(prefix) if prefix else ''}", file=sys.stderr)
         raise
 
 

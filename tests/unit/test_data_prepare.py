@@ -14,7 +14,8 @@ from megacore.data.indexed import IndexedTokens, Sidecar
 from megacore.errors import ConfigError, DataError, UserError
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources
-from megacore.tools.prepare.prepare import cross_entropy, prepare
+from megacore.tools.prepare.prepare import prepare
+from megacore.tools.prepare.split import cross_entropy
 from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
 from megacore.train.inputs import Inputs

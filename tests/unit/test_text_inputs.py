@@ -13,6 +13,7 @@ from launch import prepare
 from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
 from megacore.tools.prepare import prepare as prepare_module
+from megacore.tools.text.tokenizer import train_sentencepiece
 
 ARRAY = b"\x93NUMPY" + bytes(94)
 TEXT = b"To be, or not to be.\n"
@@ -94,13 +95,27 @@ def test_a_missing_text_key_names_the_option_and_the_keys(tmp_path: Path) -> Non
         run(tmp_path, "a.jsonl")
 
 
-def test_a_folder_of_a_tokenizer_is_answered_with_its_file(tmp_path: Path) -> None:
+def test_a_folder_of_a_tokenizer(tmp_path: Path) -> None:
+    """Its tokenizer.json, or its only .model; the sidecar names the file, which a run's data.tokenizer can be."""
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     (tmp_path / "model").mkdir()
     (tmp_path / "a.txt").write_bytes(TEXT)
-    for name in ("tokenizer.json", "tokenizer.model"):
-        (tmp_path / "model" / name).write_text("{}")
-        with pytest.raises(UserError, match=r"data error: \S+/model: is a folder \(the file inside it: \S+/model/tokenizer.json"):
-            run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
+    with pytest.raises(UserError, match=r"data error: \S+/model: holds no tokenizer.json and no .model \(transformers.AutoTokenizer"):
+        run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
+    train(tmp_path / "model/a.model")
+    run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
+    assert '"tokenizer": "' + str(tmp_path / "model/a.model") in (tmp_path / "out/x.json").read_text()
+    train(tmp_path / "model/b.model")
+    with pytest.raises(UserError, match=r"model: holds 2 .model files \(one of them: \S+/a.model, \S+/b.model"):
+        run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
+    content = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    (tmp_path / "model/tokenizer.json").write_text(json.dumps(content))
+    run(tmp_path, "a.txt", tokenizer=str(tmp_path / "model"))
+    assert '"tokenizer": "' + str(tmp_path / "model/tokenizer.json") in (tmp_path / "out/x.json").read_text()
+
+
+def train(path: Path) -> None:
+    path.write_bytes(train_sentencepiece(["some words"] * 9, 275))
 
 
 def documents(prefix: str) -> list[bytes]:

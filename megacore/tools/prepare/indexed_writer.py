@@ -1,11 +1,13 @@
 """Writes token files in Megatron's indexed format, as `data.indexed` reads them."""
 
 import contextlib
+import errno
 import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,23 +15,33 @@ import numpy.typing as npt
 from megacore.config.schema import MASK
 from megacore.data.indexed import DTYPES, HEADER, MAGIC
 
+READ_TOKENS = 1 << 22  # at a time
+
 
 class IndexedWriter:
     """Writes ``PREFIX.bin`` and ``PREFIX.idx`` as a stream, and if `masked` ``PREFIX.mask.bin``. They appear, whole, when it is closed.
 
     Until then the data is in temporary files beside them. A failure removes these. Use it in a `with` statement.
     Memory: 4 bytes a sequence and 8 a document.
+
+    With `aside` the temporary files are those that begin so, and a failure leaves them: another writer can go on from what `commit` has
+    put there (`resume`).
     """
 
-    def __init__(self, prefix: str, dtype: npt.DTypeLike, masked: bool = False) -> None:
+    def __init__(self, prefix: str, dtype: npt.DTypeLike, masked: bool = False, aside: str | None = None) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self.num_tokens, self.masked = 0, masked
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._sizes = array("i")
         self._boundaries = array("q", [0])
-        self._temporary = {suffix: f"{prefix}{suffix}.{os.getpid()}.tmp" for suffix in (".bin", *([MASK] if masked else []), ".idx")}
-        self._bin = open(self._temporary[".bin"], "wb")  # noqa: SIM115 (closed by `close` or `abort`)
-        self._mask = open(self._temporary[MASK], "wb") if masked else None  # noqa: SIM115
+        beside = f"{prefix}{{}}.{os.getpid()}.tmp" if aside is None else f"{aside}{{}}"
+        self._temporary = {suffix: beside.format(suffix) for suffix in (".bin", *([MASK] if masked else []), ".idx")}
+        self._kept = aside is not None
+        self._committed = {".sizes": 0, ".boundaries": 1}  # how much of either is in a file of this name
+        self._beside = beside
+        mode: Literal["ab", "wb"] = "ab" if self._kept else "wb"
+        self._bin = open(self._temporary[".bin"], mode)  # noqa: SIM115 (closed by `close` or `abort`)
+        self._mask = open(self._temporary[MASK], mode) if masked else None  # noqa: SIM115
 
     @property
     def num_documents(self) -> int:
@@ -50,6 +62,40 @@ class IndexedWriter:
         """Closes the open document, unless nothing was written to it."""
         if len(self._sizes) > self._boundaries[-1]:
             self._boundaries.append(len(self._sizes))
+
+    def commit(self) -> dict[str, int]:
+        """Puts all that was written on the disk, and returns what `resume` needs to go on from here. Only with `aside`."""
+        for file in filter(None, (self._bin, self._mask)):
+            file.flush()
+            os.fsync(file.fileno())
+        for name, values in ((".sizes", self._sizes), (".boundaries", self._boundaries)):
+            with open(self._beside.format(name), "ab") as more:
+                values[self._committed[name] :].tofile(more)
+                more.flush()
+                os.fsync(more.fileno())
+            self._committed[name] = len(values)
+        return {"tokens": self.num_tokens, "sequences": len(self._sizes), "boundaries": len(self._boundaries)}
+
+    def resume(self, state: dict[str, int]) -> None:
+        """Goes on from a `commit`, or from nothing: what was written later is cut off. Raises `OSError` if a file lacks something."""
+        tokens, sequences, boundaries = (state[key] for key in ("tokens", "sequences", "boundaries"))
+        lengths = {".bin": tokens * self.dtype.itemsize, ".sizes": 4 * sequences, ".boundaries": 8 * (boundaries - 1)}
+        for name, length in (lengths | ({MASK: tokens} if self.masked else {})).items():
+            with open(self._beside.format(name), "ab") as file:
+                if file.tell() < length:
+                    raise OSError(errno.EIO, "is shorter than it was", file.name)
+                file.truncate(length)
+        for name, values, count in ((".sizes", self._sizes, sequences), (".boundaries", self._boundaries, boundaries - 1)):
+            with open(self._beside.format(name), "rb") as file:
+                values.fromfile(file, count)
+        self.num_tokens, self._committed = tokens, {".sizes": sequences, ".boundaries": boundaries}
+
+    def read(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """What the last `commit` or `resume` left on the disk, in parts: tokens, and which of them are learned, as for `write`."""
+        for start in range(0, self.num_tokens, READ_TOKENS):
+            count = min(READ_TOKENS, self.num_tokens - start)
+            tokens = np.fromfile(self._temporary[".bin"], self.dtype.newbyteorder("<"), count, offset=start * self.dtype.itemsize)
+            yield tokens, np.fromfile(self._temporary[MASK], np.bool_, count, offset=start) if self.masked else None
 
     def finish(self) -> None:
         """Writes all data to the disk, still under temporary names. `close` then needs no more space."""
@@ -75,8 +121,8 @@ class IndexedWriter:
             os.replace(temporary, self.prefix + suffix)
 
     def abort(self) -> None:
-        """Removes what was written. Earlier files of that name stay."""
-        for temporary in self._temporary.values():
+        """Removes what was written, unless it is kept `aside`. Earlier files of that name stay."""
+        for temporary in () if self._kept else self._temporary.values():
             Path(temporary).unlink(missing_ok=True)
         for file in filter(None, (self._bin, self._mask)):
             with contextlib.suppress(OSError):  # a full disk, which does not take what is still in memory either

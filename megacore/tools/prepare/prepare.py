@@ -7,16 +7,19 @@ Memory depends on the number of texts, never on their size.
 import functools
 import os
 import signal
-import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,12 +27,16 @@ from megacore.data.indexed import MASK, Sidecar
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
 from megacore.tools.output_files import made_folder
+from megacore.tools.prepare import sources
 from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of
 from megacore.tools.prepare.chat import encode as encode_chat
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.input_files import LeftOut
+from megacore.tools.prepare.partial import COMMIT_BYTES, Partial, kept
 from megacore.tools.prepare.sources import Piece, ReadBlock, TextBlock, Texts, parts, place, read_block
-from megacore.tools.text.tokenizer import TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
+from megacore.tools.prepare.split import Encoded, Split, refuse_empty, sidecar
+from megacore.tools.text.encodings import ENCODING, encoding_json, is_encoding
+from megacore.tools.text.tokenizer import NAMING, TRAINED, Tokenizer, load_tokenizer, train_sentencepiece, trained_vocab_size
 
 TASK_BYTES = 1 << 20  # of text that a worker gets at a time
 SAMPLE_BYTES = 8 << 20  # of text on which a tokenizer is trained
@@ -47,35 +54,7 @@ class Prepared:
     left_out: list[LeftOut]  # what folders hold and was not read
     input_bytes: int  # of what was read
     end: str | None  # the token that ends every document; None: there is none
-
-
-@dataclass
-class Encoded:
-    """A task's part of one split: its sequences, which of them end a document, and the bytes of text they came from."""
-
-    sequences: list[np.ndarray] = field(default_factory=list)
-    learned: list[np.ndarray | None] = field(default_factory=list)  # which tokens of each, bool; None: all
-    ends: list[bool] = field(default_factory=list)
-    text_bytes: int = 0
-
-
-class Split:
-    """One of the two outputs, while it is written."""
-
-    def __init__(self, prefix: str, writer: IndexedWriter, vocab_size: int) -> None:
-        self.prefix, self.writer = prefix, writer
-        self.counts = np.zeros(vocab_size, dtype=np.int64)  # how often each token id is learned
-        self.text_bytes = self.max_token = 0
-
-    def add(self, encoded: Encoded) -> None:
-        """Appends a task's sequences."""
-        self.text_bytes += encoded.text_bytes
-        for tokens, learned, ends in zip(encoded.sequences, encoded.learned, encoded.ends, strict=True):
-            self.writer.write(tokens, learned)
-            self.counts += np.bincount(tokens if learned is None else tokens[learned], minlength=len(self.counts))
-            self.max_token = max(self.max_token, int(tokens.max(initial=0)))
-            if ends:
-                self.writer.end_document()
+    resumed: int = 0  # bytes of the input that an earlier start had done
 
 
 def prepare(
@@ -91,14 +70,16 @@ def prepare(
     on_start: Callable[[int], object] = lambda total: None,
     on_bytes: Callable[[int], object] = lambda size: None,
 ) -> Prepared:
-    """Tokenizes `inputs` into ``prefix.bin/.idx/.json``, ``prefix_valid.*`` and, if one is trained, ``prefix.model``.
+    """Tokenizes `inputs` into ``prefix.bin/.idx/.json``, ``prefix_valid.*`` and, if one is trained or
+    fetched, ``prefix.model`` or ``prefix.tokenizer.json``.
 
-    The result does not depend on `workers`.
+    The result does not depend on `workers`. If this process is killed, the next call with the same arguments goes on from what is done
+    (`Partial`), and writes the same.
 
     Args:
         inputs: files, folders, globs, `python-stdlib` (see `sources`).
         prefix: what to write; its folder is made.
-        tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE`` or a model's path.
+        tokenizer: `bytes`, ``sentencepiece:VOCAB_SIZE``, a model's path, or an encoding's name (`tools.text.encodings`).
         text_key: the key of the text in ``.jsonl`` files, or the column of tables.
         chat: the inputs are conversations; also writes ``prefix.mask.bin`` (`tools.prepare.chat`).
         template: a file with a chat template; None: the model's own, beside its tokenizer.
@@ -110,60 +91,88 @@ def prepare(
         DataError, ConfigError: the user got something wrong. No output has appeared or changed.
     """
     vocab_to_train = trained_vocab_size(tokenizer) if tokenizer.startswith(TRAINED) else None
-    if vocab_to_train is None:
+    written = (
+        ".model" if vocab_to_train is not None else ENCODING if is_encoding(tokenizer) else ""
+    )  # behind the prefix: a tokenizer's file
+    if not written:
         loaded = load_tokenizer(tokenizer)  # refuses a wrong one before any text is read
-    elif chat:
+        tokenizer = loaded.name
+    elif vocab_to_train is not None and chat:
         raise ConfigError("--tokenizer", f"{tokenizer} would be trained on conversations", "one that exists, such as the model's")
     form = chat_of(tokenizer, template) if chat else None
     prefixes = [prefix, f"{prefix}_valid"] if valid_fraction else [prefix]
-    texts = opened(inputs, prefixes, tokenizer, valid_fraction, trains=vocab_to_train is not None, chat=form)
+    texts = opened(inputs, prefixes, tokenizer, valid_fraction, written=written, chat=form)
     try:
         texts.divide(None if chat else text_key)
         with ExitStack() as stack:
             stack.enter_context(made_folder(Path(prefix).parent))
+            partial = stack.enter_context(Partial(prefix, key_of(texts, tokenizer, text_key, form), texts.in_files))
             name = tokenizer
-            if vocab_to_train is not None:
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".prepare-", dir=Path(prefix).parent))
-                name = f"{folder}/{Path(prefix).name}.model"
-                Path(name).write_bytes(train_sentencepiece(sample_lines(texts, text_key), vocab_to_train))
+            if written:
+                name = str(partial.folder / f"{Path(prefix).name}{written}")
+                if not partial.tasks:
+                    lines = sample_lines(texts, text_key)
+                    content = encoding_json(tokenizer) if vocab_to_train is None else train_sentencepiece(lines, vocab_to_train)
+                    Path(name).write_bytes(content)
                 loaded = load_tokenizer(name)
             vocab_size = loaded.vocab_size
             dtype = np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32)
-            splits = [Split(p, stack.enter_context(IndexedWriter(p, dtype, chat)), vocab_size) for p in prefixes]
+            writers = [stack.enter_context(IndexedWriter(p, dtype, chat, f"{partial.folder}/{i}")) for i, p in enumerate(prefixes)]
+            splits = [Split(writer, vocab_size) for writer in writers]
+            partial.resume(splits)
             on_start(texts.num_bytes)
+            work = tasks(texts, None if chat else text_key)
+            resumed = sum(block.size for task in islice(work, partial.tasks) for block in task)
+            on_bytes(resumed)
             encode = functools.partial(encode_task, loaded, dtype, text_key, form)
-            with closing(ordered_map(encode, tasks(texts, None if chat else text_key), workers)) as results:
-                for size, encoded in results:
+            with closing(ordered_map(encode, work, workers)) as results:
+                waiting = 0
+                for number, (size, encoded) in enumerate(results, partial.tasks + 1):
                     for split, part in zip(splits, encoded, strict=False):
                         split.add(part)
+                    waiting += sum(part.text_bytes for part in encoded)
+                    if waiting >= COMMIT_BYTES:
+                        partial.commit(number, splits)
+                        waiting = 0
                     on_bytes(size)
             refuse_empty(splits)
             for split in splits:
                 split.writer.finish()
-            if vocab_to_train is not None:
-                os.replace(name, f"{prefix}.model")
-                name = f"{prefix}.model"
+            if written:
+                os.replace(name, f"{prefix}{written}")
+                name = f"{prefix}{written}"
         # The sidecars come last, because a sidecar that is older than its .bin does not count.
-        sidecars = {split.prefix: sidecar(split, splits[0], name) for split in splits}
-        for p, written in sidecars.items():
-            written.save(p)
+        sidecars = {split.writer.prefix: sidecar(split, splits[0], name) for split in splits}
+        for p, described in sidecars.items():
+            described.save(p)
     except BrokenProcessPool:
-        raise DataError(prefix, "cannot be prepared: one of its processes was ended", "enough memory, or fewer --workers") from None
+        raise DataError(
+            prefix, "cannot be prepared: one of its processes was ended", "enough memory, or fewer --workers" + kept(prefix)
+        ) from None
     except OSError as error:
-        raise DataError(prefix, f"cannot be written: {error.strerror}", "a prefix in a writable folder with space left") from None
+        right = "a prefix in a writable folder with space left" + kept(prefix)
+        raise DataError(prefix, f"cannot be written: {error.strerror}", right) from None
     end = None if loaded.end_of_document is None else f"token {loaded.end_of_document} {loaded.chat_tokens['eos_token']}".strip()
-    return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end)
+    return Prepared(sidecars, name, texts.left_out, texts.num_bytes, end, resumed)
 
 
-def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, trains: bool, chat: Chat | None) -> Texts:
-    """The texts to read. Refuses outputs that would overwrite one of them. `trains`: a tokenizer's model is written too."""
+def key_of(texts: Texts, tokenizer: str, text_key: str, chat: Chat | None) -> list[Any]:
+    """Whatever decides what is written: work of a start with another key is of no use."""
+    files = [(os.path.abspath(source.path), source, os.stat(source.path).st_mtime_ns) for source in texts.sources if texts.in_files]
+    beside = [file for file in (Path(tokenizer), *(Path(tokenizer).with_name(name) for name in NAMING)) if file.is_file()]
+    digests = [sha256(file.read_bytes()).hexdigest() for file in beside]
+    return [sources.SIZES, TASK_BYTES, SAMPLE_BYTES, files, tokenizer, digests, text_key, chat]
+
+
+def opened(inputs: list[str], prefixes: list[str], tokenizer: str, valid_fraction: float, *, written: str, chat: Chat | None) -> Texts:
+    """The texts to read. Refuses outputs that would overwrite one of them. `written`: the ending of a tokenizer that is written too."""
     if Path(prefixes[0]).name in ("", "..") or prefixes[0].endswith(("/", "/.")):
         wrong = f"`{prefixes[0]}` names no file"
         raise ConfigError("--output", wrong, "a prefix such as data/mine, of the files data/mine.bin and .idx")
     texts = Texts(inputs, valid_fraction)
     if chat and (others := [source.path for source in texts.sources if source.one_document]):
         raise DataError(others[0], "holds no conversations", f"tables, or files whose names end with .jsonl, with {LINE}")
-    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [f"{prefixes[0]}.model"] * trains
+    outputs = [f"{p}{suffix}" for p in prefixes for suffix in (".bin", MASK, ".idx", ".json")] + [f"{prefixes[0]}{written}"] * bool(written)
     read = [*inputs, *(source.path for source in texts.sources), tokenizer, *([chat.path] if chat else [])]
     refuse_overwriting([prefixes[0], *outputs], read)
     return texts
@@ -242,8 +251,8 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
     if workers == 1:
         yield from map(function, items)
         return
-    # Spawned, not forked: a fork copies the locks of the progress bar's thread. Ctrl-C is left to this process.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    # Spawned, not forked: a fork copies the locks of the progress bar's thread.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), begin_worker)
     try:
         pending: deque[Future[R]] = deque()
         for item in items:
@@ -254,6 +263,19 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def begin_worker() -> None:
+    """Leaves Ctrl-C to the process that started this one, and ends when that one does, however it does: killed, it ends nobody."""
+
+    def end_with(parent: BaseProcess) -> None:
+        parent.join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+    Thread(target=end_with, args=(parent,), daemon=True).start()
 
 
 def refuse_overwriting(outputs: list[str], inputs: list[str]) -> None:
@@ -272,34 +294,3 @@ def identity_of(path: str) -> tuple[int, int] | None:
     except (OSError, ValueError):
         return None
     return found.st_dev, found.st_ino
-
-
-def refuse_empty(splits: list[Split]) -> None:
-    """Raises an error that says what to change if a split got no text."""
-    for split in splits:
-        if split.writer.num_tokens == 0:
-            which = "validation" if split is not splits[0] else "training"
-            if len(splits) == 1:
-                raise DataError(split.prefix, "no document has any text", "at least one character")
-            right = "a fraction nearer to one half, or more documents"
-            raise ConfigError("--valid-fraction", f"no document falls to the {which} split", right)
-
-
-def sidecar(split: Split, train: Split, tokenizer: str) -> Sidecar:
-    """The sidecar of a split that was written."""
-    return Sidecar(
-        tokens=split.writer.num_tokens,
-        documents=split.writer.num_documents,
-        max_token=split.max_token,
-        tokenizer=tokenizer,
-        vocab_size=len(split.counts),
-        unigram_entropy=cross_entropy(split.counts, train.counts + (split is not train)),
-        text_bytes=split.text_bytes,
-        learned=int(split.counts.sum()) if split.writer.masked else None,
-    )
-
-
-def cross_entropy(counts: np.ndarray, model: np.ndarray) -> float:
-    """The loss, in nats a token, on tokens with `counts` ``[vocab]`` of a model that predicts frequencies `model` ``[vocab]``."""
-    seen = counts > 0
-    return float(-(counts[seen] * np.log(model[seen] / model.sum())).sum() / counts.sum())

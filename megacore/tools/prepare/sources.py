@@ -16,12 +16,25 @@ from typing import Any, BinaryIO
 
 from megacore.errors import ConfigError, DataError
 from megacore.tools.prepare.input_files import LINES, find_files, head_form
-from megacore.tools.prepare.streams import HUB, HUB_NAME, PACKED, TABLES, bare, hub_parts, packed_parts, table_parts, unpacked
+from megacore.tools.prepare.streams import (
+    HUB,
+    HUB_NAME,
+    PACKED,
+    PART_BYTES,
+    PART_ROWS,
+    TABLES,
+    bare,
+    hub_parts,
+    packed_parts,
+    table_parts,
+    unpacked,
+)
 
 BLOCK_BYTES = 128 << 10  # of text: BPE takes longer a byte if more is encoded at once
 CUT_WINDOW = BLOCK_BYTES // 2  # how far after a block's nominal end a newline may be
 HEAD_BYTES = 64 << 10  # of a document, whose hash decides whether it is for validation
 ALL = 1 << 64  # beyond every hash
+SIZES = BLOCK_BYTES, CUT_WINDOW, HEAD_BYTES, PART_BYTES, PART_ROWS  # that decide where texts are cut
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,11 @@ class Texts:
         if self.num_bytes == 0 and not any(source.form for source in self.sources):
             raise DataError(", ".join(inputs), "the text is empty", "at least one character")
         self._first = [0, *accumulate(1 if s.form else -(-(s.stop - s.start) // BLOCK_BYTES) for s in self.sources)]
+
+    @property
+    def in_files(self) -> bool:
+        """Whether all of it lies in files, and not on the hub."""
+        return all(source.form != HUB for source in self.sources)
 
     def divide(self, text_key: str | None) -> None:
         """Moves the bound between training and validation, if all documents are on one side of it and not all are alike.

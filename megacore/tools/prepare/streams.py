@@ -11,11 +11,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, BinaryIO
 
 from megacore.errors import ConfigError, DataError, UserError
 from megacore.files import open_plain, read_text
+from megacore.tools.text.encodings import needed
 
 GZIP, ZSTD, PARQUET, ARROW, ARROW_STREAM, HUB = "gzip", "Zstandard", "Parquet", "Arrow", "an Arrow stream", "hub"
 PACKED, TABLES = (GZIP, ZSTD), (PARQUET, ARROW, ARROW_STREAM)
@@ -31,7 +31,6 @@ PART_ROWS = 256  # of a table
 MOST_LINE = 256 << 20  # bytes: more is no document, and would fill the memory
 MOST_RATIO, SUSPECT_BYTES = 500, 1 << 30  # of unpacked to packed bytes, looked at from so many unpacked ones on
 INTACT = "an intact file, such as another copy of it"
-EXTRA = "pip install 'megacore[datasets]', or in a checkout: pip install -e '.[datasets]'"
 HUB_FORM = f"{HUB_NAME}NAME, {HUB_NAME}NAME:CONFIG or {HUB_NAME}NAME:CONFIG:SPLIT, with a network"
 
 
@@ -47,14 +46,6 @@ def form_of(path: str, head: bytes) -> str:
 def bare(path: str, form: str) -> str:
     """The name of a file without what says that it is compressed."""
     return path.removesuffix(".gz").removesuffix(".zst") if form in PACKED else path
-
-
-def needed(where: str, module: str) -> Any:
-    """A module of the extra `datasets`. Raises `DataError` if it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        raise DataError(where, f"needs the package {module.partition('.')[0]}, which is not installed", EXTRA) from None
 
 
 @contextmanager

@@ -21,7 +21,7 @@ SMALLEST_VOCAB = 256 + 4 + 1  # bytes; <unk>, <s>, </s> and the newline; one pie
 MOST_TOKENS = 10**7
 NAMING = ("tokenizer_config.json", "special_tokens_map.json")  # files beside a tokenizer.json that name its special tokens
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")  # of documents, in known models
-KINDS = f"bytes, a FILE.model or a tokenizer.json; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
+KINDS = f"bytes, a FILE.model, a tokenizer.json or a folder with one; launch/prepare.py --tokenizer {TRAINED}VOCAB_SIZE trains one"
 
 
 class Tokenizer(ABC):
@@ -194,15 +194,25 @@ def byte_characters() -> dict[str, bytes]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer of a sentencepiece ``.model`` or of a ``tokenizer.json``. Raises `DataError` if there is none."""
+    """`bytes`, or the tokenizer of a sentencepiece ``.model``, of a ``tokenizer.json``, or of a folder with one of them. Raises `DataError`
+    if there is none."""
     from megacore.tools.text.sandboxed import SandboxedTokenizer
 
     if name == "bytes":
         return BytesTokenizer()
-    if os.path.isdir(name):
-        inside = [str(file) for file in sorted(Path(name).iterdir()) if file.suffix == ".model" or file.name == "tokenizer.json"]
-        raise DataError(name, "is a folder", f"the file inside it: {' or '.join(inside[:3])}" if inside else KINDS)
-    return SandboxedTokenizer(name)
+    return SandboxedTokenizer(inside(name) if os.path.isdir(name) else name)
+
+
+def inside(folder: str) -> str:
+    """The file of a folder's tokenizer: a ``tokenizer.json``, or else the only ``.model``. Raises `DataError` if there is none."""
+    if os.path.isfile(file := os.path.join(folder, "tokenizer.json")):
+        return file
+    models = sorted(str(file) for file in Path(folder).iterdir() if file.suffix == ".model")
+    if len(models) == 1:
+        return models[0]
+    wrong = f"holds {len(models)} .model files" if models else "holds no tokenizer.json and no .model"
+    made = f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained(…) writes a tokenizer.json"
+    raise DataError(folder, wrong, f"one of them: {', '.join(models[:3])}" if models else made)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
