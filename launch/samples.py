@@ -1,4 +1,6 @@
-"""Shows the samples of a step: their documents, their offsets, and the data ranks that read them. Or proves that an epoch is read once."""
+"""Shows the samples of a step: their documents, their offsets, and the data ranks that read them. Or proves that an epoch is read once,
+or draws what a blend gives over the run.
+"""
 
 import argparse
 import re
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from megacore.tools.verify.coverage import EpochCoverage, Leg
 
 EXAMPLE = """python launch/samples.py --config configs/gpt_tiny.json --step 10 --text parallel.data=2
-  python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8"""
+  python launch/samples.py --config configs/gpt_tiny.json --prove --layouts dp4:100,dp2:250,dp8
+  python launch/samples.py --config configs/gpt_tiny.json --plot blend.png 'data.train=[[3, "data/web"], [1, "data/code"]]'"""
 MORE = """Documents, offsets in tokens, samples, epochs and data ranks count from 0, steps from 1. A sample is train.seq_len + 1 tokens;
 `first` and `last` are its outermost ones, as document:offset. With data.packing=best_fit it holds whole documents, and the packing of
 each corpus is said first. Tensor and pipeline ranks read what their data rank reads.
@@ -41,6 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", metavar="N", help="the step to name the samples of, or 10:12 for steps 10, 11 and 12")
     what.add_argument("--prove", action="store_true", help="prove that every sample of an epoch, of each corpus, is read exactly once")
+    what.add_argument("--plot", metavar="FILE.png", help="draw the share of each corpus over the run, and its epochs")
     parser.add_argument("--text", action="store_true", help="with --step: show how each sample begins")
     parser.add_argument("--epoch", type=int, metavar="K", help="with --prove: which epoch (default: 0, the first)")
     layouts = "with --prove: the data ranks that the run goes through, each with its last step (default: the config's parallel.data)"
@@ -55,6 +59,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--epoch", f"{args.epoch} is no epoch", "0 or more")
     if args.json is not None:
         check_output("--json", args.json)
+    if args.plot is not None:
+        from megacore.tools.planner.plot import check_plot
+
+        check_plot("--plot", args.plot)
     return args
 
 
@@ -179,6 +187,22 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
     return findings
 
 
+def drawn(stream: "SampleStream", config: Config, path: str) -> list[dict[str, Any]]:
+    """Draws the blend, and prints and returns what each corpus gives to the run."""
+    from megacore.tools.verify.blend_plot import draw_blend, given
+
+    total = given(stream, config.train)
+    for part in total:
+        print(
+            f"{part.prefix}: {part.samples[-1]:,} samples, {part.share:.2%} of the run, {part.epochs:.4g} epochs of {part.size:,} samples"
+        )
+    try:
+        draw_blend(total, config.train, path)
+    except OSError as error:
+        raise ConfigError("--plot", f"cannot write {path}: {error.strerror}", "a writable path") from None
+    return [asdict(part) for part in total]
+
+
 def run(argv: list[str]) -> int:
     """Runs the script. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
@@ -194,6 +218,8 @@ def run(argv: list[str]) -> int:
         rows = named(stream, steps, config, args.text)
         print(table(rows))
         found, proved = rows, True
+    elif args.plot is not None:
+        found, proved = drawn(stream, config, args.plot), True
     else:
         assert isinstance(config.parallel.data, int)
         legs = [Leg(config.parallel.data)] if args.layouts is None else legs_of(args.layouts, config)

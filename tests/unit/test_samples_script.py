@@ -109,6 +109,20 @@ def test_text_and_table(config: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert line.endswith(repr(row["text"])) and f"{row['first']['document']}:{row['first']['offset']}" in line
 
 
+def test_the_plot_counts_what_the_run_reads(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against every sample of the run looked up on its own, at each step that is drawn."""
+    parts = found(config, tmp_path, "--plot", str(tmp_path / "blend.png"))
+    stream = training_stream(load(config).config)
+    read = [stream.where(index)[0] for index in range(60 * 8)]
+    for part, (_, name), size in zip(parts, SHARES, (26, 12, 2), strict=True):
+        assert part["prefix"] == str(tmp_path / name) and part["size"] == size
+        assert part["steps"][0] == 0 and part["steps"][-1] == 60
+        assert part["samples"] == [read[: 8 * step].count(part["prefix"]) for step in part["steps"]]
+        assert part["share"] == part["samples"][-1] / 480
+    assert (tmp_path / "blend.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{tmp_path}/a: {parts[0]['samples'][-1]} samples, {parts[0]['share']:.2%} of the run, " in capsys.readouterr().out
+
+
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +261,9 @@ def test_not_proved_is_status_1(config: str, tmp_path: Path, monkeypatch: pytest
         (["--prove", "--text"], "--text: belongs to --step"),
         (["--step", "3", "--layouts", "dp2"], "--layouts: belongs to --prove"),
         (["--step", "3", "--prove"], "--prove: not allowed with argument --step"),
-        ([], "one of the arguments --step --prove is required"),
+        (["--plot", "blend.txt"], "--plot: cannot write blend.txt: its ending names no image format"),
+        (["--plot", "nowhere/blend.png"], "--plot: cannot write nowhere/blend.png"),
+        ([], "one of the arguments --step --prove --plot is required"),
         (["--step", "3", "data.train=null"], "data.train: no corpus is given"),
         (["--step", "3", "data.train=nowhere"], "data error: nowhere.bin: missing"),
         (["--step", "3", "--text", "data.tokenizer=null"], "data.tokenizer: --text needs one"),
