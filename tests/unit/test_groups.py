@@ -145,7 +145,7 @@ def test_hosts_divide_all_sums_or_none(tmp_path: Path) -> None:
 def test_a_level_may_be_another_group_on_some_ranks_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of the first stage's ranks two hosts hold mixed ones, of the second's neighbours: there one level has the ranks of another group."""
     hosts = [0, 1, 0, 0, 1, 1, 0, 1, *[2] * 4, *[3] * 4]
-    monkeypatch.setattr(DryMesh, "_hosts", lambda mesh: [(host, 0) for host in hosts])
+    monkeypatch.setattr(DryMesh, "hosts", lambda mesh: [(host, 0) for host in hosts])
     config = config_of(training.write_config(tmp_path, "nothing"), "pipeline=2 data=4 context=2 levels")
     made, _ = made_by(config, range(16))
     assert complaints(made) == []

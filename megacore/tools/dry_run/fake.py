@@ -51,7 +51,7 @@ class DryMesh(Mesh):
         store = FakeStore() if world > 1 else None
         super().__init__(partitioned(config), RankInfo(rank, world), META, store=store, backend="fake", observers=Observers([watch]))
 
-    def _hosts(self) -> list[tuple[int, int]]:
+    def hosts(self) -> list[tuple[int, int]]:
         return [divmod(rank, self.host_size) for rank in self.world.ranks]
 
 
