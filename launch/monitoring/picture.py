@@ -62,6 +62,12 @@ def lines_of(panel: dict[str, Any], url: str, start: float, end: float) -> Lines
     return found
 
 
+def right_of(panel: dict[str, Any]) -> set[str]:
+    """The legends of the lines that have an axis of their own, at the right."""
+    right = {"id": "custom.axisPlacement", "value": "right"}
+    return {override["matcher"]["options"] for override in panel["fieldConfig"]["overrides"] if right in override["properties"]}
+
+
 def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: float, out: str) -> None:
     """Draws panels, two in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -79,18 +85,25 @@ def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: floa
         )  # where nothing is known lines end
         minutes = [(at - start) / 60 for at in times]
         rows_of = [(legend, [scale * values.get(at, math.nan) for at in times]) for legend, values in lines]
+        right, apart = None, right_of(panel)
         if "stacking" in defaults["custom"]:
             axes.stackplot(minutes, [values for _, values in rows_of], labels=[legend for legend, _ in rows_of], alpha=0.7)
         else:
-            for legend, values in rows_of:
-                axes.plot(minutes, values, linewidth=1.2, label=legend)
+            for number, (legend, values) in enumerate(rows_of):
+                if legend in apart:
+                    right = right or axes.twinx()
+                    right.set_ylabel(legend, fontsize=8)
+                axes.plot([], color=f"C{number}", label=legend)  # for the legend, which is that of the left axis
+                (right if legend in apart else axes).plot(minutes, values, linewidth=1.2, color=f"C{number}")
         axes.set_title(panel["title"], fontsize=10, loc="left")
         axes.set_ylabel(UNITS.get(defaults["unit"], ""), fontsize=8)
         axes.set_xlim(0, (end - start) / 60)
-        axes.tick_params(labelsize=8)
+        for side in filter(None, (axes, right)):
+            side.tick_params(labelsize=8)
+            side.spines["top"].set_visible(False)
+        axes.spines["right"].set_visible(right is not None)
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.2 if right else 1.0, 1.0))
     figure.supxlabel(f"minutes since {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M:%S} UTC", fontsize=9)
     try:
         figure.savefig(out)

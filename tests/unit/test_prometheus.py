@@ -25,6 +25,7 @@ import pytest
 import torch
 import yaml
 
+from launch.monitoring import picture
 from megacore.distributed.axes import AXES
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -278,6 +279,19 @@ def test_the_dashboard_is_drawn(tmp_path: Path) -> None:
     done = run_script("launch/monitoring/picture.py", "--url", url, "--out", str(out))
     assert done.returncode == 2 and done.stderr.startswith(f"config error: --url: no Prometheus answers at {url}"), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_learning_rate_has_an_axis_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a norm of 1 a rate of 0.0006 is a line on the ground, whatever it does."""
+    panels = json.loads((ROOT / "launch/monitoring/dashboard.json").read_text(encoding="utf-8"))["panels"]
+    [panel] = [panel for panel in panels if any("megacore_lr" in target["expr"] for target in panel["targets"])]
+    legends = [target["legendFormat"] for target in panel["targets"]]
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, out: drawn.append(figure))
+    picture.draw([(panel, [(legend, {0.0: size, 60.0: 2 * size}) for legend, size in zip(legends, (1.0, 6e-4), strict=True)])], 0, 60, "")
+    left, _, right = drawn[0].axes  # and the empty place beside it
+    assert right.get_ylabel() == "learning rate" and right.get_ylim()[1] < 0.01 < left.get_ylim()[1]
+    assert [text.get_text() for text in left.get_legend().get_texts()] == legends
 
 
 def test_gpus_are_asked_when_somebody_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ from megacore.tools.planner.memory import besides, communicators_of, rank_memory
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.run_cost import best_interval, cost, loss
 from megacore.tools.planner.search import Found, layouts, lost, offloaded, replace_config, search
+from megacore.tools.planner.search_plot import label_of
 from megacore.tools.planner.search_report import launcher
 from megacore.tools.planner.step_time import Prediction
 from megacore.tools.settings.load import load
@@ -215,6 +218,14 @@ def test_the_script_prints_commands(capsys: pytest.CaptureFixture[str]) -> None:
     printed, own = capsys.readouterr().out, "model.num_layers=12 'data.train=my text'"
     start = "1. torchrun --nproc-per-node 8 launch/pretrain.py --config configs/gpt_1b.json"
     assert f"{start} {own} parallel.tensor=" in printed and "checkpoint.every=" in printed
+
+
+def test_a_bar_is_named_by_its_layout() -> None:
+    """Numbers alone would send a reader back to the table."""
+    words = ["parallel.pipeline=2", "parallel.tensor=4", "parallel.sequence=true", "parallel.schedule=zb_h1", "engine.shard_optimizer=true"]
+    config = load("configs/gpt_7b.json", [*words, "train.micro_batch_size=2", "train.recompute=selective"], 32).config
+    found: Any = SimpleNamespace(config=config)
+    assert label_of(found) == "tp4 pp2 dp4 sp @zb_h1\nmicrobatch 2, sharded, recompute selective"
 
 
 def test_commands_start_all_ranks() -> None:

@@ -33,7 +33,8 @@ from megacore.tools.verify.layouts import BESIDES, DEFAULT, SCHEDULES, Layout, b
 from megacore.tools.verify.proof_report import tables, verdict
 from megacore.tools.verify.record import ProofRecord, noise
 from megacore.tools.verify.reference import training_samples
-from megacore.tools.verify.replay import Replay, cancelled, directions, rate, rounded
+from megacore.tools.verify.replay import Replay, cancelled, directions, rate, rounded, undirected
+from megacore.tools.verify.run import Proof
 from megacore.tools.verify.shrink import learned_at_cuts, load_whole, shrink, unevenness, with_stages, write_case
 from megacore.tools.verify.tolerances import Bounds
 from megacore.tools.verify.trace import SeenGradient
@@ -300,8 +301,19 @@ def test_what_was_not_computed_again_is_not_called_equal() -> None:
     assert "fsdp" in hidden
     found = {("gradient", 1, "w"): Difference("gradient", 1, "w", 0, 0.01)}
     result = SimpleNamespace(layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed=hidden)
-    proof: Any = SimpleNamespace(results=[result], names=["w"], options=SimpleNamespace(against=None, precision="bf16"))
-    assert "EQUAL" not in verdict(proof) and hidden in verdict(proof)
+    proof: Any = Proof(SimpleNamespace(against=None, precision="bf16"), ["w"], [result])  # type: ignore[arg-type, list-item]
+    assert "EQUAL" not in verdict(proof) and hidden in verdict(proof) and "direction" not in verdict(proof)
+
+
+def test_a_bf16_proof_says_of_which_rules_it_compares_no_directions() -> None:
+    """AdamW's updates are also held against fp64's; who proves another rule, or one of their own, would believe as much of it."""
+    optim = OptimConfig.model_validate_json('{"groups": [{"match": ["*.weight"], "kind": "sgd"}]}')
+    names = ["a.weight", "b.weight", "norm.bias"]
+    assert undirected(optim, names) == {"sgd": 2} and undirected(OptimConfig(), names) == {}
+    found = {("gradient", 1, "a.weight"): Difference("gradient", 1, "a.weight", 0, 0.01)}
+    result = SimpleNamespace(layout=parse("dp2"), impossible=None, equal=True, differences=found, not_replayed="")
+    proof: Any = Proof(SimpleNamespace(against=None, precision="bf16"), names, [result], {"sgd": 2})  # type: ignore[arg-type, list-item]
+    assert verdict(proof).startswith("EQUAL") and "2 parameters of sgd" in verdict(proof) and "directions not compared" in verdict(proof)
 
 
 def test_shrinking_keeps_what_does_not_divide() -> None:

@@ -3,13 +3,17 @@
 from typing import Any
 
 from megacore.pipeline.partition import plan_of
-from megacore.pipeline.schedule import COMPUTE, Op
+from megacore.pipeline.schedule import COMPUTE
 from megacore.tools.choices.partition import partitioned, simulated
+from megacore.tools.planner.plot import FACE, NAMES
 from megacore.tools.planner.search import Candidate, Found
 
 BARS = 5
 MOST_SHOWN = 24  # microbatches of the timeline
-PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered")
+# What a device holds, apart from the colours of what it does in the timeline below.
+PARTS = {"parameters": "#1f4e79", "gradients": "#5b9bbf", "optimizer": "#a9cce3", "activations": "#b5651d", "gathered": "#8e7cc3"}
+BESIDES = "#b0b0b0"
+FITS, DOES_NOT = "#2a9d8f", "#c0392b"
 
 
 def draw_search(found: Found, limit: float, path: str) -> None:
@@ -17,12 +21,12 @@ def draw_search(found: Found, limit: float, path: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure = Figure(figsize=(12, 7), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2)
     memory, times, pipeline = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
     bars(memory, found.fit[:BARS], limit)
-    for candidates, color, name in ((found.too_large, "tab:red", "do not fit"), (found.fit, "tab:blue", "fit")):
+    for candidates, color, name in ((found.too_large, DOES_NOT, "do not fit"), (found.fit, FITS, "fit")):
         times.scatter(
             [c.needs_gib for c in candidates], [c.seconds for c in candidates], s=8, color=color, label=f"{len(candidates):,} {name}"
         )
@@ -45,14 +49,26 @@ def bars(axes: Any, best: list[Candidate], limit: float) -> None:
         left = 0.0
         amounts = {name: getattr(memory, name) / 2**30 for name in PARTS}
         amounts["besides tensors"] = needs - sum(amounts.values())
-        for number, (name, amount) in enumerate(amounts.items()):
-            axes.barh(row, amount, left=left, color=f"C{number}", label=name if row == 0 else None)
+        for name, amount in amounts.items():
+            axes.barh(row, amount, left=left, color=PARTS.get(name, BESIDES), label=name if row == 0 else None)
             left += amount
     axes.axvline(limit, color="black", linewidth=1, linestyle="--")
-    axes.set_yticks(range(len(best)), [f"{i + 1}: {c.seconds:.3g} s" for i, c in enumerate(best)])
+    axes.set_yticks(range(len(best)), [f"{label_of(c)}\n{c.seconds:.3g} s" for c in best], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="GiB of the fullest device", title="the best layouts")
-    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.2))
+
+
+def label_of(candidate: Candidate) -> str:
+    """A layout in brief, as proofs name it, with what else the search chooses."""
+    config = candidate.config
+    train, parallel, engine = config.train, config.parallel, config.engine
+    sizes = sorted(reversed(config.sizes.items()), key=lambda axis: axis[0] == "dp")  # data last, as in every list of axes
+    axes = " ".join(f"{axis}{size}" for axis, size in sizes if size > 1)
+    schedule = f" @{parallel.schedule}" if parallel.pipeline > 1 else ""
+    state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
+    recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
+    return f"{axes}{' sp' * parallel.sequence}{schedule}\nmicrobatch {train.micro_batch_size}, {state}{recompute}"
 
 
 def timeline(axes: Any, best: Candidate) -> None:
@@ -61,12 +77,13 @@ def timeline(axes: Any, best: Candidate) -> None:
     few = min(config.num_microbatches, max(MOST_SHOWN, 2 * config.parallel.pipeline))
     train = config.train.model_copy(update={"global_batch_size": few * config.train.micro_batch_size * config.data_size})
     shown = partitioned(config.model_copy(update={"train": train}))
-    colors = {Op.FORWARD: "tab:blue", Op.BACKWARD: "tab:orange", Op.BACKWARD_INPUT: "tab:orange", Op.BACKWARD_WEIGHT: "tab:green"}
     for rank, row in enumerate(simulated(shown, plan_of(shown)).spans):
-        for op, color in colors.items():
+        for op, color in FACE.items():
             spans = [(s.start, s.end - s.start) for s in row if s.action.op in COMPUTE and s.action.op is op]
-            axes.broken_barh(spans, (rank - 0.45, 0.9), color=color, edgecolor="white", linewidth=0.3)
+            label = NAMES.get(op, op.value) if rank == 0 and spans else None
+            axes.broken_barh(spans, (rank - 0.45, 0.9), color=color, edgecolor="white", linewidth=0.3, label=label)
     axes.invert_yaxis()
+    axes.legend(fontsize=8, ncols=len(FACE), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
     axes.set(
         xticks=[],
         yticks=[0, best.config.parallel.pipeline - 1],

@@ -117,6 +117,12 @@ def verdict(proof: Proof) -> str:
         else f", but for at most {BF16_FACTOR:g} times the error of one process in bf16, which is within its own bounds"
     )
     said = f"{other}{within}: {what}, in {len(ran)} layouts; {largest}"
+    if proof.undirected:
+        which = " and ".join(f"{count} parameters of {rule}" for rule, count in proof.undirected.items())
+        said += (
+            f"; updates of {which} were computed again from the run's own numbers, but their directions not compared with fp64's,"
+            " as AdamW's are"
+        )
     if lacking := next((result.not_replayed for result in ran if result.not_replayed), ""):
         return f"NO DIFFERENCE FOUND from {said}; NOT PROVED, because not computed again: the {lacking}"
     return f"EQUAL to {said}"

@@ -6,6 +6,7 @@ numpy only, like `compare`.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -141,6 +142,12 @@ def cancelled(reference: Records, optim: OptimConfig, names: list[str]) -> dict[
             unrelated = (1 - settings.beta1) * math.sqrt(of_squares / (1 - settings.beta2))
             found[step, name] = max(1.0, unrelated / size) if size else math.inf
     return found
+
+
+def undirected(optim: OptimConfig, names: list[str]) -> dict[str, int]:
+    """How many of the parameters each rule updates of which `directions` knows nothing, by the rule's name: all but AdamW."""
+    rules = [ParameterGroups(optim).of(name).rule for name in names]
+    return dict(Counter(rule.name for rule in rules if "adam_m" not in rule.kinds))
 
 
 def directions(run: Records, reference: Records, cancelled: dict[tuple[int, str], float], clear: float) -> Iterator[Difference]:

@@ -16,7 +16,7 @@ from megacore.tools.verify.compare import Difference, Records, against_reference
 from megacore.tools.verify.first_divergence import Parting, first_parting
 from megacore.tools.verify.flight import in_flight
 from megacore.tools.verify.layouts import Layout, impossible
-from megacore.tools.verify.replay import Replay, cancelled, directions
+from megacore.tools.verify.replay import Replay, cancelled, directions, undirected
 from megacore.tools.verify.shrink import load_whole, shrink, write_case
 from megacore.tools.verify.tolerances import BF16_ULP, Bounds
 from megacore.tools.verify.workers import ProofWorkers, RankFailed
@@ -73,6 +73,7 @@ class Proof:
     options: Options
     names: list[str]  # parameters, in the model's order
     results: list[Result]
+    undirected: dict[str, int] = field(default_factory=dict)  # parameters whose updates' directions are not compared, by their rules
 
     @property
     def holds(self) -> bool:
@@ -102,7 +103,8 @@ def prove(options: Options, told: Callable[[Result], None] = lambda _: None, wor
             ours = workers or stack.enter_context(ProofWorkers(ROOT))
             others = stack.enter_context(ProofWorkers(options.against.resolve())) if options.against else None
             prover = Prover(options, folder, case, ours, others)
-            proof = Proof(options, prover.order, [])
+            compared = options.precision == "fp64" or options.against is not None
+            proof = Proof(options, prover.order, [], {} if compared else undirected(prover.config.optim, prover.order))
             for layout in layouts:
                 reason = reasons[layout.name]
                 result = Result(layout, impossible=reason) if reason else prover.examine(layout)
