@@ -5,9 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
+import megacore
 from launch import prepare
-from megacore.tools.settings.load import load
+from megacore.config import Config
+from megacore.tools.settings.load import flatten, load
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -119,6 +122,20 @@ def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
         ) and prepared.valid_fraction  # fmt: skip
     [planned] = commands(page, "plan")
     assert overrides(planned) == overrides(runs[0])
+
+
+def test_every_setting_that_is_named_for_newcomers_exists() -> None:
+    """A flag of another trainer would lead to a key that was renamed."""
+    known = flatten(Config().model_dump(by_alias=True))
+    rows = [line.split("|")[1] for line in read(ROOT / "docs/coming_from.md").splitlines() if line.startswith("| `")]
+    named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
+    assert len(named) > 50 and not set(named) - known.keys()
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load(read(ROOT / "CITATION.cff"))
+    assert cited["version"] == megacore.__version__ and re.search(rf'version="{megacore.__version__}"', read(ROOT / "setup.py"))
+    assert f"## {megacore.__version__}" in read(ROOT / "docs/CHANGELOG.md")
 
 
 def test_mistakes_would_be_noticed() -> None:
