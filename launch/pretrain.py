@@ -77,6 +77,7 @@ def refuse_overwriting(path: str, loaded: Resolved) -> None:
 def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
     from megacore.distributed.init import joined, own_mistakes
+    from megacore.tools.best import BestKept
     from megacore.tools.choices.bubble import bubble_warning
     from megacore.tools.choices.check_engine import check_engine
     from megacore.tools.choices.run import trainer_of
@@ -112,9 +113,17 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         if place.rank == 0:
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
             mesh.observers.append(FirstStep(backwards, device.type))
-        if on_saved is not None:
-            trainer.saving.on_saved = on_saved
-        return trainer.run(stop)
+        best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
+
+        def saved(path: Path) -> None:
+            for follower in filter(None, (on_saved, best)):
+                follower(path)
+
+        trainer.saving.on_saved = saved
+        status = trainer.run(stop)
+        if best is not None and trainer.latest is not None:
+            best(trainer.latest)  # the last step's loss is known only behind its save
+        return status
 
 
 if __name__ == "__main__":

@@ -288,6 +288,9 @@ class CheckpointConfig(Section):
     last: bool = Field(True, description="a checkpoint after the last step, whatever `every` is")
     keep: Count = Field(2, description="newest whole checkpoints kept")
     keep_every: Whole = Field(0, description="checkpoints of steps that are multiples of it are kept for good; 0: none")
+    best: bool = Field(
+        False, description="the checkpoint of the least validation loss is kept in the run's folder best/; see docs/checkpoints.md"
+    )
     async_: bool = Field(
         False, alias="async", description="copy to host memory and go on training, while a thread writes; takes as much host memory"
     )

@@ -104,6 +104,11 @@ def check(config: Config, world_size: int) -> None:
     check_available(config)
     if every := config.checkpoint.every:  # what is kept for good must be saved
         divides("checkpoint.keep_every", config.checkpoint.keep_every, "checkpoint.every", every)
+    if config.checkpoint.best and not (every and config.train.eval_every and config.data.valid):
+        wrong = "the best checkpoint is that of the least validation loss, and nothing is saved or validated on the way"
+        raise ConfigError("checkpoint.best", wrong, "false, or data.valid, train.eval_every and checkpoint.every")
+    if config.checkpoint.best:
+        divides("checkpoint.every", every, "train.eval_every", config.train.eval_every)
     check_model(config)
     check_world(config, world_size)
     check_batch(config)

@@ -138,6 +138,7 @@ CASES: dict[str, Case] = {
     "checkpoint.last": Case("written", "false"),
     "checkpoint.keep": Case("written", "3", SAVES),
     "checkpoint.keep_every": Case("written", "1", SAVES),
+    "checkpoint.best": Case("refused", "true"),
     "checkpoint.resume": numbers("{first}/run/checkpoints/step_00000001", "checkpoint.resume=never"),
     "checkpoint.weights": numbers("{first}/run/checkpoints/step_00000001"),
     "engine.kind": Case("told", "fsdp", DATA, ranks=2),
