@@ -142,7 +142,7 @@ RULES: list[tuple[str, int, str, str]] = [
     ("engine.cpu_offload=true", 2, "engine.cpu_offload", "engine.kind=fsdp, or leave it out"),
     ("engine.config=ds.json", 1, "engine.config", "leave it out"),
     ("checkpoint.every=10 checkpoint.keep_every=25", 1, "checkpoint.keep_every", "20 or 30"),
-    ("checkpoint.best=true checkpoint.every=10 train.eval_every=5", 1, "checkpoint.best", "data.valid, train.eval_every and checkpoint.every"),
+    ("checkpoint.best=true checkpoint.every=10 train.eval_every=5", 1, "checkpoint.best", "data.valid, train.eval_every and"),
     ("checkpoint.best=true checkpoint.every=10 train.eval_every=4 data.valid=x", 1, "checkpoint.every", "8 or 12"),
     ("log.prometheus_port=90000", 1, "log.prometheus_port", "from 1 to 65535"),
     ("model.hidden_size=770", 1, "model.hidden_size", "768 or 780 would be"),

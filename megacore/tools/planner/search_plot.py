@@ -63,8 +63,8 @@ def label_of(candidate: Candidate) -> str:
     """A layout in brief, as proofs name it, with what else the search chooses."""
     config = candidate.config
     train, parallel, engine = config.train, config.parallel, config.engine
-    sizes = sorted(reversed(config.sizes.items()), key=lambda axis: axis[0] == "dp")  # data last, as in every list of axes
-    axes = " ".join(f"{axis}{size}" for axis, size in sizes if size > 1)
+    order = [*(axis for axis in reversed(config.sizes) if axis != "dp"), "dp"]  # as in the names of layouts
+    axes = " ".join(f"{axis}{config.sizes[axis]}" for axis in order if config.sizes[axis] > 1)
     schedule = f" @{parallel.schedule}" if parallel.pipeline > 1 else ""
     state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
     recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"
