@@ -77,7 +77,6 @@ def refuse_overwriting(path: str, loaded: Resolved) -> None:
 def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable[[Path], None] | None = None) -> int:
     """Joins the mesh and trains. `on_saved` is called for each checkpoint."""
     from megacore.distributed.init import joined, own_mistakes
-    from megacore.tools.best import BestKept
     from megacore.tools.choices.bubble import bubble_warning
     from megacore.tools.choices.check_engine import check_engine
     from megacore.tools.choices.run import trainer_of
@@ -87,6 +86,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.garbage import Garbage
     from megacore.tools.machine.device import take_device
     from megacore.tools.monitoring.attach import monitors_of
+    from megacore.tools.monitoring.best import BestKept
     from megacore.tools.monitoring.first_step import FirstStep
     from megacore.tools.text.vocabulary import vocabulary_warnings
     from megacore.train.inputs import Inputs

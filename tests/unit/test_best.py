@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacore.checkpoint import locate
-from megacore.tools.best import keep_if_best
+from megacore.tools.monitoring.best import keep_if_best
 from tests.commands import run_script
 from tests.training import lines, write_config, write_corpus
 
