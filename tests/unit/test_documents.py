@@ -117,9 +117,9 @@ def test_the_recipes_of_a_real_run_are_what_the_page_says() -> None:
     assert all(config.model.vocab_size == 50_304 and config.max_positions == 1_024 for config in (fineweb, openwebtext))
     for words, config in zip(commands(page, "prepare"), (fineweb, openwebtext), strict=True):
         prepared = prepare.parse(words[2:])
-        assert (prepared.output, f"{prepared.output}_valid", prepared.tokenizer) == (
-            config.data.train, config.data.valid, config.data.tokenizer,
-        ) and prepared.valid_fraction  # fmt: skip
+        written = (prepared.output, f"{prepared.output}_valid", f"{prepared.output}.tokenizer.json")
+        assert (config.data.train, config.data.valid, config.data.tokenizer) == written
+        assert prepared.tokenizer == "gpt2" and prepared.valid_fraction
     [planned] = commands(page, "plan")
     assert overrides(planned) == overrides(runs[0])
 
