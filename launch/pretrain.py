@@ -116,8 +116,10 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
 
         def saved(path: Path) -> None:
-            for follower in filter(None, (on_saved, best)):
-                follower(path)
+            if on_saved is not None:
+                on_saved(path)
+            if best is not None:
+                best(path)
 
         trainer.saving.on_saved = saved
         status = trainer.run(stop)

@@ -85,7 +85,8 @@ def draw(panels: Sequence[tuple[dict[str, Any], Lines]], start: float, end: floa
         )  # where nothing is known lines end
         minutes = [(at - start) / 60 for at in times]
         rows_of = [(legend, [scale * values.get(at, math.nan) for at in times]) for legend, values in lines]
-        right, apart = None, right_of(panel)
+        right: Any = None
+        apart = right_of(panel)
         if "stacking" in defaults["custom"]:
             axes.stackplot(minutes, [values for _, values in rows_of], labels=[legend for legend, _ in rows_of], alpha=0.7)
         else:
