@@ -44,8 +44,8 @@ setup(
         # Models from and to Hugging Face's format are compared with it.
         "hf": ["tokenizers>=0.21", "transformers>=4.56"],
         # What launch/prepare.py reads besides text: tables and Zstandard through pyarrow, the hub's data sets through
-        # datasets, OpenAI's tokenizers by name through tiktoken.
-        "datasets": ["datasets>=4", "pyarrow>=18", "tiktoken>=0.9", "tokenizers>=0.21"],
+        # datasets, OpenAI's tokenizers by name through tiktoken; launch/instructlab.py reads YAML.
+        "datasets": ["datasets>=4", "pyarrow>=18", "pyyaml>=6", "tiktoken>=0.9", "tokenizers>=0.21"],
         "benchmark": ["transformers>=4.56"],
         "kubernetes": ["pyyaml>=6"],
         "monitoring": ["prometheus-client>=0.20", "nvidia-ml-py>=12; platform_system == 'Linux'"],

@@ -1,0 +1,48 @@
+"""Turns InstructLab's config.yaml into a config of megacore: its section `train`, for an imported model and prepared conversations."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.tools.cli import Parser, exit_with
+
+EXAMPLE = "python launch/instructlab.py ~/.config/instructlab/config.yaml --run runs/granite --data data/skills --output granite.json"
+MORE = """Before it come two commands: one imports the model (launch/checkpoint.py import MODEL --format hf --output runs/granite), one
+prepares the conversations (launch/prepare.py --chat --input skills.jsonl --output data/skills --tokenizer runs/granite/tokenizer/...).
+Every key of the recipe becomes a setting, or is told by name with the reason why it is none, or is refused."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+    parser.add_argument("recipe", metavar="config.yaml", help="InstructLab's configuration")
+    parser.add_argument("--run", required=True, metavar="FOLDER", help="the imported model")
+    parser.add_argument("--data", required=True, metavar="PREFIX", help="the prepared conversations")
+    parser.add_argument("--output", required=True, metavar="FILE.json", help="the config to write")
+    return parser.parse_args(argv)
+
+
+def run(argv: list[str]) -> None:
+    """Runs the script. Raises `UserError`."""
+    args = parse(argv)
+    from megacore.files import write_json
+    from megacore.tools.interchange.instructlab import converted, read_recipe
+    from megacore.tools.output_files import check_output
+    from megacore.tools.settings.load import resolve
+
+    check_output("--output", args.output)
+    sections, notes, processes = converted(read_recipe(args.recipe), args.run, args.data)
+    resolve(json.loads(json.dumps(sections)), [], Path(args.output).stem, processes)  # refused now what would be refused there
+    write_json("--output", args.output, sections)
+    for note in notes:
+        print(note)
+    command = ["torchrun", "--nproc-per-node", str(processes), "launch/pretrain.py", "--config", args.output]
+    print(f"\nnext:\n  {shlex.join(command if processes > 1 else ['python', *command[3:]])}")
+
+
+if __name__ == "__main__":
+    exit_with(run)
