@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from megacore.files import read_text, write_json
 from megacore.records import Count, Record, complaint
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.metrics_file import Training, Validation, read_metrics
+from megacore.tools.monitoring.heat_map import draw as draw_heat_map
+from megacore.tools.monitoring.heat_map import read_statistics
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.plot import check_plot
 
@@ -73,16 +76,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, two or more")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the figure")
+    parser.add_argument("--heat-map", metavar="FILE.png", help="draws what log.statistics has measured: layers over steps; also of one run")
     parser.add_argument("--json", metavar="FILE", help="also writes what is found to a file")
     parser.add_argument("--tolerance", type=float, default=1e-5, metavar="X", help="relative difference of losses that counts (1e-5)")
     args = parser.parse_args(argv)
     args.runs = list(dict.fromkeys(folder.rstrip("/") or folder for folder in args.runs))
-    if len(args.runs) < 2:
+    if len(args.runs) < 2 and args.heat_map is None:
         raise ConfigError("arguments", "one run cannot be compared", "two runs or more")
     if not 0 <= args.tolerance < 1:
         raise ConfigError("--tolerance", f"{args.tolerance} is no relative difference", "0 or more, below 1")
-    if args.plot is not None:
-        check_plot("--plot", args.plot)
+    for option, path in (("--plot", args.plot), ("--heat-map", args.heat_map)):
+        if path is not None:
+            check_plot(option, path)
     if args.json is not None:
         check_output("--json", args.json)
     return args
@@ -253,6 +258,16 @@ def draw(runs: list[Run], path: str) -> None:
     figure.savefig(path)
 
 
+def write(option: str, path: str, drawn: Callable[[str], None]) -> None:
+    """Writes a picture, and says where it is."""
+    try:
+        with replaced(path) as aside:
+            drawn(aside)
+    except OSError as error:
+        raise ConfigError(option, f"cannot write {path}: {error.strerror}", "a writable path") from error
+    print(f"the figure is in {path}")
+
+
 def column(lines: Sequence[Training | Validation], key: str) -> list[float]:
     """One figure of every line; what is not finite leaves a gap."""
     return [float("nan") if (value := getattr(line, key)) is None else value for line in lines]
@@ -270,6 +285,7 @@ def run(argv: list[str]) -> int:
     """Everything that the script does."""
     args = parse(argv)
     runs = [read(folder) for folder in args.runs]
+    statistics = None if args.heat_map is None else {run.name: read_statistics(run.name) for run in runs}
     found = {
         "tolerance": args.tolerance,
         "runs": {run.name: summary(run) for run in runs},
@@ -280,12 +296,9 @@ def run(argv: list[str]) -> int:
     if args.json is not None:
         write_json("--json", args.json, found)
     if args.plot is not None:
-        try:
-            with replaced(args.plot) as aside:
-                draw(runs, aside)
-        except OSError as error:
-            raise ConfigError("--plot", f"cannot write {args.plot}: {error.strerror}", "a writable path") from error
-        print(f"the figure is in {args.plot}")
+        write("--plot", args.plot, partial(draw, runs))
+    if statistics is not None:
+        write("--heat-map", args.heat_map, partial(draw_heat_map, statistics))
     return 0
 
 

@@ -371,6 +371,12 @@ class ProfileConfig(Section):
     ranks: Annotated[tuple[Whole, ...], Field(min_length=1)] = (0,)
 
 
+class StatisticsConfig(Section):
+    """How often weights, gradients, updates and activations are measured."""
+
+    every: Count
+
+
 class LogConfig(Section):
     dir: str | None = Field(None, min_length=1, description="null: runs/<the config file's name>")
     every: Count = Field(10, description="steps between log lines; the only steps that wait for the device")
@@ -383,6 +389,9 @@ class LogConfig(Section):
     )
     price_per_device_hour: NonNegative | None = Field(None, description="in any currency: figures and the run's end say what it has cost")
     prometheus_port: Count | None = Field(None, description="the first rank of every machine serves figures there; null: nobody")
+    statistics: StatisticsConfig | None = Field(
+        None, description='{"every": 100}: steps between sizes of weights, gradients, updates, activations and attention logits'
+    )
     profile: ProfileConfig | None = Field(
         None,
         description='{"steps": [20, 22], "memory": true, "ranks": [0]}: a trace of steps 20 to 22 on these ranks, and where time goes',

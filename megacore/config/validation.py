@@ -146,6 +146,11 @@ def check_available(config: Config) -> None:
         raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")
     if (port := config.log.prometheus_port) is not None and port > 65535:
         raise ConfigError("log.prometheus_port", f"{port} is no port", "from 1 to 65535")
+    if (statistics := config.log.statistics) is not None:
+        divides("log.statistics", statistics.every, "log.every", config.log.every)
+        if config.engine.kind == "deepspeed":
+            wrong = "DeepSpeed updates and clears gradients at once, so none can be measured between"
+            raise ConfigError("log.statistics", wrong, "null, or engine.kind=native or fsdp")
     if (profile := config.log.profile) is not None:
         (first, last), steps, ranks = profile.steps, config.train.steps, config.world_size
         if not first <= last <= steps:

@@ -65,6 +65,8 @@ class Attention(nn.Module):
             )
         else:
             q, k, v = self.heads(qkv, context.rope)
+        if context.watch is not None:
+            context.watch.attends(self, q, k, context)
         if context.cache is not None:
             y = context.cache.attend(self, q, k, v)
         elif context.sequences is not None:

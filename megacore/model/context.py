@@ -33,6 +33,16 @@ class TextCache(Protocol):
         """Counts `new` positions, which every layer has added."""
 
 
+class Watch(Protocol):
+    """Whoever measures what layers compute (`Stage.watch`), in the steps in which it does. It must change nothing."""
+
+    def gave(self, layer: nn.Module, flow: Mapping[str, Tensor]) -> None:
+        """A layer has run; what it wrote is in `flow`. It is not told when a backward runs the layer again."""
+
+    def attends(self, attention: nn.Module, q: Tensor, k: Tensor, context: "Context") -> None:
+        """Attention begins, of these queries and keys ``[batch, heads, tokens, head]``. It is told when a backward does so again."""
+
+
 @dataclass(frozen=True)
 class Context:
     """The context of one microbatch's forward pass. Activations are ``[batch · seq, hidden]``, one sequence after the other."""
@@ -51,6 +61,7 @@ class Context:
     positions: Tensor | None = None  # of the tokens, int64 ``[batch, seq]``; None: from `start` on
     batch: Microbatch = field(kw_only=True)  # all fields of the microbatch, on every stage
     gradients: Mapping[str, Tensor] = field(kw_only=True, default_factory=dict)  # by loss: what backward will start with, if it is known
+    watch: "Watch | None" = field(kw_only=True, default=None)  # outside of compiled blocks, which would be compiled again for it
 
     def drop(self, x: Tensor, *site: object) -> Tensor:
         """Drops out ``[tokens, hidden]`` with the mask of (microbatch, site), which is the same in every layout and recomputation."""

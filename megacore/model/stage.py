@@ -22,7 +22,7 @@ from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
-from megacore.model.context import Context, TextCache
+from megacore.model.context import Context, TextCache, Watch
 from megacore.model.flow import Flow
 from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layer, Layers, crossing
@@ -66,6 +66,7 @@ class Stage(nn.Module):
         self.inner = self.layers[len(self.before) : len(self.layers) - len(self.behind)]
         self.bare = tuple(f"{layers[i].name}." for i in own if layers[i].declared("bare"))
         self.shared = {f"{layers[i].name}.{name}": other for i in own for name, other in layers[i].shares(config).items()}
+        self.watch: Watch | None = None
         share_by_name([self])
         if device.type != "meta":
             self.compute_on(device)
@@ -144,12 +145,12 @@ class Stage(nn.Module):
         context, train = self.context(batch, cache, gradients), self.config.train
         flow, losses = dict(flow), dict[str, Tensor]()
         for layer in self.before:
-            run(layer, flow, losses, context)
+            run(layer, flow, losses, context, self.watch)
         with self.offload.around() if train.offload_activations and self.training else nullcontext():
             for layer in self.inner:
-                run(layer, flow, losses, context, recompute=train.recompute == "full" and self.training)
+                run(layer, flow, losses, context, self.watch, recompute=train.recompute == "full" and self.training)
         for layer in self.behind:
-            run(layer, flow, losses, context)
+            run(layer, flow, losses, context, self.watch)
         if cache is not None:
             cache.advance(context.seq_len)
         return (flow if self.last and batch.targets is None else {name: flow[name] for name in self.gives}), losses
@@ -180,7 +181,8 @@ class Stage(nn.Module):
             rope = cos[rows], sin[rows]
         dropout = model.dropout if self.training else 0.0
         shape, where = (batch_size, seq, rope, self.group, self.sequence), (start, cache, model.kernels, sequences, positions)
-        return Context(*shape, dropout, batch.key, *where, batch=batch, gradients=gradients or {})
+        watch = None if compiles(self.config) else self.watch
+        return Context(*shape, dropout, batch.key, *where, batch=batch, gradients=gradients or {}, watch=watch)
 
     def hidden(self, tokens: Tensor, key: int = 0, documents: Documents | None = None, positions: Tensor | None = None) -> Tensor:
         """Tokens ``[batch, seq]`` → a whole model's last hidden states, for `logits` or `loss`."""
@@ -198,7 +200,9 @@ class Stage(nn.Module):
         return self.behind[0].loss(x, targets, gradient)  # type: ignore[operator]
 
 
-def run(layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], context: Context, *, recompute: bool = False) -> None:
+def run(
+    layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], context: Context, watch: Watch | None, *, recompute: bool = False
+) -> None:
     """Runs a layer: its tensors come from `flow` and go there, and what it adds to losses to `losses`."""
     if not layer.writes and context.batch.targets is None:
         return
@@ -209,6 +213,8 @@ def run(layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], contex
         flow[name] = x if declared.gradient else x.detach()  # as where a pipeline is cut
     for loss, value in zip(layer.losses, found[len(layer.writes) :], strict=True):
         losses[loss.name] = losses[loss.name] + value if loss.name in losses else value
+    if watch is not None:
+        watch.gave(layer, flow)
 
 
 def share_by_name(stages: Iterable[Stage]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the process that talks to wandb needs no torch
     from megacore.distributed.mesh import Mesh
     from megacore.distributed.observer import Waits
     from megacore.train.metrics import StepMetrics
+    from megacore.train.step import TrainStep
 
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
@@ -50,6 +51,9 @@ class Monitor:
 
     def start(self, config: Config, mesh: "Mesh") -> None:
         """Before the first step. Collective."""
+
+    def built(self, step: "TrainStep") -> None:
+        """On every rank, once the model and its engine are there."""
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
         """On rank 0, before the first record, and again if the run's `folder` was deleted. `config`: without any `auto` that the run has

@@ -70,6 +70,8 @@ class Trainer:
 
         self.train_step = TrainStep(config, mesh, draw=False)
         self.engine = self.train_step.engine
+        for monitor in monitors:
+            monitor.built(self.train_step)
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
         self.resumed_step = 0

@@ -156,6 +156,7 @@ CASES: dict[str, Case] = {
     "log.every": Case("written", "2"),
     "log.price_per_device_hour": Case("written", "2"),
     "log.tensorboard": Case("written", "true"),
+    "log.statistics": Case("written", '{"every":1}'),
     "log.profile": Case("written", '{"steps":[1,2]}'),
 }
 

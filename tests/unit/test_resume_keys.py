@@ -12,7 +12,7 @@ import torch
 
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
-from megacore.config.schema import Int8Compression, LinearRope, OptimGroup, ProfileConfig
+from megacore.config.schema import Int8Compression, LinearRope, OptimGroup, ProfileConfig, StatisticsConfig
 from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
@@ -91,6 +91,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
         "train.compile": True, "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
+        "log.statistics": StatisticsConfig(every=2),
         "engine.grad_compression": Int8Compression(kind="int8"),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from megacore.tools.monitoring.cost import Cost
 from megacore.tools.monitoring.profile import Profile
 from megacore.tools.monitoring.progress import ProgressLine, has_terminal
 from megacore.tools.monitoring.prometheus import Exporter
+from megacore.tools.monitoring.statistics import Statistics
 from megacore.tools.monitoring.tensorboard import Board
 from megacore.tools.monitoring.wandb import Tracker, check_wandb
 from megacore.train.logs import Monitor
@@ -24,6 +25,7 @@ def monitors_of(config: Config, place: RankInfo, device: torch.device) -> list[M
         found += [Tracker()] if log.wandb != "off" else []
     if log.prometheus_port is not None:
         found.append(Exporter(log.prometheus_port, place, device))
+    found += [Statistics()] if log.statistics is not None else []
     found += [Profile()] if log.profile is not None else []
     if (source := source_of(config)) is not None:
         with source.blamed(f", {MONITORS}"):
