@@ -201,7 +201,13 @@ class Stage(nn.Module):
 
 
 def run(
-    layer: Layer, flow: dict[str, Tensor], losses: dict[str, Tensor], context: Context, watch: Watch | None, *, recompute: bool = False
+    layer: Layer,
+    flow: dict[str, Tensor],
+    losses: dict[str, Tensor],
+    context: Context,
+    watch: Watch | None = None,
+    *,
+    recompute: bool = False,
 ) -> None:
     """Runs a layer: its tensors come from `flow` and go there, and what it adds to losses to `losses`."""
     if not layer.writes and context.batch.targets is None:

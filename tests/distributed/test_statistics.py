@@ -22,7 +22,7 @@ from megacore.tools.settings.load import load
 from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep
-from tests import training
+from tests import forks, training
 from tests.pool import Pool
 
 KINDS = ("weight_rms", "gradient_rms", "update_rms", "activation_rms", "largest_logit")
@@ -171,9 +171,22 @@ def rank_with(config: str, overrides: list[str], folder: str, fault: str) -> int
         ("copies counted", "pp2", "update_rms/embedding.weight"),
         ("padding counted", "one", "gradient_rms/blocks.0.norm1.weight"),
         ("weighted by rank", "tp2sp", "activation_rms/blocks.3"),
-        ("keys of one rank", "cp2 ulysses", "largest_logit/blocks.0.attention"),
-        ("future seen", "one", "largest_logit/blocks.0.attention"),
+        ("keys of one rank", "cp2 ulysses", "largest_logit/blocks.1.attention"),
+        ("future seen", "one", "largest_logit/blocks.1.attention"),
     ],
 )
 def test_planted_faults_are_seen(fault: str, layout: str, shown: str, pool: Pool, config: str, plain: Any, tmp_path: Path) -> None:
     assert shown in apart(measured(pool, config, tmp_path, layout, fault), plain(False))
+
+
+def test_a_model_of_ones_own_has_them_by_its_layers(pool: Pool, config: str, tmp_path: Path) -> None:
+    """Alike in each layout; with a name of megacore's own blocks, a reader would not find the layer."""
+    options, found = [f"model.source={forks.written(tmp_path)}"], []
+    for layout in ("one", "tp2pp2sp"):
+        world, overrides = LAYOUTS[layout]
+        folder = str(tmp_path / layout)
+        assert pool.run(world, training.run_rank, config, [*options, *overrides.split()], folder) == [0] * world
+        found.append({name: x for name, x in training.metrics(folder)[0].items() if name.partition("/")[0] in KINDS})
+    assert apart(*found) == []
+    layers = [f"blocks.{number}" for number in range(4)]
+    assert {f"{kind}/{name}" for kind in KINDS[:4] for name in layers} <= found[0].keys()

@@ -7,7 +7,7 @@ import pytest
 
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from tests.bad_inputs import HUGE, SUPERVISED, Row, config, rows
+from tests.bad_inputs import HUGE, SUPERVISED, ZERO, Row, config, rows
 from tests.conftest import Refused
 
 FLEET = ("--probe", "touch @started", "deepspeed")
@@ -32,6 +32,9 @@ NUMBERS: list[Row] = [
     ("drill", config("--fault", "kill:step=2", "--watch", "nan"), "config error: --watch: nan is not usable"),
     ("pretrain", config("parallel.heartbeat_seconds=0.1"), "config error: parallel.heartbeat_seconds: 0.1 is not valid"),
     ("pretrain", config("parallel.hang_seconds=1e300"), "config error: parallel.hang_seconds: 1e+300 is not valid"),
+    ("pretrain", config('log.statistics={"every": 15}'), "log.statistics: 15 is not a multiple of log.every 10 (10 or 20 would be)"),
+    ("pretrain", config('log.statistics={"every": 0}'), "config error: log.statistics: 0 is not valid: every: input should be greater"),
+    ("pretrain", config('log.statistics={"every": 10}', *ZERO), "config error: log.statistics: DeepSpeed updates and clears gradients at"),
     *(("pretrain", config(f"log.profile={value}"), f"config error: log.profile: {line}")
       for value, line in (
           ('{"steps": [2, 1]}', "steps: 1 is before 2 (the first step and the last, from 1 to 2)"),

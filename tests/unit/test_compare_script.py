@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megacore.errors import UserError
+from megacore.tools.monitoring.heat_map import KINDS, read_statistics
 from tests.commands import run_script
 
 LOSSES = [4.0, 3.5, 3.0, 2.5]
@@ -153,3 +154,23 @@ def test_records_of_a_wrong_type_are_one_line(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == ""
     config.write_text(settings)
     assert launch.compare.run([a, b]) == 0, "the records were whole to begin with"
+
+
+def test_draws_layers_over_steps(tmp_path: Path) -> None:
+    """Figures of a parameter among those of layers would hide them; one run alone has a picture; a run without statistics is named."""
+    folder = write_run(tmp_path / "run", LOSSES)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in lines[::2]:
+        for kind in KINDS:
+            line |= {
+                f"{kind}/{name}": float(line["step"]) for name in ("embedding", "blocks.0", "blocks.0.attention.output.weight", "head")
+            }
+        for name in ("head", "blocks.0.attention.output.weight"):
+            del line[f"activation_rms/{name}"]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    layers = dict.fromkeys(("embedding", "blocks.0", "head"), 1.0)
+    assert read_statistics(folder)["gradient_rms"] == {1: layers, 3: dict.fromkeys(layers, 3.0)}
+    done = run_script("launch/compare.py", folder, "--heat-map", str(tmp_path / "heat.png"))
+    assert done.returncode == 0 and (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG"), done.stderr
+    done = run_script("launch/compare.py", write_run(tmp_path / "none", LOSSES), "--heat-map", str(tmp_path / "none.png"))
+    assert done.returncode == 2 and f"{tmp_path}/none/metrics.jsonl: holds no statistics" in done.stderr
