@@ -1,5 +1,6 @@
 """log.statistics: sizes of weights, gradients, updates, activations and logits are what plain code finds, in every layout."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import TensorSlice
 from megacore.model.attention import Attention
 from megacore.model.stage import whole_model
+from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring import statistics
 from megacore.tools.monitoring.statistics import Statistics
 from megacore.tools.settings.load import load
@@ -45,6 +47,7 @@ LAYOUTS = {
     "fsdp4 in pairs": (4, "parallel.data=4 engine.kind=fsdp engine.shard_size=2 train.micro_batch_size=1"),
     "tp2pp2sp": (4, "parallel.tensor=2 parallel.pipeline=2 parallel.sequence=true parallel.schedule=zb_h1"),
     "cp2tp2": (4, "parallel.context=2 parallel.tensor=2 parallel.sequence=true parallel.context_method=gather"),
+    "dp4 in two levels": (4, "parallel.data=4 engine.reduce_levels=2 engine.shard_optimizer=true train.micro_batch_size=1"),
     "pp2dp2 sharded": (4, f"parallel.pipeline=2 parallel.data=2 engine.shard_optimizer=true {DOCUMENTS}"),
 }  # fmt: skip
 
@@ -156,7 +159,8 @@ def rank_with(config: str, overrides: list[str], folder: str, fault: str) -> int
         "keys of one rank": mock.patch.object(statistics, "whole", lambda k, sequences: k.repeat(1, 1, sequences.group.size, 1)),
         "future seen": mock.patch.object(Tensor, "masked_fill_", lambda x, *_: x),
     }
-    with ExitStack() as stack:
+    host = f"host{place_from_environment().rank // 2}"  # two ranks on each, for the layout in two levels
+    with mock.patch.dict(os.environ, {"MEGACORE_HOST": host}), ExitStack() as stack:
         if fault:
             stack.enter_context(faults[fault])
         return training.run_rank(config, overrides, folder)
