@@ -44,7 +44,7 @@ data: document_mask valid tokenizer
 checkpoint: every last keep keep_every best async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels grad_compression
 cpu: keep_memory onednn widen
-log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile
+log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile statistics
 """
 SETTLED = {"model.attention": "eager", "parallel.context_method": "ring"}  # of which `auto` keeps the checkpoint's choice
 
