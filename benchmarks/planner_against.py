@@ -21,25 +21,41 @@ LAYOUTS = 260  # of which some are refused
 DRIVER = """
 import json, sys
 from dataclasses import asdict
-try:
+import os
+if os.path.isdir("megacore/tools/planner"):  # whichever is installed has rooms of its own
     from megacore.tools.planner import memory, parameters, step_time, traffic, workload, devices, profile
-except ImportError:
+else:
     from megacore.plan import memory, parameters, step_time, traffic, devices, profile
     from megacore.plan import setting as workload
-from megacore.tools.settings.load import resolve
+if os.path.isdir("megacore/tools/settings"):
+    from megacore.tools.settings.load import resolve
+else:
+    from megacore.config.load import resolve
 from megacore.errors import UserError
 known = devices.read_device("h100"), devices.read_cluster("dgx_h100"), profile.profile()
+
+def held(rank):
+    own = asdict(rank)
+    peak = own.pop("peak")
+    return own | {"kept": peak["kept"] + peak["logits"], "working": peak["working"], "sends": peak["transfers"]}
+
+def sent(rank):
+    found = {}
+    for one in rank:
+        key = f"{one.group} {one.operation} {one.size} {one.element_bytes}"
+        calls, elements = found.get(key, (0, 0))
+        found[key] = calls + one.calls, elements + one.elements
+    return sorted(found.items())
+
 for line in sys.stdin:
     sections, world = json.loads(line)
     try:
         config = resolve(sections, [], "side", world).config
         found = {"parameters": parameters.parameters(config), "of ranks": parameters.rank_parameters(config)}
-        found["memory"] = [asdict(rank) for rank in memory.rank_memory(config)]
+        found["memory"] = [held(rank) for rank in memory.rank_memory(config)]
         if config.engine.kind != "deepspeed":
-            found["traffic"] = [sorted(map(str, rank)) for rank in traffic.rank_traffic(config)]
-            found["of the last tensor rank"] = [
-                sorted(map(str, rank)) for rank in traffic.rank_traffic(config, tensor_rank=config.parallel.tensor - 1)
-            ]
+            found["traffic"] = [sent(rank) for rank in traffic.rank_traffic(config)]
+            found["of the last tensor rank"] = [sent(rank) for rank in traffic.rank_traffic(config, tensor_rank=config.parallel.tensor - 1)]
         predicted = step_time.predict(workload.setting_of(config), *known)
         found["step"] = [predicted.step, *sorted(predicted.terms.items())]
     except UserError as error:

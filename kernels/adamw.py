@@ -28,7 +28,7 @@ try:
 
     from megacore.kernels.tensor_table import pointer_at
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 BLOCK = 2048  # elements a program
 WARPS = 8
@@ -169,61 +169,59 @@ def adamw_eager(
     master.mul_(1.0 - lr * weight_decay * done).sub_(step * first / (second.sqrt() * unbias + eps))
 
 
-if triton is not None:
+@triton.jit
+def _prepare_kernel(factors, updates, scale, skip, lr, log_beta1, log_beta2):
+    """One program: counts this update, and leaves 1 / scale, the two corrected factors, and whether to update at all."""
+    update = tl.load(updates) + 1.0
+    done = 1.0
+    if skip is not None:
+        done = tl.where(tl.load(skip) == 0, 1.0, 0.0)
+    inverse = 1.0
+    if scale is not None:
+        inverse = (1.0 / tl.load(scale)).to(tl.float32)
+    # In fp64, because 1 - b2^t of the first updates would lose up to four digits in fp32.
+    wide = update.to(tl.float64)
+    tl.store(factors, inverse)
+    tl.store(factors + 1, (lr / (1.0 - tl.exp(wide * log_beta1))).to(tl.float32))
+    tl.store(factors + 2, (1.0 / tl.sqrt(1.0 - tl.exp(wide * log_beta2))).to(tl.float32))
+    tl.store(factors + 3, done)
+    tl.store(updates, update - 1.0 + done)
 
-    @triton.jit
-    def _prepare_kernel(factors, updates, scale, skip, lr, log_beta1, log_beta2):
-        """One program: counts this update, and leaves 1 / scale, the two corrected factors, and whether to update at all."""
-        update = tl.load(updates) + 1.0
-        done = 1.0
-        if skip is not None:
-            done = tl.where(tl.load(skip) == 0, 1.0, 0.0)
-        inverse = 1.0
-        if scale is not None:
-            inverse = (1.0 / tl.load(scale)).to(tl.float32)
-        # In fp64, because 1 - b2^t of the first updates would lose up to four digits in fp32.
-        wide = update.to(tl.float64)
-        tl.store(factors, inverse)
-        tl.store(factors + 1, (lr / (1.0 - tl.exp(wide * log_beta1))).to(tl.float32))
-        tl.store(factors + 2, (1.0 / tl.sqrt(1.0 - tl.exp(wide * log_beta2))).to(tl.float32))
-        tl.store(factors + 3, done)
-        tl.store(updates, update - 1.0 + done)
 
-    @triton.jit
-    def _update(
-        p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, inside, inverse, decay, step, unbias, weight1, weight2, eps, COPY: tl.constexpr
-    ):
-        p = tl.load(p_ptr + offset, mask=inside)
-        g = tl.load(g_ptr + offset, mask=inside).to(tl.float32) * inverse
-        m = tl.load(m_ptr + offset, mask=inside)
-        v = tl.load(v_ptr + offset, mask=inside)
-        m += weight1 * (g - m)
-        v += weight2 * (g * g - v)
-        p = p * decay - step * m / (tl.sqrt(v) * unbias + eps)
-        tl.store(p_ptr + offset, p, mask=inside)
-        tl.store(m_ptr + offset, m, mask=inside)
-        tl.store(v_ptr + offset, v, mask=inside)
-        if COPY is not None:
-            tl.store(copy_ptr + offset, p.to(COPY), mask=inside)
+@triton.jit
+def _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, inside, inverse, decay, step, unbias, weight1, weight2, eps, COPY: tl.constexpr):
+    p = tl.load(p_ptr + offset, mask=inside)
+    g = tl.load(g_ptr + offset, mask=inside).to(tl.float32) * inverse
+    m = tl.load(m_ptr + offset, mask=inside)
+    v = tl.load(v_ptr + offset, mask=inside)
+    m += weight1 * (g - m)
+    v += weight2 * (g * g - v)
+    p = p * decay - step * m / (tl.sqrt(v) * unbias + eps)
+    tl.store(p_ptr + offset, p, mask=inside)
+    tl.store(m_ptr + offset, m, mask=inside)
+    tl.store(v_ptr + offset, v, mask=inside)
+    if COPY is not None:
+        tl.store(copy_ptr + offset, p.to(COPY), mask=inside)
 
-    @triton.jit
-    def _adamw_kernel(
-        blocks, addresses, sizes, decays, factors, lr, weight1, weight2, eps,
-        GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        inverse, step, unbias = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
-        tensor = tl.load(blocks + 2 * tl.program_id(0))
-        start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
-        size = tl.where(tl.load(factors + 3) == 0.0, 0, tl.load(sizes + tensor))  # skipped, nothing is inside
-        row = addresses + tensor * (4 if COPY is None else 5)
-        p_ptr = pointer_at(row, tl.float32, ALIGNED)
-        g_ptr = pointer_at(row + 1, GRADIENT, ALIGNED)
-        m_ptr = pointer_at(row + 2, tl.float32, ALIGNED)
-        v_ptr = pointer_at(row + 3, tl.float32, ALIGNED)
-        copy_ptr = p_ptr if COPY is None else pointer_at(row + 4, COPY, ALIGNED)
-        decay = 1.0 - lr * tl.load(decays + tensor)
-        offset = start + tl.arange(0, BLOCK)
-        if start + BLOCK <= size:  # without a mask, which would make loads narrower for odd sizes
-            _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, None, inverse, decay, step, unbias, weight1, weight2, eps, COPY)
-        else:
-            _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, offset < size, inverse, decay, step, unbias, weight1, weight2, eps, COPY)
+
+@triton.jit
+def _adamw_kernel(
+    blocks, addresses, sizes, decays, factors, lr, weight1, weight2, eps,
+    GRADIENT: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    inverse, step, unbias = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
+    tensor = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+    size = tl.where(tl.load(factors + 3) == 0.0, 0, tl.load(sizes + tensor))  # skipped, nothing is inside
+    row = addresses + tensor * (4 if COPY is None else 5)
+    p_ptr = pointer_at(row, tl.float32, ALIGNED)
+    g_ptr = pointer_at(row + 1, GRADIENT, ALIGNED)
+    m_ptr = pointer_at(row + 2, tl.float32, ALIGNED)
+    v_ptr = pointer_at(row + 3, tl.float32, ALIGNED)
+    copy_ptr = p_ptr if COPY is None else pointer_at(row + 4, COPY, ALIGNED)
+    decay = 1.0 - lr * tl.load(decays + tensor)
+    offset = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= size:  # without a mask, which would make loads narrower for odd sizes
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, None, inverse, decay, step, unbias, weight1, weight2, eps, COPY)
+    else:
+        _update(p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, offset, offset < size, inverse, decay, step, unbias, weight1, weight2, eps, COPY)

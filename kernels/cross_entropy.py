@@ -30,7 +30,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 BLOCK_BYTES = 2**14  # bytes of a row that a program holds at once: 64 a thread of 8 warps
 # Rows that a program reads twice must stay in the GPU's cache in between. With so many warps a program, a multiprocessor works on one
@@ -284,106 +284,110 @@ def _eager_gradients(logits: Tensor, targets: Tensor, grad: Tensor, lse: Tensor,
             x.copy_(e)
 
 
-if triton is not None:
+@triton.jit
+def _fold(x, maximum, total):
+    """Takes ``[LANES, WIDTH]`` logits into each lane's maximum and sum of exponentials: nothing here crosses lanes."""
+    highest = tl.maximum(maximum, tl.max(x, 1))
+    return highest, total * tl.exp(maximum - highest) + tl.sum(tl.exp(x - highest[:, None]), 1)
 
-    @triton.jit
-    def _fold(x, maximum, total):
-        """Takes ``[LANES, WIDTH]`` logits into each lane's maximum and sum of exponentials: nothing here crosses lanes."""
-        highest = tl.maximum(maximum, tl.max(x, 1))
-        return highest, total * tl.exp(maximum - highest) + tl.sum(tl.exp(x - highest[:, None]), 1)
 
-    @triton.jit
-    def _row_statistics(row, rows, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-        """log sum exp of the logits from `row` on, and their sum if it is wanted; WIDTH of them are 16 bytes."""
-        lane = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        # Starting from the least finite number, not -inf, logits of -inf give exp(-inf) = 0 and no NaN.
-        maximum = tl.full([BLOCK // WIDTH], -3.4028234663852886e38, tl.float32)
-        total = tl.zeros([BLOCK // WIDTH], tl.float32)
-        plain = tl.zeros([BLOCK // WIDTH], tl.float32)
-        whole = rows // BLOCK * BLOCK
-        for start in range(0, whole, BLOCK):  # without a mask, which would narrow the loads where `rows` is odd
-            x = tl.load(row + start + lane).to(tl.float32)
-            maximum, total = _fold(x, maximum, total)
-            if SMOOTHED:
-                plain += tl.sum(x, 1)
-        if whole < rows:
-            inside = whole + lane < rows
-            x = tl.load(row + whole + lane, mask=inside, other=float("-inf")).to(tl.float32)
-            maximum, total = _fold(x, maximum, total)
-            if SMOOTHED:
-                plain += tl.sum(tl.where(inside, x, 0.0), 1)
-        top = tl.max(maximum, 0)
-        return top + tl.log(tl.sum(total * tl.exp(maximum - top), 0)), tl.sum(plain, 0)
+@triton.jit
+def _row_statistics(row, rows, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """log sum exp of the logits from `row` on, and their sum if it is wanted; WIDTH of them are 16 bytes."""
+    lane = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    # Starting from the least finite number, not -inf, logits of -inf give exp(-inf) = 0 and no NaN.
+    maximum = tl.full([BLOCK // WIDTH], -3.4028234663852886e38, tl.float32)
+    total = tl.zeros([BLOCK // WIDTH], tl.float32)
+    plain = tl.zeros([BLOCK // WIDTH], tl.float32)
+    whole = rows // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):  # without a mask, which would narrow the loads where `rows` is odd
+        x = tl.load(row + start + lane).to(tl.float32)
+        maximum, total = _fold(x, maximum, total)
+        if SMOOTHED:
+            plain += tl.sum(x, 1)
+    if whole < rows:
+        inside = whole + lane < rows
+        x = tl.load(row + whole + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        maximum, total = _fold(x, maximum, total)
+        if SMOOTHED:
+            plain += tl.sum(tl.where(inside, x, 0.0), 1)
+    top = tl.max(maximum, 0)
+    return top + tl.log(tl.sum(total * tl.exp(maximum - top), 0)), tl.sum(plain, 0)
 
-    @triton.jit
-    def _target_logit(row, local, rows):
-        here = (local >= 0) & (local < rows)
-        return tl.load(row + local, mask=here, other=float("-inf")).to(tl.float32)
 
-    @triton.jit
-    def _statistics_kernel(
-        logits, targets, statistics, losses, tokens, rows, stride, first_row, ignored, confidence, share, z_loss,
-        WHOLE: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    ):  # fmt: skip
-        token = tl.program_id(0)
-        row = logits + token.to(tl.int64) * stride  # passes 2^31 at ordinary sizes
-        target = tl.load(targets + token)
-        x_target = _target_logit(row, target - first_row, rows)
-        lse, plain = _row_statistics(row, rows, SMOOTHED, BLOCK, WIDTH)
-        tl.store(statistics + token, lse)
-        if WHOLE:
-            loss = lse - confidence * x_target - share * plain + z_loss * lse * lse
-            tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
-        else:
-            tl.store(statistics + tokens + token, x_target)
-            if SMOOTHED:
-                tl.store(statistics + 2 * tokens + token, plain)
+@triton.jit
+def _target_logit(row, local, rows):
+    here = (local >= 0) & (local < rows)
+    return tl.load(row + local, mask=here, other=float("-inf")).to(tl.float32)
 
-    @triton.jit
-    def _write_gradient(row, column, inside, local, lse, scale, at_target, share):
-        x = tl.load(row + column, mask=inside).to(tl.float32)
-        dx = tl.exp(x - lse) * scale - share
-        tl.store(row + column, tl.where(column == local, dx - at_target, dx), mask=inside)
 
-    @triton.jit
-    def _gradient_kernel(
-        logits, targets, grads, lses, rows, stride, grad_stride, blocks, first_row, ignored, confidence, share, z_loss,
-        BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        token = tl.program_id(0) // blocks  # neighbours in a row are neighbouring programs: memory is walked through in order
-        start = tl.program_id(0) % blocks * BLOCK
-        row = logits + token.to(tl.int64) * stride
-        target = tl.load(targets + token)
-        lse = tl.load(lses + token)
-        grad = tl.where(target == ignored, 0.0, tl.load(grads + token.to(tl.int64) * grad_stride))
-        scale, at_target, share = grad * (1.0 + 2.0 * z_loss * lse), grad * confidence, grad * share
-        column = start + tl.arange(0, BLOCK)
-        if start + BLOCK <= rows:  # without a mask, which would narrow the loads where `rows` is odd
-            _write_gradient(row, column, None, target - first_row, lse, scale, at_target, share)
-        else:
-            _write_gradient(row, column, column < rows, target - first_row, lse, scale, at_target, share)
-
-    @triton.jit
-    def _loss_and_gradient_kernel(
-        logits, targets, losses, gradient, rows, stride, first_row, ignored, confidence, share, z_loss,
-        SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    ):  # fmt: skip
-        token = tl.program_id(0)
-        row = logits + token.to(tl.int64) * stride
-        target = tl.load(targets + token)
-        x_target = _target_logit(row, target - first_row, rows)
-        lse, plain = _row_statistics(row, rows, SMOOTHED, BLOCK, WIDTH)
+@triton.jit
+def _statistics_kernel(
+    logits, targets, statistics, losses, tokens, rows, stride, first_row, ignored, confidence, share, z_loss,
+    WHOLE: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    row = logits + token.to(tl.int64) * stride  # passes 2^31 at ordinary sizes
+    target = tl.load(targets + token)
+    x_target = _target_logit(row, target - first_row, rows)
+    lse, plain = _row_statistics(row, rows, SMOOTHED, BLOCK, WIDTH)
+    tl.store(statistics + token, lse)
+    if WHOLE:
         loss = lse - confidence * x_target - share * plain + z_loss * lse * lse
         tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
-        tl.debug_barrier()  # every thread has read the target's logit, before one of them overwrites it
-        grad = tl.where(target == ignored, 0.0, tl.load(gradient).to(tl.float32))
-        scale, at_target, share = grad * (1.0 + 2.0 * z_loss * lse), grad * confidence, grad * share
-        whole = rows // BLOCK * BLOCK
-        for start in range(0, whole, BLOCK):
-            _write_gradient(row, start + tl.arange(0, BLOCK), None, target - first_row, lse, scale, at_target, share)
-        if whole < rows:
-            column = whole + tl.arange(0, BLOCK)
-            _write_gradient(row, column, column < rows, target - first_row, lse, scale, at_target, share)
+    else:
+        tl.store(statistics + tokens + token, x_target)
+        if SMOOTHED:
+            tl.store(statistics + 2 * tokens + token, plain)
+
+
+@triton.jit
+def _write_gradient(row, column, inside, local, lse, scale, at_target, share):
+    x = tl.load(row + column, mask=inside).to(tl.float32)
+    dx = tl.exp(x - lse) * scale - share
+    tl.store(row + column, tl.where(column == local, dx - at_target, dx), mask=inside)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits, targets, grads, lses, rows, stride, grad_stride, blocks, first_row, ignored, confidence, share, z_loss,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) // blocks  # neighbours in a row are neighbouring programs: memory is walked through in order
+    start = tl.program_id(0) % blocks * BLOCK
+    row = logits + token.to(tl.int64) * stride
+    target = tl.load(targets + token)
+    lse = tl.load(lses + token)
+    grad = tl.where(target == ignored, 0.0, tl.load(grads + token.to(tl.int64) * grad_stride))
+    scale, at_target, share = grad * (1.0 + 2.0 * z_loss * lse), grad * confidence, grad * share
+    column = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= rows:  # without a mask, which would narrow the loads where `rows` is odd
+        _write_gradient(row, column, None, target - first_row, lse, scale, at_target, share)
+    else:
+        _write_gradient(row, column, column < rows, target - first_row, lse, scale, at_target, share)
+
+
+@triton.jit
+def _loss_and_gradient_kernel(
+    logits, targets, losses, gradient, rows, stride, first_row, ignored, confidence, share, z_loss,
+    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    row = logits + token.to(tl.int64) * stride
+    target = tl.load(targets + token)
+    x_target = _target_logit(row, target - first_row, rows)
+    lse, plain = _row_statistics(row, rows, SMOOTHED, BLOCK, WIDTH)
+    loss = lse - confidence * x_target - share * plain + z_loss * lse * lse
+    tl.store(losses + token, tl.where(target == ignored, 0.0, loss))
+    tl.debug_barrier()  # every thread has read the target's logit, before one of them overwrites it
+    grad = tl.where(target == ignored, 0.0, tl.load(gradient).to(tl.float32))
+    scale, at_target, share = grad * (1.0 + 2.0 * z_loss * lse), grad * confidence, grad * share
+    whole = rows // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        _write_gradient(row, start + tl.arange(0, BLOCK), None, target - first_row, lse, scale, at_target, share)
+    if whole < rows:
+        column = whole + tl.arange(0, BLOCK)
+        _write_gradient(row, column, column < rows, target - first_row, lse, scale, at_target, share)
 
 
 def launch_options(rows: int, element_size: int) -> dict[str, int]:

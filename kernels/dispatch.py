@@ -21,7 +21,7 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
 
     `auto` takes Triton for CUDA tensors of at most 32 bits, and eager elsewhere, with one line of notice where Triton is missing. While
     torch.compile traces the code, `auto` is eager: Inductor fuses eager code with its neighbours, and a launch would end its graph.
-    `triton` on tensors of another device is for Triton's interpreter, and on meta tensors for looking at launches.
+    `triton` on tensors of another device is for Triton's interpreter, and on meta tensors for looking at launches, also without Triton.
 
     Raises:
         ValueError: an unknown implementation, tensors on several devices, or a dtype or installation that `triton` cannot do with.
@@ -37,7 +37,7 @@ def use_triton(operation: str, implementation: str, **tensors: torch.Tensor | No
         return False
     unfit = next((name for name, tensor in given.items() if tensor.is_floating_point() and tensor.dtype not in TRITON_DTYPES), None)
     if implementation == "triton":
-        if triton is None:
+        if triton is None and device.type != "meta":
             raise ValueError(f"{operation}: Triton is not installed (right: pip install triton, or implementation='eager')")
         if unfit is not None:
             wrong = f"{operation}: {unfit} is {given[unfit].dtype}, which its Triton kernel does not take"

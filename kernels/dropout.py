@@ -22,7 +22,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 MAX_BLOCK = 1024  # columns of a tile
 TILE = 2048  # elements of a tile: 16 a thread of each operand, two 16-byte loads of bf16
@@ -133,69 +133,69 @@ def _philox(first: int, count: int, key: int, device: torch.device) -> tuple[tor
     return a, b, c, d
 
 
-if triton is not None:
+@triton.jit
+def _keep(first_of_row, block, column, threshold, key, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The mask of a tile: the [ROWS, BLOCK] elements from column `block` of rows whose first positions are [ROWS, 1]."""
+    if ALIGNED:
+        counter = (first_of_row + block) // 4 + tl.arange(0, BLOCK // 4)[None, :]
+    else:
+        position = first_of_row + column
+        counter = position // 4
+    low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    a, b, c, d = tl.philox(key, low, high, zero, zero)
+    if ALIGNED:
+        word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, BLOCK))
+    else:
+        lane = position % 4
+        word = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+    return word >= threshold.to(tl.uint32)
 
-    @triton.jit
-    def _keep(first_of_row, block, column, threshold, key, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-        """The mask of a tile: the [ROWS, BLOCK] elements from column `block` of rows whose first positions are [ROWS, 1]."""
-        if ALIGNED:
-            counter = (first_of_row + block) // 4 + tl.arange(0, BLOCK // 4)[None, :]
-        else:
-            position = first_of_row + column
-            counter = position // 4
-        low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-        zero = tl.zeros_like(low)
-        a, b, c, d = tl.philox(key, low, high, zero, zero)
-        if ALIGNED:
-            word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, BLOCK))
-        else:
-            lane = position % 4
-            word = tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
-        return word >= threshold.to(tl.uint32)
 
-    @triton.jit(do_not_specialize=["first", "threshold", "key"])
-    def _forward_kernel(
-        x, bias, residual, y, rows, features, x_stride, residual_stride, column_blocks,
-        first: tl.int64, threshold: tl.int64, key: tl.int64, factor,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DROP: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr,
-    ):  # fmt: skip
-        # Neighbours in a row are neighbouring programs: memory is walked through in order.
-        block = tl.program_id(0) % column_blocks * BLOCK
-        row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = block + tl.arange(0, BLOCK)[None, :]
+@triton.jit(do_not_specialize=["first", "threshold", "key"])
+def _forward_kernel(
+    x, bias, residual, y, rows, features, x_stride, residual_stride, column_blocks,
+    first: tl.int64, threshold: tl.int64, key: tl.int64, factor,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DROP: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    # Neighbours in a row are neighbouring programs: memory is walked through in order.
+    block = tl.program_id(0) % column_blocks * BLOCK
+    row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = block + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < features)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
+    if DROP:
+        value = tl.where(_keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), value, 0.0)
+    value *= factor
+    if ADD:
+        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * features + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "threshold", "key"])
+def _backward_kernel(
+    grad_y, grad_x, grad_bias_parts, rows, features, grad_stride, column_blocks, rows_per_program,
+    first: tl.int64, threshold: tl.int64, key: tl.int64, factor,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DROP: tl.constexpr, SUM_BIAS: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // column_blocks
+    block = tl.program_id(0) % column_blocks * BLOCK
+    column = block + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, rows_per_program, ROWS):
+        row = chunk.to(tl.int64) * rows_per_program + start + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < features)
-        value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            value += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
+        grad = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
         if DROP:
-            value = tl.where(_keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), value, 0.0)
-        value *= factor
-        if ADD:
-            value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + row * features + column, value, mask=inside)
-
-    @triton.jit(do_not_specialize=["first", "threshold", "key"])
-    def _backward_kernel(
-        grad_y, grad_x, grad_bias_parts, rows, features, grad_stride, column_blocks, rows_per_program,
-        first: tl.int64, threshold: tl.int64, key: tl.int64, factor,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, DROP: tl.constexpr, SUM_BIAS: tl.constexpr,
-    ):  # fmt: skip
-        chunk = tl.program_id(0) // column_blocks
-        block = tl.program_id(0) % column_blocks * BLOCK
-        column = block + tl.arange(0, BLOCK)[None, :]
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, rows_per_program, ROWS):
-            row = chunk.to(tl.int64) * rows_per_program + start + tl.arange(0, ROWS)[:, None]
-            inside = (row < rows) & (column < features)
-            grad = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32) * factor
-            if DROP:
-                grad = tl.where(_keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), grad, 0.0)
-            tl.store(grad_x + row * features + column, grad, mask=inside)
-            if SUM_BIAS:
-                total += grad
+            grad = tl.where(_keep(first + row * features, block, column, threshold, key, ROWS, BLOCK, ALIGNED), grad, 0.0)
+        tl.store(grad_x + row * features + column, grad, mask=inside)
         if SUM_BIAS:
-            column = block + tl.arange(0, BLOCK)
-            tl.store(grad_bias_parts + chunk * features + column, tl.sum(total, 0), mask=column < features)
+            total += grad
+    if SUM_BIAS:
+        column = block + tl.arange(0, BLOCK)
+        tl.store(grad_bias_parts + chunk * features + column, tl.sum(total, 0), mask=column < features)
 
 
 def launch_options(features: int) -> dict[str, int]:

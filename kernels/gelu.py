@@ -24,7 +24,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 MAX_BLOCK = 1024  # columns of a tile
 TILE = 2048  # elements of a tile: 16 a thread, two 16-byte loads of bf16
@@ -59,66 +59,69 @@ def bias_gelu_eager(x: torch.Tensor, bias: torch.Tensor | None = None, approxima
     return F.gelu(x.to(wide) + bias.to(wide), approximate=approximate).to(x.dtype)
 
 
-if triton is not None:
-    TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-    CUBIC = tl.constexpr(0.044715)
-    ROOT_HALF = tl.constexpr(0.7071067811865476)
-    DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
+TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+CUBIC = tl.constexpr(0.044715)
+ROOT_HALF = tl.constexpr(0.7071067811865476)
+DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 
-    @triton.jit
-    def _gate(u, TANH: tl.constexpr):
-        """The factor of u."""
-        if TANH:
-            return 1.0 / (1.0 + tl.exp((u + u * u * u * CUBIC) * -TWICE_ROOT))
-        else:
-            return 0.5 * (1.0 + tl.erf(u * ROOT_HALF))
 
-    @triton.jit
-    def _slope(u, TANH: tl.constexpr):
-        gate = _gate(u, TANH)
-        if TANH:
-            return gate + u * gate * (1.0 - gate) * TWICE_ROOT * (1.0 + u * u * (3.0 * CUBIC))
-        else:
-            return gate + u * DENSITY_AT_0 * tl.exp(u * u * -0.5)
+@triton.jit
+def _gate(u, TANH: tl.constexpr):
+    """The factor of u."""
+    if TANH:
+        return 1.0 / (1.0 + tl.exp((u + u * u * u * CUBIC) * -TWICE_ROOT))
+    else:
+        return 0.5 * (1.0 + tl.erf(u * ROOT_HALF))
 
-    @triton.jit
-    def _forward_kernel(
-        x, bias, y, rows, features, x_stride, column_blocks,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, TANH: tl.constexpr,
-    ):  # fmt: skip
-        # Neighbours in a row are neighbouring programs: memory is walked through in order.
-        row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+@triton.jit
+def _slope(u, TANH: tl.constexpr):
+    gate = _gate(u, TANH)
+    if TANH:
+        return gate + u * gate * (1.0 - gate) * TWICE_ROOT * (1.0 + u * u * (3.0 * CUBIC))
+    else:
+        return gate + u * DENSITY_AT_0 * tl.exp(u * u * -0.5)
+
+
+@triton.jit
+def _forward_kernel(
+    x, bias, y, rows, features, x_stride, column_blocks,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
+    # Neighbours in a row are neighbouring programs: memory is walked through in order.
+    row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < features)
+    u = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        u += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
+    tl.store(y + row * features + column, u * _gate(u, TANH), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    x, bias, grad_y, grad_x, grad_bias_parts, rows, features, x_stride, grad_stride, column_blocks, rows_per_program,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SUM_BIAS: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) // column_blocks
+    column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if HAS_BIAS:
+        b = tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, rows_per_program, ROWS):
+        row = chunk.to(tl.int64) * rows_per_program + start + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < features)
         u = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            u += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
-        tl.store(y + row * features + column, u * _gate(u, TANH), mask=inside)
-
-    @triton.jit
-    def _backward_kernel(
-        x, bias, grad_y, grad_x, grad_bias_parts, rows, features, x_stride, grad_stride, column_blocks, rows_per_program,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, SUM_BIAS: tl.constexpr, TANH: tl.constexpr,
-    ):  # fmt: skip
-        chunk = tl.program_id(0) // column_blocks
-        column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-        if HAS_BIAS:
-            b = tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, rows_per_program, ROWS):
-            row = chunk.to(tl.int64) * rows_per_program + start + tl.arange(0, ROWS)[:, None]
-            inside = (row < rows) & (column < features)
-            u = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-            dy = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-            if HAS_BIAS:
-                u += b
-            dx = dy * _slope(u, TANH)
-            tl.store(grad_x + row * features + column, dx, mask=inside)
-            if SUM_BIAS:
-                total += tl.where(inside, dx, 0.0)
+            u += b
+        dx = dy * _slope(u, TANH)
+        tl.store(grad_x + row * features + column, dx, mask=inside)
         if SUM_BIAS:
-            column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)
-            tl.store(grad_bias_parts + chunk * features + column, tl.sum(total, 0), mask=column < features)
+            total += tl.where(inside, dx, 0.0)
+    if SUM_BIAS:
+        column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)
+        tl.store(grad_bias_parts + chunk * features + column, tl.sum(total, 0), mask=column < features)
 
 
 def launch_options(features: int) -> dict[str, int]:

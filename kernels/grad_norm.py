@@ -22,7 +22,7 @@ try:
 
     from megacore.kernels.tensor_table import pointer_at
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 ROW = 64  # elements with one weight
 BLOCK = 4096  # elements that a program holds at once
@@ -92,36 +92,35 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
-if triton is not None:
+@triton.jit
+def _chunk_kernel(
+    blocks, addresses, sizes, found,
+    WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    tensor = tl.load(blocks + 2 * tl.program_id(0))
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    stop = tl.minimum(start + CHUNK, tl.load(sizes + tensor))
+    x_ptr = pointer_at(addresses + tensor * (2 if WEIGHTED else 1), DTYPE, ALIGNED)
+    row = tl.arange(0, BLOCK // ROW)
+    lane = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    total = tl.zeros([BLOCK // ROW], tl.float64)
+    for first in range(start, stop, BLOCK):
+        if first + BLOCK <= stop:  # without a mask, which would narrow the loads where a size is odd
+            x = tl.load(x_ptr + first + lane).to(tl.float32)
+        else:
+            x = tl.load(x_ptr + first + lane, mask=first + lane < stop, other=0.0).to(tl.float32)
+        squares = tl.sum(x * x, 1).to(tl.float64)
+        if WEIGHTED:
+            weights = pointer_at(addresses + tensor * 2 + 1, tl.float64, ALIGNED) + first // ROW
+            squares *= tl.load(weights + row, mask=first + row * ROW < stop, other=0.0)
+        total += squares
+    tl.store(found + tl.program_id(0), tl.sum(total, 0))
 
-    @triton.jit
-    def _chunk_kernel(
-        blocks, addresses, sizes, found,
-        WEIGHTED: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ROW: tl.constexpr,
-    ):  # fmt: skip
-        tensor = tl.load(blocks + 2 * tl.program_id(0))
-        start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
-        stop = tl.minimum(start + CHUNK, tl.load(sizes + tensor))
-        x_ptr = pointer_at(addresses + tensor * (2 if WEIGHTED else 1), DTYPE, ALIGNED)
-        row = tl.arange(0, BLOCK // ROW)
-        lane = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
-        total = tl.zeros([BLOCK // ROW], tl.float64)
-        for first in range(start, stop, BLOCK):
-            if first + BLOCK <= stop:  # without a mask, which would narrow the loads where a size is odd
-                x = tl.load(x_ptr + first + lane).to(tl.float32)
-            else:
-                x = tl.load(x_ptr + first + lane, mask=first + lane < stop, other=0.0).to(tl.float32)
-            squares = tl.sum(x * x, 1).to(tl.float64)
-            if WEIGHTED:
-                weights = pointer_at(addresses + tensor * 2 + 1, tl.float64, ALIGNED) + first // ROW
-                squares *= tl.load(weights + row, mask=first + row * ROW < stop, other=0.0)
-            total += squares
-        tl.store(found + tl.program_id(0), tl.sum(total, 0))
 
-    @triton.jit
-    def _total_kernel(found, total, programs, BLOCK: tl.constexpr):
-        lane = tl.arange(0, BLOCK)
-        sums = tl.zeros([BLOCK], tl.float64)
-        for first in range(0, programs, BLOCK):
-            sums += tl.load(found + first + lane, mask=first + lane < programs, other=0.0)
-        tl.store(total, tl.sum(sums, 0))
+@triton.jit
+def _total_kernel(found, total, programs, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, programs, BLOCK):
+        sums += tl.load(found + first + lane, mask=first + lane < programs, other=0.0)
+    tl.store(total, tl.sum(sums, 0))

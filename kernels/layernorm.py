@@ -29,7 +29,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 MAX_BLOCK = 16384  # features of a row that forward holds in registers at once
 MAX_BACKWARD_BLOCK = 8192  # the same of backward, which holds two rows and parts of two gradients
@@ -145,155 +145,157 @@ def _norm(
     return layer_norm_eager(x, weight, bias, eps, residual=residual)
 
 
-if triton is not None:
+@triton.jit
+def _load_sum(x, residual, x_at, residual_at, inside):
+    """x + residual, rounded to their dtype as the stored sum is: backward starts from that."""
+    s = tl.load(x + x_at, mask=inside, other=0.0)
+    if residual is not None:
+        s = (s.to(tl.float32) + tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype)
+    return s
 
-    @triton.jit
-    def _load_sum(x, residual, x_at, residual_at, inside):
-        """x + residual, rounded to their dtype as the stored sum is: backward starts from that."""
-        s = tl.load(x + x_at, mask=inside, other=0.0)
+
+@triton.jit
+def _forward_kernel(
+    x, residual, weight, bias, y, total, mean, rstd, x_stride, residual_stride, rows, features, eps,
+    RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times features, it passes 2^31 at ordinary sizes
+    column = tl.arange(0, BLOCK)[None, :]
+    in_rows = (row < rows)[:, None]
+    x += row[:, None] * x_stride
+    residual_row = row[:, None] * residual_stride
+    out_row = row[:, None] * features
+    average = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)  # of the differences from the average
+    if ONE_BLOCK:
+        inside = in_rows & (column < features)
+        rounded = _load_sum(x, residual, column, residual_row + column, inside)
+        w = tl.load(weight + column, mask=column < features, other=0.0)  # before the reductions, which wait for the row
         if residual is not None:
-            s = (s.to(tl.float32) + tl.load(residual + residual_at, mask=inside, other=0.0).to(tl.float32)).to(s.dtype)
-        return s
-
-    @triton.jit
-    def _forward_kernel(
-        x, residual, weight, bias, y, total, mean, rstd, x_stride, residual_stride, rows, features, eps,
-        RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times features, it passes 2^31 at ordinary sizes
-        column = tl.arange(0, BLOCK)[None, :]
-        in_rows = (row < rows)[:, None]
-        x += row[:, None] * x_stride
-        residual_row = row[:, None] * residual_stride
-        out_row = row[:, None] * features
-        average = tl.zeros((ROWS,), tl.float32)
-        squares = tl.zeros((ROWS,), tl.float32)  # of the differences from the average
-        if ONE_BLOCK:
-            inside = in_rows & (column < features)
-            rounded = _load_sum(x, residual, column, residual_row + column, inside)
-            w = tl.load(weight + column, mask=column < features, other=0.0)  # before the reductions, which wait for the row
+            tl.store(total + out_row + column, rounded, mask=inside)
+        s = rounded.to(tl.float32)
+        if not RMS:
+            average = tl.sum(s, 1) / features
+            s = tl.where(column < features, s - average[:, None], 0.0)
+        r = tl.rsqrt(tl.sum(s * s, 1) / features + eps)
+        out = s * r[:, None] * w.to(tl.float32)
+        if bias is not None:
+            out += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
+        tl.store(y + out_row + column, out, mask=inside)
+    else:
+        for start in range(0, features, BLOCK):
+            at = start + column
+            inside = in_rows & (at < features)
+            rounded = _load_sum(x, residual, at, residual_row + at, inside)
             if residual is not None:
-                tl.store(total + out_row + column, rounded, mask=inside)
+                tl.store(total + out_row + at, rounded, mask=inside)
             s = rounded.to(tl.float32)
             if not RMS:
-                average = tl.sum(s, 1) / features
-                s = tl.where(column < features, s - average[:, None], 0.0)
-            r = tl.rsqrt(tl.sum(s * s, 1) / features + eps)
-            out = s * r[:, None] * w.to(tl.float32)
-            if bias is not None:
-                out += tl.load(bias + column, mask=column < features, other=0.0).to(tl.float32)
-            tl.store(y + out_row + column, out, mask=inside)
-        else:
-            for start in range(0, features, BLOCK):
-                at = start + column
-                inside = in_rows & (at < features)
-                rounded = _load_sum(x, residual, at, residual_row + at, inside)
-                if residual is not None:
-                    tl.store(total + out_row + at, rounded, mask=inside)
-                s = rounded.to(tl.float32)
-                if not RMS:
-                    size = tl.minimum(features - start, BLOCK).to(tl.float32)
-                    block_average = tl.sum(s, 1) / size
-                    s = tl.where(inside, s - block_average[:, None], 0.0)
-                    step = block_average - average
-                    average += step * (size / (start + size))
-                    squares += step * step * (start * (size / (start + size)))
-                squares += tl.sum(s * s, 1)
-            r = tl.rsqrt(squares / features + eps)
-            for start in range(0, features, BLOCK):
-                at = start + column
-                inside = in_rows & (at < features)
-                s = _load_sum(x, residual, at, residual_row + at, inside).to(tl.float32)
-                w = tl.load(weight + at, mask=at < features, other=0.0).to(tl.float32)
-                out = (s - average[:, None]) * r[:, None] * w
-                if bias is not None:
-                    out += tl.load(bias + at, mask=at < features, other=0.0).to(tl.float32)
-                tl.store(y + out_row + at, out, mask=inside)
-        if not RMS:
-            tl.store(mean + row, average, mask=row < rows)
-        tl.store(rstd + row, r, mask=row < rows)
-
-    @triton.jit
-    def _means_kernel(
-        s, weight, grad_y, mean, rstd, mean_g, mean_gs, s_stride, grad_stride, features,
-        RMS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """mean(g) and mean(g ŝ) of one long row."""
-        row = tl.program_id(0).to(tl.int64)
-        s += row * s_stride
-        grad_y += row * grad_stride
-        r = tl.load(rstd + row)
-        average = tl.full((), 0.0, tl.float32)
-        if not RMS:
-            average = tl.load(mean + row)
-        sum_g = tl.zeros((BLOCK,), tl.float32)
-        sum_gs = tl.zeros((BLOCK,), tl.float32)
+                size = tl.minimum(features - start, BLOCK).to(tl.float32)
+                block_average = tl.sum(s, 1) / size
+                s = tl.where(inside, s - block_average[:, None], 0.0)
+                step = block_average - average
+                average += step * (size / (start + size))
+                squares += step * step * (start * (size / (start + size)))
+            squares += tl.sum(s * s, 1)
+        r = tl.rsqrt(squares / features + eps)
         for start in range(0, features, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            inside = at < features
-            g = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-            sum_g += g
-            sum_gs += g * (tl.load(s + at, mask=inside, other=0.0).to(tl.float32) - average) * r
+            at = start + column
+            inside = in_rows & (at < features)
+            s = _load_sum(x, residual, at, residual_row + at, inside).to(tl.float32)
+            w = tl.load(weight + at, mask=at < features, other=0.0).to(tl.float32)
+            out = (s - average[:, None]) * r[:, None] * w
+            if bias is not None:
+                out += tl.load(bias + at, mask=at < features, other=0.0).to(tl.float32)
+            tl.store(y + out_row + at, out, mask=inside)
+    if not RMS:
+        tl.store(mean + row, average, mask=row < rows)
+    tl.store(rstd + row, r, mask=row < rows)
+
+
+@triton.jit
+def _means_kernel(
+    s, weight, grad_y, mean, rstd, mean_g, mean_gs, s_stride, grad_stride, features,
+    RMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """mean(g) and mean(g ŝ) of one long row."""
+    row = tl.program_id(0).to(tl.int64)
+    s += row * s_stride
+    grad_y += row * grad_stride
+    r = tl.load(rstd + row)
+    average = tl.full((), 0.0, tl.float32)
+    if not RMS:
+        average = tl.load(mean + row)
+    sum_g = tl.zeros((BLOCK,), tl.float32)
+    sum_gs = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, features, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < features
+        g = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32) * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        sum_g += g
+        sum_gs += g * (tl.load(s + at, mask=inside, other=0.0).to(tl.float32) - average) * r
+    if not RMS:
+        tl.store(mean_g + row, tl.sum(sum_g, 0) / features)
+    tl.store(mean_gs + row, tl.sum(sum_gs, 0) / features)
+
+
+@triton.jit
+def _backward_kernel(
+    s, weight, grad_y, grad_total, mean, rstd, mean_g, mean_gs, grad_s, parts, s_stride, grad_stride, total_stride, rows, features,
+    RMS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_columns = at < features
+    column = at[None, :]
+    w = tl.load(weight + at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    part_w = tl.zeros((ROWS, BLOCK), tl.float32)
+    part_b = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        in_rows = row < rows
+        inside = in_rows[:, None] & in_columns[None, :]
+        x = tl.load(s + row[:, None] * s_stride + column, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(grad_y + row[:, None] * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
         if not RMS:
-            tl.store(mean_g + row, tl.sum(sum_g, 0) / features)
-        tl.store(mean_gs + row, tl.sum(sum_gs, 0) / features)
-
-    @triton.jit
-    def _backward_kernel(
-        s, weight, grad_y, grad_total, mean, rstd, mean_g, mean_gs, grad_s, parts, s_stride, grad_stride, total_stride, rows, features,
-        RMS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    ):  # fmt: skip
-        program, programs = tl.program_id(0), tl.num_programs(0)
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        in_columns = at < features
-        column = at[None, :]
-        w = tl.load(weight + at, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-        part_w = tl.zeros((ROWS, BLOCK), tl.float32)
-        part_b = tl.zeros((ROWS, BLOCK), tl.float32)
-        for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-            row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            in_rows = row < rows
-            inside = in_rows[:, None] & in_columns[None, :]
-            x = tl.load(s + row[:, None] * s_stride + column, mask=inside, other=0.0).to(tl.float32)
-            dy = tl.load(grad_y + row[:, None] * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-            r = tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
-            if not RMS:
-                x -= tl.load(mean + row, mask=in_rows, other=0.0)[:, None]
-            x *= r
-            g = dy * w  # 0 beyond the features, which keeps the means clean
+            x -= tl.load(mean + row, mask=in_rows, other=0.0)[:, None]
+        x *= r
+        g = dy * w  # 0 beyond the features, which keeps the means clean
+        if ONE_BLOCK:
+            inner = tl.sum(g * x, 1)[:, None] / features
+        else:
+            inner = tl.load(mean_gs + row, mask=in_rows, other=0.0)[:, None]
+        ds = g - x * inner
+        if not RMS:
             if ONE_BLOCK:
-                inner = tl.sum(g * x, 1)[:, None] / features
+                ds -= tl.sum(g, 1)[:, None] / features
             else:
-                inner = tl.load(mean_gs + row, mask=in_rows, other=0.0)[:, None]
-            ds = g - x * inner
-            if not RMS:
-                if ONE_BLOCK:
-                    ds -= tl.sum(g, 1)[:, None] / features
-                else:
-                    ds -= tl.load(mean_g + row, mask=in_rows, other=0.0)[:, None]
-            ds *= r
-            if grad_total is not None:
-                ds += tl.load(grad_total + row[:, None] * total_stride + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_s + row[:, None] * features + column, ds, mask=inside)
-            part_w += dy * x
-            if BIAS:
-                part_b += dy
-        parts += program.to(tl.int64) * features + at
-        tl.store(parts, tl.sum(part_w, 0), mask=in_columns)
+                ds -= tl.load(mean_g + row, mask=in_rows, other=0.0)[:, None]
+        ds *= r
+        if grad_total is not None:
+            ds += tl.load(grad_total + row[:, None] * total_stride + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_s + row[:, None] * features + column, ds, mask=inside)
+        part_w += dy * x
         if BIAS:
-            tl.store(parts + programs.to(tl.int64) * features, tl.sum(part_b, 0), mask=in_columns)
+            part_b += dy
+    parts += program.to(tl.int64) * features + at
+    tl.store(parts, tl.sum(part_w, 0), mask=in_columns)
+    if BIAS:
+        tl.store(parts + programs.to(tl.int64) * features, tl.sum(part_b, 0), mask=in_columns)
 
-    @triton.jit
-    def _add_parts_kernel(parts, grads, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-        """parts [1 or 2, programs, features] -> grads [1 or 2, features], always in the same order."""
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        which = tl.program_id(1).to(tl.int64)
-        parts += which * programs * features + at[None, :]
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, programs, ROWS):
-            program = start + tl.arange(0, ROWS)[:, None]
-            total += tl.load(parts + program.to(tl.int64) * features, mask=(program < programs) & (at < features)[None, :], other=0.0)
-        tl.store(grads + which * features + at, tl.sum(total, 0), mask=at < features)
+
+@triton.jit
+def _add_parts_kernel(parts, grads, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [1 or 2, programs, features] -> grads [1 or 2, features], always in the same order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    which = tl.program_id(1).to(tl.int64)
+    parts += which * programs * features + at[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        program = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(parts + program.to(tl.int64) * features, mask=(program < programs) & (at < features)[None, :], other=0.0)
+    tl.store(grads + which * features + at, tl.sum(total, 0), mask=at < features)
 
 
 def launch_options(features: int, element_size: int) -> dict[str, Any]:

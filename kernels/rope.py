@@ -29,7 +29,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 Norms = tuple[torch.Tensor, torch.Tensor, float]
 
@@ -111,110 +111,113 @@ def _check_tables(operation: str, cos: torch.Tensor, sin: torch.Tensor, seq: int
             raise ValueError(f"{operation}: {name} is {table.dtype} (right: fp32, or fp64 for eager)")
 
 
-if triton is not None:
+@triton.jit
+def _turn(first, second, c, s, BACKWARD: tl.constexpr):
+    if BACKWARD:
+        s = -s
+    return first * c - second * s, second * c + first * s
 
-    @triton.jit
-    def _turn(first, second, c, s, BACKWARD: tl.constexpr):
-        if BACKWARD:
-            s = -s
-        return first * c - second * s, second * c + first * s
 
-    @triton.jit
-    def _angles(cos, sin, position, pair, HALF: tl.constexpr):
-        """cos and sin of one position, [1, pairs]."""
-        table = position.to(tl.int64) * (2 * HALF) + pair
-        return tl.load(cos + table, mask=pair < HALF, other=1.0), tl.load(sin + table, mask=pair < HALF, other=0.0)
+@triton.jit
+def _angles(cos, sin, position, pair, HALF: tl.constexpr):
+    """cos and sin of one position, [1, pairs]."""
+    table = position.to(tl.int64) * (2 * HALF) + pair
+    return tl.load(cos + table, mask=pair < HALF, other=1.0), tl.load(sin + table, mask=pair < HALF, other=0.0)
 
-    @triton.jit
-    def _rope_kernel(
-        x, y, cos, sin, heads, seq, x_batch, x_head, x_seq, y_batch, y_head, y_seq,
-        HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
-    ):  # fmt: skip
-        batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
-        head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
-        pair = tl.arange(0, PAIRS)[None, :]
-        inside = (head < heads) & (pair < HALF)
-        c, s = _angles(cos, sin, position, pair, HALF)
-        x += batch * x_batch + head * x_head + position * x_seq + pair
-        first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
-        first, second = _turn(first, second, c, s, BACKWARD)
-        y += batch * y_batch + head * y_head + position * y_seq + pair
-        tl.store(y, first, mask=inside)
-        tl.store(y + HALF, second, mask=inside)
 
-    @triton.jit
-    def _weights(q_weight, k_weight, is_q, pair, HALF: tl.constexpr):
-        """The norm's weights of each head's features in both halves, [heads, pairs]."""
-        known = pair < HALF
-        of_q = tl.load(q_weight + pair, mask=known, other=0.0).to(tl.float32)
-        of_k = tl.load(k_weight + pair, mask=known, other=0.0).to(tl.float32)
-        more_q = tl.load(q_weight + HALF + pair, mask=known, other=0.0).to(tl.float32)
-        more_k = tl.load(k_weight + HALF + pair, mask=known, other=0.0).to(tl.float32)
-        return tl.where(is_q, of_q, of_k), tl.where(is_q, more_q, more_k)
+@triton.jit
+def _rope_kernel(
+    x, y, cos, sin, heads, seq, x_batch, x_head, x_seq, y_batch, y_head, y_seq,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = (head < heads) & (pair < HALF)
+    c, s = _angles(cos, sin, position, pair, HALF)
+    x += batch * x_batch + head * x_head + position * x_seq + pair
+    first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
+    first, second = _turn(first, second, c, s, BACKWARD)
+    y += batch * y_batch + head * y_head + position * y_seq + pair
+    tl.store(y, first, mask=inside)
+    tl.store(y + HALF, second, mask=inside)
 
-    @triton.jit
-    def _normed(first, second, eps, HALF: tl.constexpr):
-        """x r of each head, in both halves, and r."""
-        r = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1))[:, None] / (2 * HALF) + eps)
-        return first * r, second * r, r
 
-    @triton.jit
-    def _rope_qkv_kernel(
-        qkv, q, k, v, cos, sin, x, q_weight, k_weight, parts, eps, slots, seq,
-        q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq,
-        GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
-    ):  # fmt: skip
-        """A slot is a head of qkv, whose kv head is slot // (GROUP + 2). Backward reads q, k, v and writes qkv; with norms it reads what
-        forward had as qkv, x, too, and writes a row of `parts`: those of both weights' gradients."""
-        batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
-        slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-        pair = tl.arange(0, PAIRS)[None, :]
-        kv_head, member = (slot // (GROUP + 2)).to(tl.int64), slot % (GROUP + 2)
-        inside = (slot < slots) & (pair < HALF)
-        is_q, is_k, is_v = inside & (member < GROUP), inside & (member == GROUP), inside & (member > GROUP)
-        c, s = _angles(cos, sin, position, pair, HALF)
-        qkv += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
-        q += batch * q_batch + (kv_head * GROUP + member) * q_head + position * q_seq + pair
-        k += batch * k_batch + kv_head * k_head + position * k_seq + pair
-        v += batch * v_batch + kv_head * v_head + position * v_seq + pair
-        if BACKWARD:  # of three loads two are masked off: they cost no traffic
-            first = tl.load(q, mask=is_q, other=0.0) + tl.load(k, mask=is_k, other=0.0) + tl.load(v, mask=is_v, other=0.0)
-            second = tl.load(q + HALF, mask=is_q, other=0.0) + tl.load(k + HALF, mask=is_k, other=0.0)
-            second += tl.load(v + HALF, mask=is_v, other=0.0)
-            turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
-            if q_weight is not None:
-                x += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
-                x_first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-                x_second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
-                x_first, x_second, r = _normed(x_first, x_second, eps, HALF)
-                parts += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (4 * HALF) + tl.arange(0, PAIRS)
-                known = tl.arange(0, PAIRS) < HALF
-                own_first, own_second = turned_first * x_first, turned_second * x_second
-                tl.store(parts, tl.sum(tl.where(is_q, own_first, 0.0), 0), mask=known)
-                tl.store(parts + HALF, tl.sum(tl.where(is_q, own_second, 0.0), 0), mask=known)
-                tl.store(parts + 2 * HALF, tl.sum(tl.where(is_k, own_first, 0.0), 0), mask=known)
-                tl.store(parts + 3 * HALF, tl.sum(tl.where(is_k, own_second, 0.0), 0), mask=known)
-                w_first, w_second = _weights(q_weight, k_weight, is_q, pair, HALF)
-                g_first, g_second = w_first * turned_first, w_second * turned_second
-                mean = (tl.sum(g_first * x_first, 1) + tl.sum(g_second * x_second, 1))[:, None] / (2 * HALF)
-                turned_first, turned_second = r * (g_first - x_first * mean), r * (g_second - x_second * mean)
-            tl.store(qkv, tl.where(is_v, first, turned_first), mask=inside)
-            tl.store(qkv + HALF, tl.where(is_v, second, turned_second), mask=inside)
-        else:
-            first, second = tl.load(qkv, mask=inside, other=0.0), tl.load(qkv + HALF, mask=inside, other=0.0)
-            n_first, n_second = first.to(tl.float32), second.to(tl.float32)
-            if q_weight is not None:
-                w_first, w_second = _weights(q_weight, k_weight, is_q, pair, HALF)
-                n_first, n_second, r = _normed(n_first, n_second, eps, HALF)
-                n_first, n_second = n_first * w_first, n_second * w_second
-            turned_first, turned_second = _turn(n_first, n_second, c, s, BACKWARD)
-            tl.store(q, turned_first, mask=is_q)
-            tl.store(q + HALF, turned_second, mask=is_q)
-            tl.store(k, turned_first, mask=is_k)
-            tl.store(k + HALF, turned_second, mask=is_k)
-            tl.store(v, first, mask=is_v)
-            tl.store(v + HALF, second, mask=is_v)
+@triton.jit
+def _weights(q_weight, k_weight, is_q, pair, HALF: tl.constexpr):
+    """The norm's weights of each head's features in both halves, [heads, pairs]."""
+    known = pair < HALF
+    of_q = tl.load(q_weight + pair, mask=known, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + pair, mask=known, other=0.0).to(tl.float32)
+    more_q = tl.load(q_weight + HALF + pair, mask=known, other=0.0).to(tl.float32)
+    more_k = tl.load(k_weight + HALF + pair, mask=known, other=0.0).to(tl.float32)
+    return tl.where(is_q, of_q, of_k), tl.where(is_q, more_q, more_k)
+
+
+@triton.jit
+def _normed(first, second, eps, HALF: tl.constexpr):
+    """x r of each head, in both halves, and r."""
+    r = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1))[:, None] / (2 * HALF) + eps)
+    return first * r, second * r, r
+
+
+@triton.jit
+def _rope_qkv_kernel(
+    qkv, q, k, v, cos, sin, x, q_weight, k_weight, parts, eps, slots, seq,
+    q_batch, q_head, q_seq, k_batch, k_head, k_seq, v_batch, v_head, v_seq,
+    GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """A slot is a head of qkv, whose kv head is slot // (GROUP + 2). Backward reads q, k, v and writes qkv; with norms it reads what
+    forward had as qkv, x, too, and writes a row of `parts`: those of both weights' gradients."""
+    batch, position = (tl.program_id(0) // seq).to(tl.int64), (tl.program_id(0) % seq).to(tl.int64)
+    slot = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    kv_head, member = (slot // (GROUP + 2)).to(tl.int64), slot % (GROUP + 2)
+    inside = (slot < slots) & (pair < HALF)
+    is_q, is_k, is_v = inside & (member < GROUP), inside & (member == GROUP), inside & (member > GROUP)
+    c, s = _angles(cos, sin, position, pair, HALF)
+    qkv += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
+    q += batch * q_batch + (kv_head * GROUP + member) * q_head + position * q_seq + pair
+    k += batch * k_batch + kv_head * k_head + position * k_seq + pair
+    v += batch * v_batch + kv_head * v_head + position * v_seq + pair
+    if BACKWARD:  # of three loads two are masked off: they cost no traffic
+        first = tl.load(q, mask=is_q, other=0.0) + tl.load(k, mask=is_k, other=0.0) + tl.load(v, mask=is_v, other=0.0)
+        second = tl.load(q + HALF, mask=is_q, other=0.0) + tl.load(k + HALF, mask=is_k, other=0.0)
+        second += tl.load(v + HALF, mask=is_v, other=0.0)
+        turned_first, turned_second = _turn(first.to(tl.float32), second.to(tl.float32), c, s, BACKWARD)
+        if q_weight is not None:
+            x += (tl.program_id(0).to(tl.int64) * slots + slot) * (2 * HALF) + pair
+            x_first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+            x_second = tl.load(x + HALF, mask=inside, other=0.0).to(tl.float32)
+            x_first, x_second, r = _normed(x_first, x_second, eps, HALF)
+            parts += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (4 * HALF) + tl.arange(0, PAIRS)
+            known = tl.arange(0, PAIRS) < HALF
+            own_first, own_second = turned_first * x_first, turned_second * x_second
+            tl.store(parts, tl.sum(tl.where(is_q, own_first, 0.0), 0), mask=known)
+            tl.store(parts + HALF, tl.sum(tl.where(is_q, own_second, 0.0), 0), mask=known)
+            tl.store(parts + 2 * HALF, tl.sum(tl.where(is_k, own_first, 0.0), 0), mask=known)
+            tl.store(parts + 3 * HALF, tl.sum(tl.where(is_k, own_second, 0.0), 0), mask=known)
+            w_first, w_second = _weights(q_weight, k_weight, is_q, pair, HALF)
+            g_first, g_second = w_first * turned_first, w_second * turned_second
+            mean = (tl.sum(g_first * x_first, 1) + tl.sum(g_second * x_second, 1))[:, None] / (2 * HALF)
+            turned_first, turned_second = r * (g_first - x_first * mean), r * (g_second - x_second * mean)
+        tl.store(qkv, tl.where(is_v, first, turned_first), mask=inside)
+        tl.store(qkv + HALF, tl.where(is_v, second, turned_second), mask=inside)
+    else:
+        first, second = tl.load(qkv, mask=inside, other=0.0), tl.load(qkv + HALF, mask=inside, other=0.0)
+        n_first, n_second = first.to(tl.float32), second.to(tl.float32)
+        if q_weight is not None:
+            w_first, w_second = _weights(q_weight, k_weight, is_q, pair, HALF)
+            n_first, n_second, r = _normed(n_first, n_second, eps, HALF)
+            n_first, n_second = n_first * w_first, n_second * w_second
+        turned_first, turned_second = _turn(n_first, n_second, c, s, BACKWARD)
+        tl.store(q, turned_first, mask=is_q)
+        tl.store(q + HALF, turned_second, mask=is_q)
+        tl.store(k, turned_first, mask=is_k)
+        tl.store(k + HALF, turned_second, mask=is_k)
+        tl.store(v, first, mask=is_v)
+        tl.store(v + HALF, second, mask=is_v)
 
 
 def launch_options(heads: int, head_size: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 MAX_BLOCK = 16384  # elements of a row held in registers at once
 THREADS = 128  # of a program that takes several short rows
@@ -53,94 +53,96 @@ def causal_softmax_eager(scores: Tensor, scale: float) -> Tensor:
     return wide.masked_fill(~visible, float("-inf")).softmax(-1).to(scores.dtype)
 
 
-if triton is not None:
+@triton.jit
+def _visible_keys(row, query_size, key_size):
+    """How many keys, from the first, these rows of the flattened causal [batch * heads * query, key] matrix see."""
+    return row % query_size + key_size - query_size + 1
 
-    @triton.jit
-    def _visible_keys(row, query_size, key_size):
-        """How many keys, from the first, these rows of the flattened causal [batch * heads * query, key] matrix see."""
-        return row % query_size + key_size - query_size + 1
 
-    @triton.jit
-    def _load_limit(visible, key_size):
-        """Where loads end: at a multiple of 16 beyond the visible keys, for a ragged end would forbid 16-byte loads."""
-        return tl.minimum((visible + 15) // 16 * 16, key_size)
+@triton.jit
+def _load_limit(visible, key_size):
+    """Where loads end: at a multiple of 16 beyond the visible keys, for a ragged end would forbid 16-byte loads."""
+    return tl.minimum((visible + 15) // 16 * 16, key_size)
 
-    @triton.jit
-    def _load_scaled(scores, key, visible, limit, in_rows, scale):
-        """s x of these keys, -inf where it is not seen; and where it is."""
-        x = tl.load(scores + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32) * scale
-        seen = in_rows & (key < visible)
-        return tl.where(seen, x, float("-inf")), seen
 
-    @triton.jit
-    def _forward_kernel(
-        scores, probabilities, scale, rows, query_size, key_size,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-        in_rows = row < rows
-        lane = tl.arange(0, BLOCK)[None, :]
-        offset = row.to(tl.int64) * key_size  # passes 2^31 at ordinary sizes
-        scores += offset
-        probabilities += offset
-        visible = _visible_keys(row, query_size, key_size)
-        limit = _load_limit(visible, key_size)
-        end = tl.max(visible)
-        if ONE_BLOCK:
-            x, seen = _load_scaled(scores, lane, visible, limit, in_rows, scale)
-            numerator = tl.exp(x - tl.max(x, 1)[:, None])
-            y = tl.where(seen, numerator * (1.0 / tl.sum(numerator, 1)[:, None]), 0.0)
-            tl.store(probabilities + lane, y, mask=in_rows & (lane < key_size))
-        else:
-            # Starting from the least finite number, not -inf, a first block of -inf scores gives exp(-inf) = 0 and no NaN.
-            maximum = tl.full((ROWS,), -3.4028234663852886e38, tl.float32)
-            total = tl.zeros((ROWS,), tl.float32)
-            for start in range(0, end, BLOCK):
-                x, seen = _load_scaled(scores, start + lane, visible, limit, in_rows, scale)
-                previous = maximum
-                maximum = tl.maximum(previous, tl.max(x, 1))
-                total = total * tl.exp(previous - maximum) + tl.sum(tl.exp(x - maximum[:, None]), 1)
-            inverse = (1.0 / total)[:, None]
-            for start in range(0, key_size, BLOCK):
-                x, seen = _load_scaled(scores, start + lane, visible, limit, in_rows, scale)
-                y = tl.where(seen, tl.exp(x - maximum[:, None]) * inverse, 0.0)
-                tl.store(probabilities + start + lane, y, mask=in_rows & (start + lane < key_size))
+@triton.jit
+def _load_scaled(scores, key, visible, limit, in_rows, scale):
+    """s x of these keys, -inf where it is not seen; and where it is."""
+    x = tl.load(scores + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32) * scale
+    seen = in_rows & (key < visible)
+    return tl.where(seen, x, float("-inf")), seen
 
-    @triton.jit
-    def _backward_kernel(
-        probabilities, grad_output, grad_scores, scale, rows, query_size, key_size,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-        in_rows = row < rows
-        lane = tl.arange(0, BLOCK)[None, :]
-        offset = row.to(tl.int64) * key_size
-        probabilities += offset
-        grad_output += offset
-        grad_scores += offset
-        visible = _visible_keys(row, query_size, key_size)
-        limit = _load_limit(visible, key_size)
-        end = tl.max(visible)
-        if ONE_BLOCK:
-            inside = in_rows & (lane < limit)
-            y = tl.load(probabilities + lane, mask=inside, other=0.0).to(tl.float32)
-            dy = tl.load(grad_output + lane, mask=inside, other=0.0).to(tl.float32)
-            dy = tl.where(lane < visible, dy, 0.0)  # a gradient of the zeros beyond, were it infinite, must not count
-            dx = scale * y * (dy - tl.sum(dy * y, 1)[:, None])
-            tl.store(grad_scores + lane, dx, mask=in_rows & (lane < key_size))
-        else:
-            inner = tl.zeros((ROWS,), tl.float32)
-            for start in range(0, end, BLOCK):
-                key = start + lane
-                y = tl.load(probabilities + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
-                dy = tl.load(grad_output + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
-                inner += tl.sum(tl.where(key < visible, dy, 0.0) * y, 1)
-            for start in range(0, key_size, BLOCK):
-                key = start + lane
-                y = tl.load(probabilities + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
-                dy = tl.load(grad_output + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
-                dx = scale * y * (tl.where(key < visible, dy, 0.0) - inner[:, None])
-                tl.store(grad_scores + key, dx, mask=in_rows & (key < key_size))
+
+@triton.jit
+def _forward_kernel(
+    scores, probabilities, scale, rows, query_size, key_size,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    in_rows = row < rows
+    lane = tl.arange(0, BLOCK)[None, :]
+    offset = row.to(tl.int64) * key_size  # passes 2^31 at ordinary sizes
+    scores += offset
+    probabilities += offset
+    visible = _visible_keys(row, query_size, key_size)
+    limit = _load_limit(visible, key_size)
+    end = tl.max(visible)
+    if ONE_BLOCK:
+        x, seen = _load_scaled(scores, lane, visible, limit, in_rows, scale)
+        numerator = tl.exp(x - tl.max(x, 1)[:, None])
+        y = tl.where(seen, numerator * (1.0 / tl.sum(numerator, 1)[:, None]), 0.0)
+        tl.store(probabilities + lane, y, mask=in_rows & (lane < key_size))
+    else:
+        # Starting from the least finite number, not -inf, a first block of -inf scores gives exp(-inf) = 0 and no NaN.
+        maximum = tl.full((ROWS,), -3.4028234663852886e38, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, end, BLOCK):
+            x, seen = _load_scaled(scores, start + lane, visible, limit, in_rows, scale)
+            previous = maximum
+            maximum = tl.maximum(previous, tl.max(x, 1))
+            total = total * tl.exp(previous - maximum) + tl.sum(tl.exp(x - maximum[:, None]), 1)
+        inverse = (1.0 / total)[:, None]
+        for start in range(0, key_size, BLOCK):
+            x, seen = _load_scaled(scores, start + lane, visible, limit, in_rows, scale)
+            y = tl.where(seen, tl.exp(x - maximum[:, None]) * inverse, 0.0)
+            tl.store(probabilities + start + lane, y, mask=in_rows & (start + lane < key_size))
+
+
+@triton.jit
+def _backward_kernel(
+    probabilities, grad_output, grad_scores, scale, rows, query_size, key_size,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    in_rows = row < rows
+    lane = tl.arange(0, BLOCK)[None, :]
+    offset = row.to(tl.int64) * key_size
+    probabilities += offset
+    grad_output += offset
+    grad_scores += offset
+    visible = _visible_keys(row, query_size, key_size)
+    limit = _load_limit(visible, key_size)
+    end = tl.max(visible)
+    if ONE_BLOCK:
+        inside = in_rows & (lane < limit)
+        y = tl.load(probabilities + lane, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(grad_output + lane, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.where(lane < visible, dy, 0.0)  # a gradient of the zeros beyond, were it infinite, must not count
+        dx = scale * y * (dy - tl.sum(dy * y, 1)[:, None])
+        tl.store(grad_scores + lane, dx, mask=in_rows & (lane < key_size))
+    else:
+        inner = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, end, BLOCK):
+            key = start + lane
+            y = tl.load(probabilities + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+            dy = tl.load(grad_output + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+            inner += tl.sum(tl.where(key < visible, dy, 0.0) * y, 1)
+        for start in range(0, key_size, BLOCK):
+            key = start + lane
+            y = tl.load(probabilities + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+            dy = tl.load(grad_output + key, mask=in_rows & (key < limit), other=0.0).to(tl.float32)
+            dx = scale * y * (tl.where(key < visible, dy, 0.0) - inner[:, None])
+            tl.store(grad_scores + key, dx, mask=in_rows & (key < key_size))
 
 
 def launch_options(key_size: int, elements: int = 32) -> dict[str, Any]:

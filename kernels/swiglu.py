@@ -19,7 +19,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 MAX_BLOCK = 1024  # columns of a tile
 TILE = 2048  # elements of a tile: 16 a thread of each operand, two 16-byte loads of bf16
@@ -43,33 +43,32 @@ def swiglu_eager(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-if triton is not None:
+@triton.jit
+def _forward_kernel(x, y, rows, features, x_stride, column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    # Neighbours in a row are neighbouring programs: memory is walked through in order.
+    row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < features)
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + features + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * features + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
 
-    @triton.jit
-    def _forward_kernel(x, y, rows, features, x_stride, column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-        # Neighbours in a row are neighbouring programs: memory is walked through in order.
-        row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside = (row < rows) & (column < features)
-        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * x_stride + features + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y + row * features + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
 
-    @triton.jit
-    def _backward_kernel(
-        x, grad_y, grad_x, rows, features, x_stride, grad_stride, column_blocks,
-        ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside = (row < rows) & (column < features)
-        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * x_stride + features + column, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-        s = 1.0 / (1.0 + tl.exp(-gate))
-        grad_x += row * (2 * features) + column
-        tl.store(grad_x, dy * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
-        tl.store(grad_x + features, dy * gate * s, mask=inside)
+@triton.jit
+def _backward_kernel(
+    x, grad_y, grad_x, rows, features, x_stride, grad_stride, column_blocks,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) % column_blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < features)
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + features + column, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(grad_y + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    grad_x += row * (2 * features) + column
+    tl.store(grad_x, dy * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
+    tl.store(grad_x + features, dy * gate * s, mask=inside)
 
 
 def launch_options(features: int) -> dict[str, int]:

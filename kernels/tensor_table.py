@@ -15,7 +15,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # a CPU build of torch brings no Triton
-    triton = None
+    from megacore.kernels.absent import tl, triton
 
 
 class TensorTable:
@@ -63,12 +63,10 @@ def check_columns(operation: str, columns: dict[str, Sequence[Tensor] | None]) -
                 raise ValueError(f"{operation}: {name}[{i}] is {given} (right: {column[0].dtype} on {first[0].device}, contiguous)")
 
 
-if triton is not None:
-
-    @triton.jit
-    def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-        """The pointer to elements of DTYPE whose address is in memory; ALIGNED promises Triton a multiple of 16 bytes."""
-        pointer = tl.load(address).to(tl.pointer_type(DTYPE))
-        if ALIGNED:
-            pointer = tl.multiple_of(pointer, 16)
-        return pointer
+@triton.jit
+def pointer_at(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to elements of DTYPE whose address is in memory; ALIGNED promises Triton a multiple of 16 bytes."""
+    pointer = tl.load(address).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer

@@ -18,7 +18,7 @@ from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.tools.choices.bubble import bubble, bubble_warning
 from megacore.tools.choices.context_method import DEVICE, METHODS
-from megacore.tools.choices.flops import counted_layers, flops_per_token
+from megacore.tools.choices.flops import counted_layers, model_flops
 from megacore.tools.choices.partition import alternatives, partitioned, simulated, stage_costs, step_times
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
@@ -79,7 +79,7 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
     """Prints the plan."""
     from rich.console import Console
 
-    if config.model.source is not None:
+    if config.model.source is not None and counted_layers(config) is None:
         from megacore.tools.dry_run import own_model
 
         own_model.report(config)
@@ -89,15 +89,18 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
     train, parallel = config.train, config.parallel
     assert isinstance(parallel.data, int)
     world, step_tokens = config.world_size, train.global_batch_size * train.seq_len
-    full, causal = (flops_per_token(config, c) * step_tokens for c in (False, True))
+    full, causal = (model_flops(config, c) for c in (False, True))
+    assert full is not None
+    counted = "three times the products of every layer" if causal is None else f"{causal * step_tokens:.4g} with attention counted causally"
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-    console.print(f"parameters    {parameters(config):,}")
+    source = "" if config.model.source is None else f", of the layers of {config.model.source}"
+    console.print(f"parameters    {parameters(config):,}{source}")
     console.print(f"ranks         {world} = {parallel.described()}")
     console.print(
         f"batch         global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
         f" × microbatches {config.num_microbatches} × data {parallel.data}"
     )
-    console.print(f"a step        {step_tokens:,} tokens, {full:.4g} model FLOPs ({causal:.4g} with attention counted causally)")
+    console.print(f"a step        {step_tokens:,} tokens, {full * step_tokens:.4g} model FLOPs ({counted})")
     console.print(f"bubble        {bubble(makespan, busy):.1%} under {parallel.schedule}")
     if warning := bubble_warning(config):
         console.print(warning)
@@ -296,7 +299,7 @@ def run(argv: list[str]) -> int:
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
-        refuse_for_source(config, args)
+        check_source(config, args)
     device = None if args.device is None else read_device(args.device)
     if device is not None and config.train.precision not in device.peak_flops:
         wrong, known = f"the {config.train.precision} peak of {device.name} is not known", ", ".join(device.peak_flops)
@@ -332,16 +335,15 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def refuse_for_source(config: Config, args: argparse.Namespace) -> None:
-    """Raises `ConfigError` for what is not known of a model of the user's own, and if its file is wrong."""
-    from megacore.tools.dry_run.own_model import NOT_PREDICTED, check  # imports torch
+def check_source(config: Config, args: argparse.Namespace) -> None:
+    """Raises `ConfigError` if the file of a model of the user's own is wrong, and for what nobody knows of layers that need content."""
+    from megacore.tools.dry_run.own_model import check  # imports torch
 
     check(config)
-    options = ("search", "device", "cluster", "calibrate", "compare_schedules")
-    if beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]:
-        raise ConfigError(beside[0], NOT_PREDICTED.rstrip("."), f"without {', '.join(beside)}, or without model.source")
-    if args.plot and counted_layers(config) is None:
-        raise ConfigError("--plot", "the layers of model.source do not run on tensors without content: no action's work is known", "none")
+    options = ("search", "device", "cluster", "calibrate", "compare_schedules", "plot")
+    if (beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]) and counted_layers(config) is None:
+        wrong = "the layers of model.source do not run on tensors without content: what they do and keep is not known"
+        raise ConfigError(beside[0], wrong, f"without {', '.join(beside)}")
 
 
 def refuse_beside(option: str, args: argparse.Namespace, others: tuple[str, ...]) -> None:
@@ -370,7 +372,7 @@ def search(args: argparse.Namespace) -> int:
     alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]
     config = load(args.config, [*args.overrides, *alone, "parallel.chunks=1", "train.micro_batch_size=1"], 1).config
     if config.model.source is not None:
-        refuse_for_source(config, args)
+        check_source(config, args)
     if config.engine.kind == "deepspeed":
         raise ConfigError("engine.kind", "the search lays out the native engine and fsdp", "native")
     if args.plot is not None:

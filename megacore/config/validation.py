@@ -125,9 +125,6 @@ def check_available(config: Config) -> None:
     if config.chunks < needed or (config.chunks > needed and not open_ended):
         wrong = f"{schedule} has {'at least ' if open_ended else ''}{needed} a rank, not {config.chunks}"
         raise ConfigError("parallel.chunks", wrong, f"{needed}{' or more' if open_ended else ''}, or null")
-    if config.model.source is not None and schedule == "auto":
-        wrong = "the search weighs what megacore's own blocks keep, and not those of model.source"
-        raise ConfigError("parallel.schedule", wrong, "a schedule by its name; docs/schedules.md compares them")
     if config.train.compile is True and config.model.dropout:
         raise ConfigError("train.compile", "cannot compile dropout, whose masks are drawn by name", "false, or model.dropout=0")
     if config.train.compile is True and config.train.offload_activations:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megacore.config import Config
-from megacore.errors import ConfigError
 from megacore.tools.settings.load import load
 
 if TYPE_CHECKING:  # each function imports what it needs: a plan needs no torch
@@ -96,7 +95,6 @@ def predict(config: Config, device: str = "h100", cluster: str = "dgx_h100") -> 
     from megacore.tools.planner.step_time import predict
     from megacore.tools.planner.workload import setting_of
 
-    refuse_own_model(config)
     return predict(setting_of(config), read_device(device), read_cluster(cluster), profile("megacore"))
 
 
@@ -104,13 +102,4 @@ def memory(config: Config) -> "list[RankMemory]":
     """Bytes at the peak of each rank of the pipeline, by what holds them."""
     from megacore.tools.planner.memory import rank_memory
 
-    refuse_own_model(config)
     return rank_memory(config)
-
-
-def refuse_own_model(config: Config) -> None:
-    """Raises `ConfigError` for a model of the user's own, as `launch/plan.py` does: the figures would be those of another model."""
-    if config.model.source is not None:
-        from megacore.tools.dry_run.own_model import NOT_PREDICTED
-
-        raise ConfigError("model.source", NOT_PREDICTED.rstrip("."), "a config without model.source")

@@ -17,8 +17,8 @@ from megacore.config import Config
 from megacore.distributed import collectives as comm
 from megacore.distributed.mesh import Mesh
 from megacore.tensor_parallel import linear
+from megacore.tools.choices.meta_watch import OPERATIONS
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.dry_run.meta_watch import OPERATIONS
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.planner.parameters import rank_parameters

@@ -43,6 +43,7 @@ SOURCES = {
         return self.nowhere if self.window == 7 else self
 """,
     "constructor": edited("        self.index = index", "        raise KeyError('rope')"),
+    "content": edited("        return self.down(", "        assert x.sum().item() < 1e9\n        return self.down("),
     "no_module": edited("class Block(nn.Module)", "class Block(dict)"),
     "plain_weight": edited("        self.index = index", "        self.index, self.gate = index, nn.Linear(3, 3)"),
     "few_layers": f"{RIGHT}\nfrom megacore.model.gpt import gpt\ndef layers(config):\n    return gpt(config, Block)[::2]\n",
@@ -52,7 +53,8 @@ SOURCES = {
 
 
 def line_of(name: str) -> int:
-    return SOURCES[name][: SOURCES[name].index("raise ")].count("\n") + 1
+    at = ".item()" if name == "content" else "raise "
+    return SOURCES[name][: SOURCES[name].index(at)].count("\n") + 1
 
 
 def source(name: str, *words: str) -> tuple[str, ...]:
@@ -100,12 +102,10 @@ LINES: list[Row] = [
         ("unread", "@unread.py, layers: ValueError: layer blocks.0 reads memory, which no layer before it writes"),
         ("plain_weight", "@plain_weight.py: gate.weight of block 0 does not say which part of the whole tensor it is (a layer of "),
     )),
-    *(("plan", source("right", *words), f"config error: {line}") for words, line in (
-        (("parallel.schedule=auto",), "parallel.schedule: the search weighs what megacore's own blocks keep, and not those of mod"),
-        (("--device", "h100"), "--device: Memory, what is sent and the time of a step are not predicted for model.source; --dry-run"),
-        (("--search", "--world", "8"), "--search: Memory, what is sent and the time"),
-        (("--compare-schedules",), "--compare-schedules: Memory, what is sent and the time"),
-    )),
+    ("plan", source("content", "--device", "h100"), "config error: --device: the layers of model.source do not run on tensors without"),
+    ("plan", source("content", "--search", "--world", "8"), "config error: --search: the layers of model.source do not run on tensors "),
+    ("plan", source("content", "parallel.schedule=auto", "parallel.pipeline=2"),
+     f"config error: model.source: @content.py, line {line_of('content')}, blocks.0 on tensors without content: RuntimeError: "),
     ("generate", ("--checkpoint", "@run", "--source", "@right.py"), "checkpoint error: @run/checkpoints/step_00000003: its model has no"),
     ("evaluate", ("--checkpoint", "@run", "--source", "@right.py"), "checkpoint error: @run/checkpoints/step_00000003: its model has no"),
 ]  # fmt: skip

@@ -56,7 +56,7 @@ TORCH_FREE = (
     "megacore.tools.choices.flops",
     "megacore.tools.choices.activations", "megacore.tools.choices.partition", "megacore.tools.choices.search_schedule",
     "megacore.tools.choices.resolve_auto", "megacore.tools.choices.context_method", "megacore.tools.choices.devices",
-    "megacore.tools.choices.held",
+    "megacore.tools.choices.held", "megacore.tools.choices.layer_cost",
     "megacore.distributed.rank_info", "megacore.distributed.axes", "megacore.distributed.processes",
     "megacore.tools.launchers", "megacore.tools.hostfile", "megacore.tools.error_report", "megacore.tools.cli",
 )  # fmt: skip

@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
+from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.dry_run.fake import DryMesh, playing
-from megacore.tools.dry_run.meta_watch import MetaWatch
 from megacore.tools.planner.memory import communicators_of
 from megacore.tools.settings.load import load, smallest_world
 from tests import training

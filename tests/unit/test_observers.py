@@ -163,7 +163,7 @@ def test_who_knows_nothing_is_passed_over() -> None:
     assert Observers().waits() == Waits() and Observers().stragglers([1.0], [0.0], 1.0) == {}
 
 
-PATCHES = "megacore.tools.dry_run.torch_patches"  # the one module that may replace what is another library's
+PATCHES = "megacore.tools.choices.torch_patches"  # the one module that may replace what is another library's
 # Where attributes of others are set else, how many such lines there are, and why.
 KNOWN = {
     PATCHES: 1,  # imports mock

@@ -1,6 +1,7 @@
 """What is known of a model of the user's own without a device: its parameters, its products and their share of the peak, its dry run."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,12 @@ from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, unregister
 from megacore.tools.choices.compiling import can_compile
 from megacore.tools.choices.flops import counted_layers, flops_per_token, layer_cost, model_flops
+from megacore.tools.choices.measured import cost_of
 from megacore.tools.choices.partition import stage_costs
 from megacore.tools.choices.utilisation import Utilisation
+from megacore.tools.library import predict
+from megacore.tools.planner.activations import rank_activations
+from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
 from tests import forks
 
@@ -58,7 +63,7 @@ def test_layers_that_need_content_are_not_guessed(tmp_path: Path, capsys: pytest
     assert counted_layers(own) is None and model_flops(own, causal=False) is None
     assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2"]) == 0
     said = capsys.readouterr().out
-    assert "FLOPs and bubble unknown" in said and "GFLOP" not in said
+    assert "memory and what is sent are unknown" in said and "GFLOP" not in said
     with pytest.raises(ConfigError, match="--plot: the layers of model.source do not run on tensors without content"):
         plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", "parallel.pipeline=2", "--plot", str(tmp_path / "a.png")])
 
@@ -71,10 +76,58 @@ def test_a_plan_counts_the_own_parameters(tmp_path: Path, capsys: pytest.Capture
     assert plan.run(["--config", TINY, source, "parallel.pipeline=2", "parallel.tensor=2", "model.tie_embeddings=false"]) == 0
     said = capsys.readouterr().out
     untied = own.model.vocab_size * own.model.hidden_size
-    assert f"parameters    {whole + untied:,}, of the layers of" in said and "are not predicted for model.source" in said
-    held = [int(line.split()[2].replace(",", "")) for line in said.splitlines() if "–" in line]
+    assert f"parameters    {whole + untied:,}, of the layers of" in said and "three times the products" in said
+    assert "Each pipeline rank at its peak" in said and "Sent by each rank" in said
+    held = [int(count.replace(",", "")) for count in re.findall(r"(?m)^ *\d+ +\d+(?:–\d+)? +([\d,]+)", said)]
     norms = (2 * own.model.num_layers + 1) * own.model.hidden_size  # which tensor ranks hold alike
     assert 2 * sum(held) - norms == whole + untied
+
+
+@pytest.mark.parametrize(("name", "world", "layout"), [
+    ("gpt_7b", 8, []),
+    ("gpt_1b", 4, ["parallel.pipeline=2", "parallel.schedule=zb_h1", "train.recompute=full"]),
+    ("llama_8b", 8, ["parallel.tensor=2", "parallel.sequence=true", "engine.kind=native"]),
+])  # fmt: skip
+def test_megacores_block_as_one_of_the_users_is_planned_alike(name: str, world: int, layout: list[str], tmp_path: Path) -> None:
+    """Two descriptions of a block drift apart: what the time model knows of megacore's own must be what the layers do."""
+    (tmp_path / "house.py").write_text("from megacore.model.block import Block\n")
+    path = str(forks.ROOT / f"configs/{name}.json")
+    plain, own = (load(path, [*layout, *source], world).config for source in ([], [f"model.source={tmp_path}/house.py"]))
+    assert rank_memory(own) == rank_memory(plain)
+    expected, found = (predict(config).terms for config in (plain, own))
+    # A recomputed forward ends with what backward needs; the time model's formula repeats all of it.
+    again = "train.recompute=full" in layout
+    for term in ("products", "attention"):
+        assert found[term] == pytest.approx(expected[term], rel=0.03 if again else 1e-3)
+    assert found["passes"] == pytest.approx(expected["passes"], rel=0.12 if again else 0.04)
+    assert found["tensor"] == pytest.approx(expected["tensor"], rel=0.02)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), rel=0.03)
+
+
+def test_layouts_of_the_own_layers_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a layout that its layers cannot be divided into, nobody would hear before the run; here the second block takes no two tensor
+    ranks. Equal layers are measured once, others are not taken for them."""
+    odd = "        if index == 1 and mesh.tp.size > 1:\n            raise ValueError('not divided')\n        self.index = index"
+    own = with_source(forks.documented().replace("        self.index = index", odd), tmp_path, "train.device=cuda")
+    arguments = ["train.device=cuda", "train.global_batch_size=64", "train.precision=bf16", "--search", "--world", "4"]
+    assert plan.run(["--config", TINY, f"model.source={tmp_path}/model.py", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "launch/pretrain.py" in said and "parallel.tensor=1" in said and "parallel.tensor=2" not in said
+    assert cost_of(own, 1) is cost_of(own, 2)
+    begin = "        x = context.add(x, self.attention("
+    scaled = forks.documented().replace(begin, f"        x = x * 1.0 if self.index == 1 else x\n{begin}")
+    own = with_source(scaled, tmp_path, "train.device=cuda")
+    assert cost_of(own, 1) is cost_of(own, 3) and cost_of(own, 2) is not cost_of(own, 1)
+
+
+def test_a_schedule_is_searched_for_the_own_layers(tmp_path: Path) -> None:
+    """`auto` was refused. It weighs what these layers keep: on no rank more than under 1F1B."""
+    sizes = ["parallel.pipeline=2", "model.num_layers=8", "train.global_batch_size=16", "train.device=cuda"]
+    kept = [
+        max(peak.kept + peak.logits for peak in rank_activations(with_source(forks.documented(), tmp_path, *sizes, schedule, world=2)))
+        for schedule in ("parallel.schedule=auto", "parallel.schedule=1f1b")
+    ]
+    assert kept[0] <= kept[1]
 
 
 def test_a_dry_run_needs_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ from megacore.model.attention import Attention
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import plan_of
 from megacore.tools.choices import resolve_auto as choices
-from megacore.tools.choices.activations import block_activations
 from megacore.tools.choices.compiling import with_choices, with_compile
 from megacore.tools.choices.context_method import CPU, Divided, Rates
 from megacore.tools.choices.devices import KNOWN, known_as
+from megacore.tools.choices.measured import cost_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of, resolved_auto
 from megacore.tools.dry_run.dry_step import dry_run
@@ -73,8 +73,8 @@ def test_memory_is_predicted_for_the_device_that_is_named() -> None:
     both = [config_of({}, device=device) for device in ("cpu", "cuda")]
     for config, explicit in zip(both, ("eager", "sdpa"), strict=True):
         same = config_of({"attention": explicit}, device=config.train.device)
-        assert block_activations(config, "none") == block_activations(same, "none")
-    assert block_activations(both[0], "none") > block_activations(both[1], "none")
+        assert cost_of(config, 1).kept == cost_of(same, 1).kept
+    assert cost_of(both[0], 1).kept > cost_of(both[1], 1).kept
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])

@@ -18,7 +18,7 @@ from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.partition import Partition, plan_of, plan_options
 from megacore.pipeline.schedule import Placement, Plan, looped, v_shaped
-from megacore.tools.choices.activations import stage_sizes, stage_waiting
+from megacore.tools.choices.activations import stage_activations
 from megacore.tools.choices.flops import Flops, embedding_cost, head_cost, layer_cost
 from megacore.tools.choices.held import peak_held
 from megacore.tools.choices.resolve_auto import one_chunk
@@ -71,10 +71,13 @@ def _searched(config: Config, chunks: int) -> Config:
     """The config with the plan that a search finds, which keeps no more activations, logits and waiting gradients than 1F1B on its
     fullest rank."""
     ranks, microbatches, layers = config.parallel.pipeline, config.num_microbatches, _ranges(config, chunks)
-    limit = max(peak_held(build("1f1b", ranks, min(microbatches, ranks)), stage_sizes(config, _ranges(config, 1))))
+    limit = max(
+        peak_held(build("1f1b", ranks, min(microbatches, ranks)), [stage.kept for stage in stage_activations(config, _ranges(config, 1))])
+    )
     costs = costs_of(config, layers)
     forward, inputs, weights = zip(*((c.forward, c.backward - c.weight, c.weight) for c in costs), strict=True)
-    found = Costs(forward, inputs, weights, sizes=tuple(stage_sizes(config, layers)), waiting=tuple(stage_waiting(config, layers)))
+    held = stage_activations(config, layers)
+    found = Costs(forward, inputs, weights, sizes=tuple(stage.kept for stage in held), waiting=tuple(stage.waiting for stage in held))
     placements = [looped(ranks, chunks)] + ([v_shaped(ranks)] if chunks == 2 and not ends_apart(config) else [])
     return config.with_partition(Partition(layers, _search(tuple(placements), microbatches, found, limit, splits_backward(config))))
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from megacore.tools.dry_run.meta_watch import Call
+from megacore.tools.choices.meta_watch import Call
 
 Stream = Sequence[Call]  # what a rank posts, in order
 

@@ -8,15 +8,10 @@ from megacore.config import Config
 from megacore.distributed.axes import AXES, ranks_along
 from megacore.distributed.topology import sizes_of
 from megacore.errors import ConfigError
-from megacore.model.choose import layers_of
-from megacore.model.layers import crossing, losses_of
-from megacore.pipeline.partition import layer_ranges
-from megacore.tools.choices.partition import partitioned
 from megacore.tools.dry_run.compare_traffic import mismatches, named
 from megacore.tools.dry_run.dry_step import PARTS, DryRank, dry_run
 from megacore.tools.dry_run.expected_traffic import differences
 from megacore.tools.planner.memory import rank_memory
-from megacore.tools.planner.model_flow import ModelFlow
 from megacore.tools.planner.traffic import rank_traffic
 
 MOST_RANKS = 256  # that a user may name: each takes seconds
@@ -97,22 +92,13 @@ def progress(text: str) -> None:
 
 
 def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[str]:
-    """What a rank sends or holds that the formulas do not have, a line each. Of a model of the user's own there are none."""
-    if config.model.source is not None:
-        return []
-    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, flow_of(partitioned(config)))[dry.stage])
+    """What a rank sends or holds that the plan does not have, a line each."""
+    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank)[dry.stage])
     memory = rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage]
     for part in ("parameters", "gradients", "optimizer"):
         if dry.held[part] != (formula := getattr(memory, part)):
             found.append(f"holds {dry.held[part]:,} bytes of {part}, and by formula {formula:,}")
     return [f"rank {dry.rank} ({dry.place}) {line}" for line in found]
-
-
-def flow_of(config: Config) -> ModelFlow:
-    """What crosses the cuts of a config's pipeline, and how many losses there are."""
-    layers = layers_of(config)
-    ends = [own.stop for own in layer_ranges(config)[:-1]]
-    return ModelFlow(tuple(crossing(layers, end) for end in ends), len(losses_of(layers)))
 
 
 def show(config: Config, whole: Sequence[DryRank]) -> None:
@@ -130,8 +116,7 @@ def show(config: Config, whole: Sequence[DryRank]) -> None:
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=True)
     for dry in whole:
         amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak)]
-        known = config.model.source is None
-        amounts.append(f"{rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage].total / size:.3f}" if known else "–")
+        amounts.append(f"{rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage].total / size:.3f}")
         table.add_row(str(dry.rank), dry.place, f"{dry.parameters:,}", *amounts, f"{len(dry.calls):,}", f"{dry.seconds:.1f}")
     console.print(table)
     for dry in whole:

@@ -16,8 +16,8 @@ from megacore.engine.stepper import OptimizerStep
 from megacore.model.batch import Microbatch
 from megacore.model.choose import layers_of
 from megacore.model.layers import fields_of
+from megacore.tools.choices.meta_watch import Call, Journal, MetaWatch, alive
 from megacore.tools.dry_run.fake import META, as_on_its_device, playing
-from megacore.tools.dry_run.meta_watch import Call, Journal, MetaWatch, alive
 from megacore.tools.planner.fsdp_units import divides_parameters
 from megacore.train.step import TrainStep
 

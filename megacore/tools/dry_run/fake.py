@@ -11,11 +11,10 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
-from megacore.kernels import dispatch
+from megacore.tools.choices.meta_watch import MetaWatch
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.settle import settled_alone
-from megacore.tools.dry_run.meta_watch import MetaWatch
-from megacore.tools.dry_run.torch_patches import fsdp_on_meta, on_meta
+from megacore.tools.choices.torch_patches import fsdp_on_meta, on_meta
 from megacore.tools.planner.fsdp_units import divides_parameters
 
 META = torch.device("meta")
@@ -34,7 +33,7 @@ def as_on_its_device(config: Config) -> Config:
         raise ConfigError("engine.cpu_offload", "a dry run has no host memory for parameters", "false; it is predicted by formula")
     kernels = config.model.kernels
     if kernels == "auto":
-        fused = train.device != "cpu" and train.precision != "fp64" and dispatch.triton is not None
+        fused = train.device != "cpu" and train.precision != "fp64"
         kernels = "triton" if fused else "eager"
     model = config.model.model_copy(update={"attention": attention_of(config), "kernels": kernels})
     return settled_alone(config.model_copy(update={"model": model, "train": train.model_copy(update={"compile": False})}))
@@ -59,7 +58,7 @@ class DryMesh(Mesh):
 def playing(config: Config, rank: int, watch: MetaWatch, host_size: int = 8) -> Iterator[Mesh]:
     """The mesh of a rank, see `DryMesh`. Within, kernels that need a device are not launched, and `watch` sees what is done."""
     fsdp = fsdp_on_meta(watch.release, watch.note) if divides_parameters(config) else nullcontext()
-    with on_meta(), fsdp, watch:
+    with on_meta("cpu" if config.train.device == "cpu" else "cuda"), fsdp, watch:
         mesh = DryMesh(config, rank, watch, host_size)
         try:
             yield mesh

@@ -1,24 +1,21 @@
-"""Bytes of activations when a rank has most: what it keeps (`tools.choices.activations`), and what an action needs while it runs."""
+"""Bytes of activations when a rank has most: those of its stages, and of the microbatches whose forwards wait."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import le
+from operator import le, mul
 
 from megacore.config.implied import splits_backward
-from megacore.config.precision import ELEMENT_BYTES
-from megacore.config.schema import Config, resolved
+from megacore.config.schema import Config
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.pipeline.schedule import IN_FLIGHT, Action, Op, Plan, unsplit
-from megacore.tools.choices.activations import block_activations, logits_kept, stage_kept, stage_waiting, unsplit_part, vocabulary_rows
+from megacore.tools.choices.activations import StageActivations, stage_activations
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
-from megacore.tools.planner.model_flow import GPT, ModelFlow
+from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.schedules.simulate import describe
 
 FILLED = 2  # rounds of the pipeline's ranks, after which a rank holds as much as it ever will, except under gpipe
-AT_WORK = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Peak:
     """The bytes of a rank's activations when they are most."""
 
     kept: int  # of forwards that wait for their backward, or for their weights' gradients
-    logits: int  # and losses, with what is kept of them
+    logits: int  # and losses, with what else the last layer keeps
     working: int  # that the action needs while it runs
     transfers: int  # messages under way
     moment: str  # the action
@@ -41,76 +38,26 @@ class Peak:
 
 def rank_activations(config: Config) -> list[Peak]:
     """The peak of each rank of the pipeline."""
-    layers = stage_layers(partitioned(config))
-    kept, logits, waiting, last = stage_kept(config, layers), logits_kept(config), stage_waiting(config, layers), len(layers) - 1
-    if config.train.offload_activations:
-        kept, logits = [0.0] * len(kept), 0
-    work = {(op, end): working(config, op, last if end else -1) for op in AT_WORK for end in (False, True)}
-    peaks = []
-    for stages, states, message in zip(placement_of(partitioned(config)), fullest(config), transfer_buffers(config), strict=True):
-        losses = [logits * (stage == last) for stage in stages]
-        sizes = [*(kept[stage] + loss for stage, loss in zip(stages, losses, strict=True)), *(waiting[stage] for stage in stages)]
+    config = partitioned(config)
+    costs, peaks = stage_activations(config, stage_layers(config)), []
+    for stages, states, message in zip(placement_of(config), fullest(config), transfer_buffers(config), strict=True):
+        own = [costs[stage] for stage in stages]
+        sizes = [*(cost.kept for cost in own), *(cost.waiting for cost in own)]
 
-        def held(state: State, sizes: Sequence[float] = sizes, stages: Sequence[int] = stages) -> float:
-            at_work = work[state.action.op, stages[state.action.chunk] == last]
-            return at_work + sum(n * size for n, size in zip(state.live + state.waiting, sizes, strict=True))
+        def held(state: State, sizes: Sequence[int] = sizes, own: Sequence[StageActivations] = own) -> int:
+            return own[state.action.chunk].at_work[state.action.op] + sum(map(mul, state.held, sizes))
 
         state = max(states, key=held)
-        at_work = work[state.action.op, stages[state.action.chunk] == last]
-        loss = sum(n * size for n, size in zip(state.live, losses, strict=True))
-        rest = int(held(state)) - at_work - loss
-        peaks.append(Peak(rest, loss, at_work, message, describe(state.action), state.live, state.waiting))
+        at_work = own[state.action.chunk].at_work[state.action.op]
+        logits = sum(n * cost.logits for n, cost in zip(state.live, own, strict=True))
+        peaks.append(Peak(held(state) - at_work - logits, logits, at_work, message, describe(state.action), state.live, state.waiting))
     return peaks
 
 
-def working(config: Config, op: Op, stage: int) -> int:
-    """Bytes that an action of a stage needs while it runs, besides what is kept. `u` is a tensor that all tensor ranks hold, of this
-    rank's tokens alone with sequence parallelism; `whole` is the same of all tokens; `inner` is the activation's output."""
-    model, train, tokens, e = config.model, config.train, config.rank_tokens, ELEMENT_BYTES[config.train.precision]
-    h, t, gates = model.hidden_size, config.parallel.tensor, 2 if model.activation == "swiglu" else 1
-    whole, inner = e * tokens * h, e * tokens * resolved(model.ffn_size) // t
-    u = unsplit_part(config, whole)
-    gathered = whole if config.parallel.sequence and t > 1 else 0
-    again = train.recompute == "selective"
-    last = stage == len(stage_layers(partitioned(config))) - 1
-    if op is Op.BACKWARD_WEIGHT:
-        return gathered
-    if op is Op.FORWARD:
-        if train.recompute == "full":  # what a block makes lives until the block ends
-            work = 4 * u + (gates + 1) * inner + gathered
-        else:
-            work = u + max(again * inner + whole, gathered + u)
-        if last:  # the blocks run before there are logits
-            head = e * min(tokens, loss_chunk(config)) * (vocabulary_rows(config) + h) if model.chunked_loss else 0
-            work = max(gathered + head, work - logits_kept(config))
-    else:
-        # Down's input's gradient, then the activation's; then up's, whose input is gathered again.
-        down = gathered + 2 * inner + gates * inner if again else max(gates * inner, gathered + inner)
-        # Attention by `gather`, whose whole sequences come when the feed-forward part's activations are gone.
-        keys = _gathered_keys(config) - (gates + (0 if again else 1)) * inner
-        work = u + max(down, gathered + whole - (0 if again else inner), keys)
-        if train.recompute == "full":
-            work += block_activations(config, "none") - block_activations(config, "full") + u
-        if last:  # the head comes first, and its logits are gone when the blocks begin
-            work = max(gathered + whole + u, work - logits_kept(config))
-    if train.offload_activations:  # the block at work, and what comes back for the next
-        work += block_activations(config, "none") + block_activations(config, train.recompute)
-        work += logits_kept(config) if last else 0
-    return work
-
-
-def _gathered_keys(config: Config) -> int:
-    """Bytes of whole sequences that attention by `gather` holds in backward: keys and values, their gradients, and those of a part."""
-    if config.parallel.context == 1 or context_method_of(config) != "gather":
-        return 0
-    whole = config.rank_tokens * config.parallel.context * config.attention_sizes[1] // config.parallel.tensor
-    return 3 * 2 * ELEMENT_BYTES[config.train.precision] * whole
-
-
-def transfer_buffers(config: Config, flow: ModelFlow = GPT) -> list[int]:
-    """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many as may be, and one that arrives.
-    `flow`: what the model's layers declare."""
-    placement = placement_of(partitioned(config))
+def transfer_buffers(config: Config) -> list[int]:
+    """Bytes of the messages that each rank of the pipeline has under way: to each neighbour as many as may be, and one that arrives."""
+    config = partitioned(config)
+    placement, flow = placement_of(config), flow_of(config)
     holder = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
     found = []
     for rank, stages in enumerate(placement):
@@ -131,13 +78,18 @@ class State:
     waiting: tuple[int, ...]
 
     @property
+    def held(self) -> tuple[int, ...]:
+        """Both."""
+        return self.live + self.waiting
+
+    @property
     def kind(self) -> tuple[Op, int]:
         """What it does, in which chunk."""
         return self.action.op, self.action.chunk
 
     def holds_no_more_than(self, other: "State") -> bool:
         """Whether `other`, of the same kind, has at least as much of everything."""
-        return self.kind == other.kind and all(map(le, self.live, other.live)) and all(map(le, self.waiting, other.waiting))
+        return self.kind == other.kind and all(map(le, self.held, other.held))
 
 
 def fullest(config: Config) -> list[list[State]]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.config.schema import Config
 from megacore.model.flow import HIDDEN, Flow
+from megacore.pipeline.partition import layer_ranges
 
 
 @dataclass(frozen=True)
@@ -27,4 +29,11 @@ class ModelFlow:
         return sum(prod(flow.shape(config)) * ELEMENT_BYTES[flow.precision(config)] for flow in self.crossing(boundary))
 
 
-GPT = ModelFlow()
+def flow_of(config: Config) -> ModelFlow:
+    """What crosses the cuts of a config's pipeline, and how many losses there are."""
+    if config.model.source is None:  # known without torch
+        return ModelFlow()
+    choose, declared = import_module("megacore.model.choose"), import_module("megacore.model.layers")
+    layers = choose.layers_of(config)
+    ends = [own.stop for own in layer_ranges(config)[:-1]]
+    return ModelFlow(tuple(declared.crossing(layers, end) for end in ends), len(declared.losses_of(layers)))

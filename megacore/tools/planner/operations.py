@@ -90,6 +90,14 @@ class Machine:
         """See `Links.collective`."""
         return self.links.collective(share, moved, size, stride)
 
+    def operation(self, name: str, moved: float, size: int, stride: int = 1) -> float:
+        """Seconds of a communicator's operation, by name (`traffic.Transfer`)."""
+        if name == "send":
+            return self.transfer(moved, stride * (size - 1))  # a ring waits for its slowest neighbours
+        if name == "all_to_all":
+            return self.links.exchange(moved, size, stride)
+        return self.collective(2.0 if name == "all_reduce" else 1.0, moved, size, stride)
+
     def transfer(self, moved: float, distance: int) -> float:
         """Seconds of a message to the rank that is `distance` away."""
         return (self.cluster.call_seconds or 0.0) + self.links.transfer(moved, distance)

@@ -15,8 +15,9 @@ from megacore.config.schema import CHUNKS, Config, resolved
 from megacore.config.validation import BUCKET_MIB, PART_MIB, check
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
+from megacore.tools.choices.activations import layer_costs
 from megacore.tools.choices.context_method import METHODS
-from megacore.tools.choices.flops import flops_per_token
+from megacore.tools.choices.flops import model_flops
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.devices import Cluster, DeviceSpec
@@ -82,7 +83,9 @@ class Candidate:
     @property
     def mfu(self) -> float:
         """Model FLOPs of a step, attention over all pairs, by what the devices could do."""
-        return self.tokens_per_second * flops_per_token(self.config, causal=False) / self.peak
+        flops = model_flops(self.config, causal=False)
+        assert flops is not None, "a search needs layers that run without content"
+        return self.tokens_per_second * flops / self.peak
 
     def overrides(self) -> list[str]:
         """The settings that make this layout of any config with the same model and batch."""
@@ -186,7 +189,10 @@ def _variants(config: Config, parallel: dict[str, Any], micro: int, engine: dict
     try:
         check(laid_out, parallel["tensor"] * parallel["pipeline"] * token_ranks)
         check_ds_config(laid_out)
-    except ConfigError:  # a run would refuse it
+        if config.model.source is not None:
+            rank_parameters(laid_out)
+            layer_costs(laid_out, range(config.model.num_layers))
+    except ConfigError:  # a run would refuse it, or its layers cannot be divided so
         return
     for recompute in RECOMPUTE:
         yield replace_config(laid_out, "train", recompute=recompute)

@@ -23,14 +23,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
+from typing import Any
 
 from megacore.config.schema import V_SHAPED
+from megacore.pipeline.schedule import Op
 from megacore.tools.choices.context_method import BACKWARD_ATTENTION, exposed
+from megacore.tools.choices.layer_cost import LayerCost, Work
 from megacore.tools.choices.partition import split_layers
 from megacore.tools.planner.devices import Cluster, DeviceSpec
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.profile import Profile
-from megacore.tools.planner.workload import Setting
+from megacore.tools.planner.workload import OwnRank, Setting
 
 SECOND = 0.35  # every second of query, key, value, out, gate, up and down has so much of their operations
 # The bubble's part of (ranks - 1) microbatches, where it is not 1 / chunks: a weight's gradient takes as long as an input's, and fills
@@ -38,6 +41,7 @@ SECOND = 0.35  # every second of query, key, value, out, gate, up and down has s
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
 # What the time of a layer does not depend on, but for whether a pipeline crosses machines.
 OF_THE_STEP = {"layers", "pipeline", "data", "chunks", "global_batch", "schedule", "tied", "zero", "shard_size", "gradient_bytes"}
+OF_THE_STEP |= {"own", "own_message"}
 _of_layers = attrgetter(*(field.name for field in fields(Setting) if field.name not in OF_THE_STEP))
 
 
@@ -132,6 +136,31 @@ def block_work(s: Setting, machine: Machine) -> MicrobatchTime:
     return MicrobatchTime(forward, backward)
 
 
+def measured_work(cost: LayerCost, s: Setting, machine: Machine) -> MicrobatchTime:
+    """A layer's microbatch on a rank, by the operations that were measured of it. Nothing hides what context ranks send."""
+    p = machine.profile
+    forward, backward = (_timed(cost.work[op], s, machine) for op in (Op.FORWARD, Op.BACKWARD))
+    backward["passes"] += machine.pass_over(p.accumulate_bytes * cost.parameters)
+    forward["host"] += p.layer_host / 3
+    backward["host"] = 1.5 * backward["host"] + 2 * p.layer_host / 3
+    return MicrobatchTime(forward, backward)
+
+
+def _timed(work: Work, s: Setting, machine: Machine) -> dict[str, float]:
+    p, found = machine.profile, dict.fromkeys(("products", "attention", "tensor", "context", "host"), 0.0)
+    for shape, count in work.products.items():
+        found["products"] += count * machine.product(*shape, s.precision)
+    for call, count in work.attention.items():
+        one = machine.attention(call.queries, call.keys, call.size, s.precision, causal=call.causal)
+        found["attention"] += count * one * (BACKWARD_ATTENTION if call.backward else 1.0)
+    for sent, count in work.sent.items():
+        moved, context = sent.elements * sent.element_bytes, sent.group == "cp"
+        one = machine.operation(sent.operation, moved, sent.size, s.tensor if context else 1)
+        found["context" if context else "tensor"] += count * one * (1.0 if context else 1 - p.tensor_hidden)
+        found["host"] += count * p.call_host
+    return found | {"passes": machine.pass_over(p.passes * (p.compiled_passes if s.compiled else 1.0) * work.moved)}
+
+
 def head_work(s: Setting, machine: Machine) -> MicrobatchTime:
     """Final product and loss of a microbatch."""
     rows, columns = s.tokens, s.vocab / s.tensor
@@ -209,6 +238,7 @@ class Predictor:
             profile = replace(profile, tensor_hidden=0.0, data_hidden=0.0, gather_hidden=0.0, ring_hidden=0.0, pipeline_hidden=0.0)
         self.machine = Machine(device, cluster, profile)
         self.works: dict[tuple[object, ...], tuple[MicrobatchTime, MicrobatchTime]] = {}
+        self.measured: dict[tuple[object, ...], MicrobatchTime] = {}
 
     def layers(self, s: Setting) -> tuple[MicrobatchTime, MicrobatchTime]:
         """The work of a block and of the head, which many layouts of a model share."""
@@ -217,11 +247,29 @@ class Predictor:
             self.works[key] = block_work(s, self.machine), head_work(s, self.machine)
         return self.works[key]
 
+    def own(self, rank: OwnRank, s: Setting) -> MicrobatchTime:
+        """The work of a rank of the pipeline with layers of the user's own, of which many layouts have the same."""
+        found = MicrobatchTime({}, {})
+        for cost, count in rank.layers:
+            key = cost, s.tensor, s.compiled
+            if key not in self.measured:
+                self.measured[key] = measured_work(cost, s, self.machine)
+            found += self.measured[key] * count
+        return found
+
+    def ranks(self, s: Setting) -> tuple[Sequence[Any], dict[Any, MicrobatchTime], float]:
+        """For each rank of the pipeline what it holds, the work of whoever holds that, and the parameters of the fullest."""
+        if s.own:
+            works = {rank: self.own(own, s) for rank, own in enumerate(s.own)}
+            return range(s.pipeline), works, max(own.parameters for own in s.own)
+        block, head = self.layers(s)
+        held = _dealt(cut(s, self.machine.profile.stages), s.pipeline, s.schedule in V_SHAPED)
+        of_blocks = {own: block * own[0] + head * own[2] for own in dict.fromkeys(held)}
+        return held, of_blocks, max(_rank_parameters(s, list(of_blocks)))
+
     def __call__(self, s: Setting) -> Prediction:
         """A step's terms."""
-        machine, profile, (block, head) = self.machine, self.machine.profile, self.layers(s)
-        held = _dealt(cut(s, profile.stages), s.pipeline, s.schedule in V_SHAPED)
-        works = {own: block * own[0] + head * own[2] for own in dict.fromkeys(held)}
+        machine, profile, (held, works, parameters) = self.machine, self.machine.profile, self.ranks(s)
         times = {own: work.host_bound() for own, work in works.items()}
         host = profile.microbatch_host
         seconds = {own: sum(time) + host for own, time in times.items()}
@@ -231,7 +279,6 @@ class Predictor:
         terms = {name: m * work.term(name) for name in ("products", "attention", "passes", "tensor", "context")}
         terms["launch"] = m * totals[slowest] - sum(terms.values())
         terms["pipeline"], terms["bubble"] = _pipeline(s, machine, totals, slowest)
-        parameters = max(_rank_parameters(s, list(works)))
         gather, reduce = _data(s, machine, parameters)
         forward, backward = times[held[slowest]]
         # Chunks that take turns have their gradients one after the other, each a round of the pipeline's microbatches before the next.
@@ -267,7 +314,7 @@ def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -
     whole = s.element * s.tokens * s.hidden
     parts = s.tensor if s.sequence or p.scatters else 1
     gathered = machine.collective(1.0, whole, s.tensor) if p.scatters and not s.sequence else 0.0
-    one = machine.transfer(whole / parts, distance) * (1 - p.pipeline_hidden) + gathered + p.transfer_host
+    one = machine.transfer(s.own_message or whole / parts, distance) * (1 - p.pipeline_hidden) + gathered + p.transfer_host
     # A microbatch crosses two boundaries of a rank and chunk, there and back.
     sides = 2 if s.pipeline == 2 and s.chunks == 1 else 4
     exposed = s.microbatches * s.chunks * sides * one

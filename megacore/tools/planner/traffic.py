@@ -18,24 +18,27 @@ in all, n·(t-1)/t; point to point, n. So a rank sends, in elements a step:
 | fsdp, m microbatches, n shards | 3·m·Ψ·(n-1)/n: blocks gathered forward and backward, gradients scattered; without `reshard` 2·Ψ·(n-1)/n |
 | fsdp, d/n copies | 2·Ψ/n·(d/n-1)/(d/n): the gradients' sum over copies, once |
 
-`rank_traffic` adds the ends of a step: embedding, head, loss, partial gradients, tied embeddings, the gradient norm.
+What layers send over tensor and context ranks is measured on the layers (`choices.measured`); the table says what comes of it for
+megacore's own. `rank_traffic` adds the ends of a step: loss, partial gradients, tied embeddings, the gradient norm.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from megacore.config.implied import masks_targets, reshards
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.schema import Config
-from megacore.pipeline.partition import placement_of
+from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.tools.choices.activations import layer_costs
+from megacore.tools.choices.layer_cost import Sent
 from megacore.tools.choices.partition import partitioned
-from megacore.tools.choices.resolve_auto import context_method_of, loss_chunk
 from megacore.tools.planner.buckets import Buffer, buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import Unit, divides_parameters, units_of
-from megacore.tools.planner.model_flow import GPT, ModelFlow
+from megacore.tools.planner.model_flow import ModelFlow, flow_of
 from megacore.tools.planner.operations import Machine
-from megacore.tools.planner.parameters import held_by, of_each_rank
+from megacore.tools.planner.parameters import of_each_rank
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,15 @@ def ring_share(operation: str, size: int) -> float:
     return rounds.get(operation, (size - 1) / size)
 
 
-def rank_traffic(
-    config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0, flow: ModelFlow = GPT
-) -> list[list[Transfer]]:
+def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0) -> list[list[Transfer]]:
     """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
     shards, the first being the fullest.
 
-    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`. `flow`: what the model's layers declare.
+    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
-    placement = placement_of(partitioned(config))
+    config = partitioned(config)
+    placement, layers, flow = placement_of(config), stage_layers(config), flow_of(config)
     final = max(stage for stages in placement for stage in stages)
 
     def state(rank: int) -> list[Transfer]:
@@ -84,54 +86,22 @@ def rank_traffic(
         return _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
 
     traffic = []
-    for stages, held, of_state in zip(placement, held_by(config), of_each_rank(config, state), strict=True):
-        first, last = 0 in stages, final in stages
-        found = [*_tensor(config, held.blocks, first, last), *_context(config, held.blocks), *_pipeline(config, stages, final, flow)]
+    for stages, of_state in zip(placement, of_each_rank(config, state), strict=True):
+        found = [*_layers(config, [layers[stage] for stage in stages]), *_pipeline(config, stages, final, flow)]
         found += [*of_state, *_figures(config, flow.losses)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
 
-def _tensor(config: Config, layers: int, first: bool, last: bool) -> list[Transfer]:
-    """Transfers over tp, in forward and backward of `layers` blocks, and of the ends that the stage has."""
-    t, microbatches, element = config.parallel.tensor, config.num_microbatches, ELEMENT_BYTES[config.train.precision]
-    tokens = config.rank_tokens
-    again = 1 if config.train.recompute == "full" else 0
-
-    def over_tokens(operation: str, calls: int) -> Transfer:
-        return Transfer("tp", operation, t, calls * microbatches * tokens * config.model.hidden_size, element, calls * microbatches)
-
-    # Each token's logarithm and its target's logit, gathered in fp32, or under fp64 in fp64.
-    chunks = -(-tokens // loss_chunk(config)) if config.model.chunked_loss else 1
-    statistics = Transfer("tp", "all_gather", t, 2 * tokens * t * microbatches * last, max(4, element), chunks * microbatches * last)
-    if config.parallel.sequence:
-        gathers = (6 + 2 * again) * layers + first + 2 * last - (last and config.model.chunked_loss)
-        scatters = (4 + again) * layers + first + last
-        return [over_tokens("all_gather", gathers), over_tokens("reduce_scatter", scatters), statistics]
-    return [over_tokens("all_reduce", (4 + again) * layers + first + last), statistics]
-
-
-def _context(config: Config, layers: int) -> list[Transfer]:
-    """Transfers over cp in forward and backward of `layers` blocks. Full recomputation attends, and communicates, once more."""
-    c, t, runs = config.parallel.context, config.parallel.tensor, layers * config.num_microbatches
-    if c == 1:
-        return []
-    method, element = context_method_of(config), ELEMENT_BYTES[config.train.precision]
-    forwards = 2 if config.train.recompute == "full" else 1
-    own = 2 * config.rank_tokens * config.kv_heads // t * config.head_size  # keys and values of a rank
-    if method == "gather":
-        gathers = runs * (forwards + 1)
-        return [
-            Transfer("cp", "all_gather", c, gathers * c * own, element, gathers),
-            Transfer("cp", "reduce_scatter", c, runs * c * own, element, runs),
-        ]
-    if method == "ring":
-        sends = runs * ((c - 1) * (forwards + 1) + c)
-        return [Transfer("cp", "send", c, sends * own, element, sends)]
-    kv_heads = max(config.kv_heads // t, c)
-    exchanged = 2 * config.rank_tokens * (config.model.num_heads // t + kv_heads) * config.head_size
-    products = config.rank_tokens * config.model.num_heads // t * max(1, 4 // element)  # in fp32, of each query's output and its gradient
-    return [Transfer("cp", "all_to_all", c, runs * ((forwards + 1) * exchanged + products), element, runs * (forwards + 1) * 4)]
+def _layers(config: Config, stages: Iterable[range]) -> list[Transfer]:
+    """Transfers over tensor and context ranks in forward and backward of stages, given their inner layers, as the layers begin them."""
+    calls: Counter[Sent] = Counter()
+    for own in stages:
+        for cost, count in layer_costs(config, own):
+            calls.update({sent: count * config.num_microbatches * times for sent, times in cost.sent.items()})
+    return [
+        Transfer(sent.group, sent.operation, sent.size, times * sent.elements, sent.element_bytes, times) for sent, times in calls.items()
+    ]
 
 
 def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow) -> list[Transfer]:
@@ -237,12 +207,7 @@ def seconds_by_group(transfers: list[Transfer], config: Config, machine: Machine
     seconds: dict[str, float] = {}
     for transfer in transfers:
         each, apart = transfer.elements * transfer.element_bytes / transfer.calls, strides.get(transfer.group, 1)
-        if transfer.operation == "send":
-            farthest = apart * (transfer.size - 1) if transfer.group == "cp" else apart  # a ring waits for its slowest neighbours
-            time = machine.transfer(each, farthest)
-        elif transfer.operation == "all_to_all":
-            time = machine.links.exchange(each, transfer.size, apart)
-        else:
-            time = machine.collective(2.0 if transfer.operation == "all_reduce" else 1.0, each, transfer.size, apart)
+        to_neighbour = transfer.operation == "send" and transfer.group != "cp"
+        time = machine.transfer(each, apart) if to_neighbour else machine.operation(transfer.operation, each, transfer.size, apart)
         seconds[transfer.group] = seconds.get(transfer.group, 0.0) + transfer.calls * time
     return seconds

@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from megacore.config.deepspeed import ds_settings
 from megacore.config.implied import attention_of, compiles, reshards
 from megacore.config.schema import Config, resolved
+from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.tools.choices.activations import layer_costs
 from megacore.tools.choices.context_method import Divided, Method
+from megacore.tools.choices.layer_cost import LayerCost
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of
+from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.planner.operations import ACTIVATION_BYTES
+from megacore.tools.planner.parameters import rank_parameters
+
+
+@dataclass(frozen=True)
+class OwnRank:
+    """What a rank of the pipeline has of a model of the user's own."""
+
+    layers: tuple[tuple[LayerCost, int], ...]  # in runs of equal ones
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,9 @@ class Setting:
     zero: int = 0
     shard_size: int = 0  # ranks that divide it; 0: all data ranks
     gradient_bytes: int = 4  # of a number that is summed over data ranks
+    # Of a model of the user's own, what was measured of each rank's layers, and the bytes of the largest message between stages.
+    own: tuple[OwnRank, ...] = ()
+    own_message: int = 0
 
     @property
     def world(self) -> int:
@@ -101,8 +117,23 @@ class Setting:
         return self.vocab * self.hidden / self.tensor
 
 
+def own_ranks(config: Config) -> tuple[OwnRank, ...]:
+    """What was measured of each rank of the pipeline, given a model of the user's own."""
+    layers, placement = stage_layers(config), placement_of(config)
+    runs = (tuple(run for stage in stages for run in layer_costs(config, layers[stage])) for stages in placement)
+    return tuple(map(OwnRank, runs, rank_parameters(config)))
+
+
+def largest_message(config: Config) -> int:
+    """Bytes of the largest that crosses a cut of the pipeline."""
+    flow = flow_of(config)
+    return max((flow.message_bytes(config, cut) for cut in range(len(stage_layers(config)) - 1)), default=0)
+
+
 def setting_of(config: Config) -> Setting:
     """The setting of a resolved config."""
+    config = partitioned(config)
+    own = config.model.source is not None
     model, train, parallel, engine = config.model, config.train, config.parallel, config.engine
     kind_zero = {"native": int(engine.shard_optimizer), "fsdp": (3 if reshards(config) else 2) if config.token_ranks > 1 else 0}
     zero = int(ds_settings(config)["zero_optimization"]["stage"]) if engine.kind == "deepspeed" else kind_zero[engine.kind]
@@ -122,7 +153,7 @@ def setting_of(config: Config) -> Setting:
         context=parallel.context,
         context_method=context_method_of(config) if parallel.context > 1 else "gather",
         data=config.data_size,
-        chunks=partitioned(config).chunks,
+        chunks=config.chunks,
         sequence=parallel.sequence,
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,
@@ -134,4 +165,6 @@ def setting_of(config: Config) -> Setting:
         zero=zero,
         shard_size=engine.shard_size or 0,
         gradient_bytes=8 if train.precision == "fp64" else 2 if engine.reduce_dtype == "bf16" else 4,
+        own=own_ranks(config) if own else (),
+        own_message=largest_message(config) if own else 0,
     )

@@ -95,6 +95,11 @@ class MetaWatch(TorchDispatchMode, Observer):
 
     vital = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; what keeps PyTorch's compiler away would load it, which takes seconds."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.journal = Journal()
@@ -138,7 +143,7 @@ class MetaWatch(TorchDispatchMode, Observer):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
-        kind = _KINDS.get(func) or _KINDS.setdefault(func, _kind(func))
+        kind = _kind_of(func)
         if kind == "other":
             result = func(*args, **kwargs)
         else:
@@ -147,6 +152,10 @@ class MetaWatch(TorchDispatchMode, Observer):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self.note(tensor)
         return result
+
+    def makes(self, func: Any) -> bool:
+        """Whether an operation fills tensors, and does not only look at those that are there."""
+        return _kind_of(func) != "other" or func._schema.is_mutable
 
     def _remembered(self, func: Any, args: Any, kwargs: Any, kind: str) -> Any:
         key = (func, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items()))
@@ -212,6 +221,11 @@ def alive(watch: MetaWatch) -> list[tuple[str, int]]:
     for block in watch.journal.live_behind(watch.peak_at):
         found[block.moment] += block.size
     return found.most_common()
+
+
+def _kind_of(func: Any) -> str:
+    """`_kind`, asked once."""
+    return _KINDS.get(func) or _KINDS.setdefault(func, _kind(func))
 
 
 def _kind(func: Any) -> str:

@@ -3,8 +3,13 @@
 Only dry runs do so, each within a context. Everything else that watches a run is an observer (`distributed/observer.py`).
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from inspect import unwrap
+from operator import eq
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,12 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megacore.errors import ConfigError
 from megacore.kernels import dispatch
-from megacore.tools.choices.activations import FLASH_HEAD
+from megacore.kernels.absent import Kernel
+from megacore.kernels.linear_cross_entropy import SHORTEST
+from megacore.model import stage
 
 FLASH = (torch.bfloat16, torch.float16)  # which PyTorch's flash attention takes
+FLASH_HEAD = 256  # features of the widest head that it takes
 
 
 class DeviceOnMeta:
@@ -32,22 +41,77 @@ class DeviceOnMeta:
         return lambda *_, **__: nullcontext() if name == "stream" else self
 
 
+class Light(ModuleType):
+    """Stands for a module with the few names that operations on `meta` take of it. Asked for another, it makes way for all that these
+    stand for."""
+
+    def __getattr__(self, name: str) -> Any:
+        for other, module in list(sys.modules.items()):
+            if isinstance(module, Light):
+                del sys.modules[other]
+        return getattr(import_module(self.__name__), name)
+
+
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Within, a model's step runs on `meta` as on a GPU."""
-    with ExitStack() as stack:
+def without_compiler() -> Iterator[None]:
+    """Within, operations on `meta` do not load PyTorch's compiler and sympy, which takes more than a second. They do so only to keep the
+    compiler away from themselves, and to find that their sizes are plain numbers."""
+    kept_away, contents = list[Any](), dict[str, dict[str, Any]]()
+
+    def disable(function: Any, *_: Any, **__: Any) -> Any:
+        kept_away.append(function)
+        return function
+
+    symbolic: dict[str, Any] = {"sym_eq": eq, "sym_or": lambda *x: any(x), "sym_and": lambda *x: all(x), "__path__": []}
+    symbolic |= dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"), bool)
+    symbolic |= dict.fromkeys(("is_nested_int", "has_free_symbols", "free_unbacked_symbols", "is_symbolic"), lambda _: False)
+    symbolic |= {"has_guarding_hint": lambda _: True, "guarding_hint_or_throw": lambda number: number}
+    traced = SimpleNamespace(error_on_nested_fx_trace=False, patch=lambda **_: nullcontext())
+    contents["torch._dynamo"] = {"disable": disable, "config": traced}
+    contents["torch.fx.experimental.symbolic_shapes"] = symbolic
+    contents["sympy"] = {"Basic": Light}
+    for name in contents.keys() - sys.modules.keys():
+        sys.modules[name] = Light(name)
+        vars(sys.modules[name]).update(contents[name])
+    try:
+        yield
+    finally:
+        for name in contents:
+            if isinstance(sys.modules.get(name), Light):
+                del sys.modules[name]
+        for function in kept_away:  # PyTorch remembers there what `disable` gave
+            vars(function).pop("__dynamo_disable", None)
+
+
+@contextmanager
+def on_meta(device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = lambda _: None) -> Iterator[None]:
+    """Within, a model's step runs on `meta` as on this type of device. `launched` hears of kernels' arguments."""
+    with without_compiler(), ExitStack() as stack:
         # It chooses its kernel by the device, and would take the formula, which keeps all scores.
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", on_cpu if device == "cpu" else attention))
+        # PyTorch keeps its compiler away from it, and would load that first, which takes seconds.
+        stack.enter_context(mock.patch.object(stage, "checkpoint", unwrap(checkpoint)))
+        if device == "cpu":
+            stack.enter_context(mock.patch.dict(SHORTEST, {"meta": SHORTEST["cpu"]}))  # of the chunks of a loss
+        else:
+            # PyTorch has a kernel of its own there, which keeps what it reads: as a layernorm's, which has a number a row more.
+            stack.enter_context(mock.patch.object(F, "rms_norm", lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps)))
         # It asks whether the backend of the tensors' device has batches: `meta` has no backend.
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
         # PyTorch looks a device's streams and events up in the module of its name, which `meta` has not.
         stack.enter_context(mock.patch.object(torch, "meta", DeviceOnMeta(), create=True))
-        if dispatch.triton is not None:
-            from triton.runtime.jit import JITFunction
-
-            # A launched kernel would read memory, and there is none.
-            stack.enter_context(mock.patch.object(JITFunction, "run", lambda *args, **options: None))
+        # A launched kernel would read memory, and there is none.
+        stack.enter_context(mock.patch.object(kernel_class(), "run", lambda *args, **options: launched(args)))
         yield
+
+
+def kernel_class() -> type:
+    """That of kernels, each of which is launched by `run`."""
+    if dispatch.triton is None:
+        return Kernel
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -95,6 +159,11 @@ def attention(
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     kept = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)
     return kept[0]  # type: ignore[no-any-return]
+
+
+def on_cpu(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None, **_: Any) -> Tensor:
+    """The kernel that it takes on a CPU."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 plain_attention = F.scaled_dot_product_attention

@@ -1,0 +1,54 @@
+"""What is known of a layer that was measured (`measured.py`): bytes, operations, and what it sends."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megacore.pipeline.schedule import Op
+
+
+class Sent(NamedTuple):
+    """A collective of tensor or context ranks."""
+
+    group: str
+    operation: str
+    size: int  # ranks
+    elements: int  # of the larger tensor, of what is given and what comes
+    element_bytes: int
+
+
+class Attended(NamedTuple):
+    """A call of fused attention: each of `queries` meets `keys`, over `size` features of all heads."""
+
+    queries: int
+    keys: int
+    size: int
+    causal: bool
+    backward: bool
+
+
+@dataclass
+class Work:
+    """What an action of a layer does."""
+
+    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # how often, by rows, inner dim and columns
+    attention: Counter[Attended] = field(default_factory=Counter)
+    sent: Counter[Sent] = field(default_factory=Counter)
+    moved: int = 0  # bytes that all other operations read and write
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCost:
+    """What a layer does to a microbatch on a rank. Bytes."""
+
+    kept: int  # of a forward until its backward
+    waiting: int  # between the two parts of a split backward
+    most: Mapping[Op, int]  # that live while an action runs: what it begins with, and what it makes
+    work: Mapping[Op, Work]  # of a forward, and of a whole backward
+    parameters: int  # their number
+
+    @property
+    def sent(self) -> Counter[Sent]:
+        """What it sends in forward and backward, and how often."""
+        return self.work[Op.FORWARD].sent + self.work[Op.BACKWARD].sent
