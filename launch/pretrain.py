@@ -85,6 +85,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
     from megacore.tools.garbage import Garbage
     from megacore.tools.machine.device import take_device
+    from megacore.tools.mirror import Mirror
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.best import BestKept
     from megacore.tools.monitoring.first_step import FirstStep
@@ -102,10 +103,10 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
         for line in filter(None, [*vocabulary_warnings(config), bubble_warning(config)]) if place.rank == 0 else ():
             print(line, flush=True)
-        monitors = monitors_of(config, place, device)
+        monitors, mirror = monitors_of(config, place, device), Mirror(config, place)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
-    with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage:
+    with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage, mirror:
         if place.rank == 0:
             StandardStream.go_on = "training"
         trainer = trainer_of(config, mesh, inputs, monitors, apart_from_owner(folder, mesh))
@@ -114,14 +115,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
             mesh.observers.append(FirstStep(backwards, device.type))
         best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
-
-        def saved(path: Path) -> None:
-            if on_saved is not None:
-                on_saved(path)
-            if best is not None:
-                best(path)
-
-        trainer.saving.on_saved = saved
+        mirror.begin(trainer.step, trainer.latest)
+        trainer.saving.on_saved += [hear for hear in (mirror.copy, best, on_saved) if hear is not None]
         status = trainer.run(stop)
         if best is not None and trainer.latest is not None:
             best(trainer.latest)  # the last step's loss is known only behind its save

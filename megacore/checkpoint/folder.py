@@ -33,6 +33,11 @@ def partial_of(directory: Path, step: int, token: str) -> Path:
     return directory / f"step_{step:08d}.{token}.partial"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder is named by."""
+    return int(checkpoint.stem.removeprefix("step_"))
+
+
 def clear_leftovers(directory: Path, but: Path) -> None:
     """Delete what interrupted saves left, except the folder `but` of this save."""
     for leftover in directory.glob("step_*.partial"):
@@ -102,7 +107,7 @@ def _prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
         if path == newest:
             continue
         replaced = path.suffix == ".old" and path.with_suffix("").exists()
-        step = int(path.stem.removeprefix("step_"))
+        step = step_of(path)
         if replaced or (whole >= keep and not (keep_every and step % keep_every == 0)):
             _delete(path)
         elif whole < keep:
@@ -124,7 +129,7 @@ def set_aside(directory: Path, above: int) -> None:
     checkpoints for its newest. They can still be given by path, and stay until somebody deletes them."""
     moved = []
     for path in checkpoints_in(directory):
-        if int(path.stem.removeprefix("step_")) > above:
+        if step_of(path) > above:
             aside = next(name for i in count(1) if not (name := path.with_name(f"{path.name}.aside{i}")).exists())
             path.rename(aside)
             moved.append(aside)
@@ -184,7 +189,7 @@ def fault_of(path: Path, *, deep: bool) -> CheckpointError | None:
 
 def warn_of_damage(error: CheckpointError, instead: Path) -> None:
     """Warns in a frame that a checkpoint was passed over, so that nobody misses it among other lines."""
-    lines = ("A CHECKPOINT IS DAMAGED AND WAS SKIPPED", str(error), f"using the one before it, {instead.name}")
+    lines = ("A CHECKPOINT IS DAMAGED AND WAS SKIPPED", str(error), f"using {instead.name} of {instead.parent}")
     frame = "!" * 100
     logger.warning("%s\n%s\n%s", frame, "\n".join(f"!! {line}" for line in lines), frame)
 

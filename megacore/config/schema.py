@@ -294,6 +294,9 @@ class CheckpointConfig(Section):
     async_: bool = Field(
         False, alias="async", description="copy to host memory and go on training, while a thread writes; takes as much host memory"
     )
+    mirror: str | None = Field(
+        None, min_length=1, description="a folder for second copies, made beside training; used where those in log.dir are damaged or gone"
+    )
     on_failure: Literal["stop", "continue"] = Field(
         "stop", description="where a checkpoint cannot be saved (a full disk): end the run, or go on without it and try again at the next"
     )

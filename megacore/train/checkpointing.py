@@ -41,7 +41,7 @@ class Saving:
         self.latest: Path | None = None  # the newest that was saved, and its step
         self.latest_step = 0
         self.said: Path | None = None
-        self.on_saved: Callable[[Path], None] = lambda path: None  # called once for each checkpoint, on every rank
+        self.on_saved = list[Callable[[Path], None]]()  # each is called once for each checkpoint, on every rank
         self.took = 0.0  # seconds from a save's beginning until it was on disk
         self.seconds = 0.0  # that training has waited since the last reading
 
@@ -92,7 +92,8 @@ class Saving:
         if saved.path != self.said:
             self.said, self.took = saved.path, saved.seconds
             self.say(f"saved {saved.path} ({size_text(saved.nbytes)} in {saved.seconds:.3g} s)")
-            self.on_saved(saved.path)
+            for hear in self.on_saved:
+                hear(saved.path)
 
     def read_seconds(self) -> float:
         """Seconds that training has waited for saves since the last reading."""

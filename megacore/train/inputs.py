@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megacore import checkpoint
+from megacore.checkpoint.folder import step_of
 from megacore.checkpoint.format import RunState
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
@@ -59,6 +60,9 @@ class Inputs:
             return None
         path = Path(log_dir if resume == "auto" else resume)
         self.candidates = checkpoint.checkpoints_in(path)
+        if resume == "auto" and (mirror := self.config.checkpoint.mirror) is not None:
+            copies = [copy for copy in checkpoint.checkpoints_in(Path(mirror)) if copy.suffix != ".old"]
+            self.candidates = sorted([*self.candidates, *copies], key=step_of, reverse=True)  # of one step, the run's own first
         if resume == "auto" and not self.candidates:
             return None
         if not self.candidates:
@@ -70,7 +74,7 @@ class Inputs:
         folder = Path(resolved(self.config.log.dir))
         self.candidates = checkpoint.checkpoints_in(folder)
         if resumed is not None and resumed not in self.candidates:  # older ones in the folder are then of another run
-            newer = [path for path in self.candidates if int(path.stem.removeprefix("step_")) > step]
+            newer = [path for path in self.candidates if step_of(path) > step]
             self.candidates = [*newer, resumed]
         if not self.candidates:
             checkpoint.locate(folder)  # raises: somebody has deleted them

@@ -171,6 +171,7 @@ ELSEWHERE = {
     "optim.max_skips": ("only bad batches show it", f"{BATCHES}::test_too_many_in_a_row_are_gone_around"),
     "optim.max_rollbacks": ("only bad batches show it", f"{BATCHES}::test_too_many_in_a_row_are_gone_around"),
     "checkpoint.async": ("the same files, later", f"{SAVING}::test_an_update_waits_until_what_it_changes_is_copied"),
+    "checkpoint.mirror": ("whoever starts a run attaches it", "tests/distributed/test_mirror.py::test_the_second_copy_is_used"),
     "checkpoint.on_failure": ("only a full disk shows it", f"{SAVING}::test_one_ranks_full_disk_ends_or_spares_the_run_on_all"),
     "engine.reduce_levels": ("needs two machines", "tests/distributed/test_links.py::test_sums_are_right_and_alike"),
     "log.figures": (

@@ -41,7 +41,7 @@ train: steps micro_batch_size precision recompute offload_activations device com
 optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks
     beta1 beta2 eps momentum
 data: document_mask valid tokenizer
-checkpoint: every last keep keep_every best async on_failure resume
+checkpoint: every last keep keep_every best mirror async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels grad_compression
 cpu: keep_memory onednn widen
 log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile statistics
@@ -94,6 +94,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "log.statistics": StatisticsConfig(every=2),
         "engine.grad_compression": Int8Compression(kind="int8"),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
+        "checkpoint.mirror": str(folder / "second"),
     }  # fmt: skip
     if key in special:
         return special[key]
