@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import AxisPlacement, hold, shard_of
 from megacore.engine import reduce
+from megacore.engine.choose import ATTACHED, build_engine
 from megacore.engine.flat_buffer import fill_buffers
 from megacore.engine.learning_rate import learning_rate
 from megacore.engine.loss_scale import LossScale
@@ -456,3 +458,13 @@ def test_parameters_of_one_buffer_have_versions_of_their_own(device: str) -> Non
     before = parameter._version
     buffer.add_(1.0)
     assert parameter._version == before and bool((parameter == 1.0).all())
+
+
+def test_an_engine_is_attached_or_its_place_is_named() -> None:
+    """A run would silently step with another engine than its config names."""
+    config: Any = SimpleNamespace(engine=SimpleNamespace(kind="deepspeed"), token_ranks=1)
+    mesh: Any = None
+    with mock.patch.dict(ATTACHED, {"deepspeed": lambda *given: given}):
+        assert build_engine(config, [], mesh) == (config, [], mesh)
+    with mock.patch.dict(ATTACHED, clear=True), pytest.raises(RuntimeError, match="imports megacore.tools.deepspeed.engine"):
+        build_engine(config, [], mesh)
