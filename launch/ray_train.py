@@ -2,10 +2,8 @@
 
 import argparse
 import json
-import math
 import os
 import queue
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -26,6 +24,9 @@ from megacore.tools.cli import Parser, exit_with
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.relaunch.hosts import load_any, plan
+from megacore.tools.relaunch.ray_cluster import RayCluster
+from megacore.tools.relaunch.scaling import add_options, rules_of, size_of
+from megacore.tools.relaunch.supervisor import Supervisor
 from megacore.tools.settings.load import load
 from megacore.train.stopping import StopRequest
 
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 EXAMPLE = "python launch/ray_train.py --workers 8 --config configs/gpt_7b.json checkpoint.every=500"
 MORE = """Ray places the workers on its cluster (RAY_ADDRESS, or a cluster of this machine alone) and starts them again after a failure.
 They go on from the newest checkpoint. The checkout, the data and log.dir must be in folders that all machines share.
---workers 8:16 takes what the cluster has, from 8 to 16: a lost machine is done without, a new one is used from the next start on.
-Each start lays the run out for its ranks, as launch/supervise.py does. To stop the run, make a file STOP in log.dir.
+--workers 8:16 takes what the cluster has, from 8 to 16: a lost machine is done without, and one that joins is used while the run is
+in good health. The run saves, stops, and goes on with the same global batch, laid out anew, as under launch/supervise.py.
+--ranks-command finds MEGACORE_LOG_DIR in its environment, MEGACORE_RANKS, the ranks in use, and MEGACORE_ROOM, those that have room.
+To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it too.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
 TAIL_BYTES = 65536  # at the end of metrics.jsonl, in which a checkpoint's step is looked for
 REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
@@ -48,32 +51,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
     parser.add_argument("--workers", metavar="N | MIN:MAX", help="ranks (one for each GPU of the cluster, else each CPU)")
     parser.add_argument("--cpus", type=int, default=1, metavar="N", help="CPU cores for each worker (1)")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="gives up after so many failures (3); -1: never")
+    restarts = "gives up after so many failures, with MIN:MAX in a row without progress (3); -1: never"
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help=restarts)
+    add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as train.steps=20")
     args = parser.parse_intermixed_args(argv)
-    args.workers = None if args.workers is None else workers_of(args.workers)
+    args.workers = None if args.workers is None else size_of("--workers", args.workers)
+    args.elastic = args.workers is not None and args.workers[0] < args.workers[1]
+    args.rules = rules_of(args, args.workers)
+    if args.ranks_command is not None and not args.elastic:
+        raise ConfigError("--ranks-command", "the number of workers is fixed", "a range such as --workers 8:16")
     for option, least in (("cpus", 1), ("restarts", -1)):
         if getattr(args, option) < least:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is not usable", f"{least} or more")
     return args
-
-
-def workers_of(text: str) -> tuple[int, int]:
-    """The least and the most workers. Raises `ConfigError` for what is neither N nor MIN:MAX."""
-    found = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-    if least > most:
-        raise ConfigError("--workers", f"{text} is no number of workers", "a number such as 8, or least:most such as 8:16")
-    return least, most
-
-
-def lay_out(path: str, overrides: list[str], workers: int, elastic: bool) -> tuple[Config, int]:
-    """The config on `workers` workers, and how many of them are ranks. If the number of workers is `elastic`, the layout may differ
-    from the config's own, and some workers may be no ranks. Raises `ConfigError` if no layout fits."""
-    if not elastic:
-        return load(path, overrides, workers).config, workers
-    planned = plan(path, overrides, workers)
-    return load(path, [*overrides, *planned.overrides], planned.ranks).config, planned.ranks
 
 
 def scale(wanted: tuple[int, int] | None, gpu: bool, cpus: int, resources: dict[str, float]) -> tuple[int, int]:
@@ -98,10 +89,10 @@ def run(argv: list[str]) -> int:
     """Trains, and returns the exit status."""
     args = parse(argv)
     device = load_any(args.config, args.overrides).train.device
-    elastic = args.workers is not None and args.workers[0] < args.workers[1]
     for workers in args.workers or ():  # refused before Ray starts anything
-        lay_out(args.config, args.overrides, workers, elastic)
+        plan(args.config, args.overrides, workers) if args.elastic else load(args.config, args.overrides, workers)
     os.environ.setdefault("RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "86400")  # workers wait as long as there is no checkpoint to report
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it would print each line twice
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a config's paths count from where the command was typed
     try:
         import ray
@@ -114,13 +105,14 @@ def run(argv: list[str]) -> int:
         resources = ray.cluster_resources()
         gpu = device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
         workers = scale(args.workers, gpu, args.cpus, resources)
-        config, _ = lay_out(args.config, args.overrides, workers[0], elastic)
+        config = load_any(args.config, args.overrides) if args.elastic else load(args.config, args.overrides, workers[0]).config
         folder = Path(resolved(config.log.dir)).absolute()
         check_folder("log.dir", folder)
-        start = {"cwd": os.getcwd(), "config": args.config, "overrides": args.overrides, "folder": str(folder), "elastic": elastic}
-        wanted = f"{workers[0]} to {workers[1]} workers" if elastic else f"{workers[0]} workers"
-        print(f"ray_train: waiting for {wanted}; the cluster has {' and '.join(has(resources))}", file=sys.stderr, flush=True)
-        status: int = trainer(start, workers, gpu, args.cpus, args.restarts).fit().return_value
+        if args.elastic:
+            return supervised(args, config, folder, gpu)
+        start = {"cwd": os.getcwd(), "config": args.config, "overrides": args.overrides, "folder": str(folder)}
+        print(f"ray_train: waiting for {workers[0]} workers; the cluster has {' and '.join(has(resources))}", file=sys.stderr, flush=True)
+        status: int = trainer(start, workers[0], gpu, args.cpus, args.restarts).fit().return_value
         return status
     except TrainingFailedError as error:
         status, line = end_of(error)
@@ -128,6 +120,18 @@ def run(argv: list[str]) -> int:
         ray.shutdown()  # behind which nobody else speaks
     print(line, file=sys.stderr)
     return status
+
+
+def supervised(args: argparse.Namespace, config: Config, folder: Path, gpu: bool) -> int:
+    """Keeps the run going on as many workers as the rules allow: each start is this script, with a fixed number of them."""
+    import ray
+
+    os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    each = {"CPU": args.cpus} | ({"GPU": 1} if gpu else {})
+    cluster = RayCluster(args.config, args.overrides, args.rules, each)
+    script = [sys.executable, str(Path(__file__).resolve()), "--config", args.config, "--cpus", str(args.cpus), "--restarts", "0"]
+    restarts = sys.maxsize if args.restarts < 0 else args.restarts
+    return Supervisor(script, folder, fleet=cluster, restarts=restarts, steps=config.train.steps).run()
 
 
 def end_of(error: Exception) -> tuple[int, str]:
@@ -142,7 +146,7 @@ def end_of(error: Exception) -> tuple[int, str]:
     return 1, f"failed: {error}"
 
 
-def trainer(start: dict[str, Any], workers: tuple[int, int], gpu: bool, cpus: int, restarts: int) -> "TorchTrainer":
+def trainer(start: dict[str, Any], workers: int, gpu: bool, cpus: int, restarts: int) -> "TorchTrainer":
     """Ray's trainer, which calls `work(start)` in every worker."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.backend import Backend
@@ -168,19 +172,23 @@ def trainer(start: dict[str, Any], workers: tuple[int, int], gpu: bool, cpus: in
                     raise RuntimeError(REFUSED + line)
 
     folder = Path(start["folder"])
+    # Without restarts nothing is waited for either, such as a machine that has just been lost: whoever started this knows better.
+    limits = {"controller_failure_limit": 0, "max_preemption_failures": 0} if restarts == 0 else {}
     return TorchTrainer(
         work,
         train_loop_config=start,
         torch_config=Ranks(),
         scaling_config=ScalingConfig(
-            num_workers=workers if start["elastic"] else workers[0],
+            num_workers=workers,
             use_gpu=gpu,
             resources_per_worker={"CPU": cpus} | ({"GPU": 1} if gpu else {}),
-            elastic_resize_monitor_interval_s=math.inf,  # a healthy run is not disturbed
         ),
         # log.dir is Ray's folder of the run too: it refers to our checkpoints there, and copies none.
         run_config=RunConfig(
-            name=folder.name, storage_path=str(folder.parent), failure_config=FailureConfig(max_failures=restarts), callbacks=[Refusals()]
+            name=folder.name,
+            storage_path=str(folder.parent),
+            failure_config=FailureConfig(max_failures=restarts, **limits),
+            callbacks=[Refusals()],
         ),
     )
 
@@ -198,11 +206,8 @@ def work(start: dict[str, Any]) -> int:
     reports = Reports(rank, folder)
     try:
         overrides = [*start["overrides"], f"log.dir={folder}"]
-        config, world = lay_out(start["config"], overrides, context.get_world_size(), start["elastic"])
-        if rank >= world:
-            reports.send()
-            return 0
-        beside = min(context.get_local_world_size(), world - (rank - local_rank))
+        world, beside = context.get_world_size(), context.get_local_world_size()
+        config = load(start["config"], overrides, world).config
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": beside, "MASTER_PORT": port}
         os.environ.update({"MASTER_ADDR": address} | {name: str(number) for name, number in numbers.items()})
         from launch.pretrain import train

@@ -73,12 +73,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A run under the supervisor, which is on a host of its own or on one that trains."""
 
+    SCRIPT = "launch/pretrain.py"
+
     def __init__(self, four: Hosts, folder: Path, name: str, names: list[str], *options: str, head: int = 0) -> None:
         self.four, self.folder, self.run, self.names = four, folder, folder / name, names
         self.hostfile = folder / f"hostfile_{name}"
         self.hostfile.write_text("".join(f"{host} slots=1\n" for host in names))
-        script = [str(ROOT / "launch" / "pretrain.py"), "--config", f"{folder}/config.json", f"log.dir={self.run}"]
-        launcher = ["deepspeed", "--hostfile", str(self.hostfile), *script]
+        script = [str(ROOT / self.SCRIPT), "--config", f"{folder}/config.json", f"log.dir={self.run}"]
+        hostfile = ["--hostfile", str(self.hostfile)]
+        if "--hosts-command" in options:
+            options, hostfile = (*options, f"cat {self.hostfile}"), []
+        launcher = ["deepspeed", *hostfile, *script]
         supervise = ["python", str(ROOT / "launch" / "supervise.py"), "--backoff", "1", "--look", "inf", "--resize-pause", "0", *options]
         self.lines: list[tuple[float, str]] = []
         self.began = time.monotonic()
@@ -229,13 +234,11 @@ def test_a_host_that_is_gone_comes_back(four: Hosts, folder: Path) -> None:
         run.finish("host gone, back, and a rank killed")
 
 
-def kill_rank(four: Hosts, host: int) -> None:
+def kill_rank(four: Hosts, host: int, script: str = "launch/pretrain") -> None:
     """Kills a rank on a host, as the kernel does when memory runs out."""
     found = subprocess.run(four.inside(host, "ps", "-ww", "-eo", "pid,args", "--no-headers"), capture_output=True, text=True).stdout
     pids = [
-        line.split()[0]
-        for line in found.splitlines()
-        if re.search(r"-u \S*launch/pretrain\.py --local_rank", line) and "launcher" not in line
+        line.split()[0] for line in found.splitlines() if re.search(rf"-u \S*{script}\.py --local_rank", line) and "launcher" not in line
     ]
     assert len(pids) == 1, found
     subprocess.run(four.inside(host, "kill", "-9", pids[0]), check=True)

@@ -4,13 +4,16 @@
 """
 
 import re
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Hosts, missing
-from tests.cluster.test_faults import Run
+from tests.cluster.test_faults import Run, kill_rank
 from tests.cluster.test_launchers import TOLERANCE, losses, slow
 from tests.commands import run_script
 from tests.training import metrics, write_config, write_corpus
@@ -65,6 +68,11 @@ class Growing(Run):
         file.write_text("".join(f"{host} slots=1\n" for host in names))
         file.replace(self.hostfile)
 
+    def undisturbed(self) -> None:
+        """No step was done twice, and no start failed."""
+        assert losses(self.run) == pytest.approx(losses(self.folder / "one"), rel=TOLERANCE)
+        assert "ended with status" not in self.said
+
     def proved(self, sizes: list[int]) -> None:
         """The run ends with the losses of one process, and no sample was lost or read twice, through these numbers of data ranks."""
         self.finish("a run of " + ", ".join(map(str, sizes)))
@@ -84,5 +92,66 @@ def test_hosts_of_a_hostfile_join_and_leave(two: Hosts, folder: Path) -> None:
         run.change("a host joins", ["node0", "node1"], 2)
         run.change("a host leaves", ["node0"], 1)
         run.proved([1, 2, 1])
-        assert losses(run.run) == pytest.approx(losses(folder / "one"), rel=TOLERANCE), "a step was done twice"
-        assert "ended with status" not in run.said
+        run.undisturbed()
+
+
+def test_hosts_that_a_command_prints(two: Hosts, folder: Path) -> None:
+    """The same, and a host that comes and goes all the time makes no more starts than the rules allow."""
+    with Growing(two, folder, "command", ["node0"], "--look", "1", "--resize-pause", "30", "--hosts-command") as run:
+        run.wait(lambda: run.step() > 5)
+        began = time.monotonic()
+        while time.monotonic() - began < 90.0 and run.process.poll() is None:
+            for names in (["node0", "node1"], ["node0"]):
+                run.name(names)
+                time.sleep(3.0)
+        joined = run.said.count("node1 joins")
+        print(f"a host that comes and goes for 90 s: joined {joined} times", flush=True)
+        assert 1 <= joined <= 90 / 30
+        run.proved([1] + [2, 1] * (len(run.layouts()) // 2))
+        run.undisturbed()
+
+
+def test_a_host_that_joins_and_cannot_train(two: Hosts, folder: Path) -> None:
+    """It answers, and its ranks die at once. The run would fail with it again and again, until it is given up."""
+    python = str(Path(sys.executable).resolve())
+    subprocess.run(two.inside(1, "mount", "--bind", "/bin/false", python), check=True)
+    try:
+        with Growing(two, folder, "broken", ["node0"], "--look", "2", "--resize-pause", "20") as run:
+            run.wait(lambda: run.step() > 5)
+            run.name(["node0", "node1"])
+            run.wait(lambda: "left out for a while: node1" in run.said)
+            left_out, step = time.monotonic(), run.step()
+            run.wait(lambda: run.step() > step)
+            assert run.hosts() == ["node0"] and run.said.count("node1 joins") == 1
+            subprocess.run(two.inside(1, "umount", python), check=True)
+            run.wait(lambda: run.said.count("node1 joins") == 2)
+            assert time.monotonic() - left_out > 15.0, "not at the next look"
+            run.proved([1, 1, 2])
+    finally:
+        subprocess.run(two.inside(1, "umount", "-q", python))  # where the test has failed
+
+
+class SlowSave(Growing):
+    """A run whose saves take three seconds."""
+
+    SCRIPT = "tests/cluster/slow_save.py"
+
+    def change_while_saving(self, names: list[str], strike: Callable[[], object] = lambda: None) -> None:
+        """Names other hosts as soon as a save has begun, strikes before it has ended, and waits for the next start."""
+        folder, starts, asked = self.run / "checkpoints", len(self.layouts()), self.said.count("asked to save and stop")
+        before = set(folder.glob("step_????????"))
+        self.wait(lambda: set(folder.glob("step_????????")) != before)
+        self.wait(lambda: any(folder.glob("*.partial")))
+        self.name(names)
+        self.wait(lambda: self.said.count("asked to save and stop") > asked)
+        assert any(folder.glob("*.partial")), "the save ended too soon for this test"
+        strike()
+        self.wait(lambda: len(self.layouts()) > starts and self.step() > self.layouts()[-1][1])
+
+
+def test_growing_while_a_save_is_unfinished(two: Hosts, folder: Path) -> None:
+    """The save is waited for; and where its rank is killed then, the run goes on from the one before, on more hosts."""
+    with SlowSave(two, folder, "saving", ["node0"], "--look", "0.2", "--resize-pause", "0") as run:
+        run.change_while_saving(["node0", "node1"])
+        run.change_while_saving(["node0"], lambda: kill_rank(two, 0, "tests/cluster/slow_save"))
+        run.proved([1, 2, 1])

@@ -1,8 +1,9 @@
-"""launch/ray_train.py on a Ray cluster of two nodes on this machine: calm, with a killed worker, with a lost node and a new one."""
+"""launch/ray_train.py on a Ray cluster of two nodes on this machine: calm, a worker is killed, a node joins, a node is lost."""
 
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from megacore.checkpoint.folder import locate
 from megacore.checkpoint.read import Reader
 from megacore.tools.processes import descendants
 from megacore.tools.verify.checkpoint_diff import compare
+from tests.commands import run_script
 from tests.pool import ROOT
 from tests.training import metrics, write_config, write_corpus
 
@@ -28,7 +30,7 @@ STEPS = 20
 WORKERS = 4
 CPUS = 2  # of a node
 PATIENCE = 480.0  # seconds, on a busy machine
-COUNTED_AFTER = 25.0  # seconds; Ray looks for new nodes every 20
+GROWING = 60  # steps of a run whose nodes join and leave
 RANKS_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANKS_OWN} | {"OMP_NUM_THREADS": "1"}
 
@@ -53,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("ray")
     train = {"steps": STEPS, "seq_len": 128, "global_batch_size": 16}
     sections = {"model": {"hidden_size": 128, "max_positions": 128}, "checkpoint": {"every": 5}}
-    write_config(found, write_corpus(found, tokens=20_000), train=train, **sections)
+    write_config(found, write_corpus(found, tokens=GROWING * 16 * 128), train=train, **sections)
     return found
 
 
@@ -102,6 +104,14 @@ def sizes(folder: Path, name: str) -> list[int]:
     return [int(line.partition(" × data ")[2].split()[0]) for line in said.splitlines() if "mesh: " in line]
 
 
+def await_said(folder: Path, name: str, words: str) -> None:
+    """Waits until a run has said something."""
+    deadline = time.monotonic() + PATIENCE
+    while words not in (said := (folder / f"{name}.txt").read_text()):
+        assert time.monotonic() < deadline, said[-3000:]
+        time.sleep(0.1)
+
+
 def await_size(folder: Path, name: str, wanted: list[int]) -> None:
     """Waits until a run has begun with these sizes."""
     deadline = time.monotonic() + PATIENCE
@@ -143,23 +153,43 @@ def test_a_killed_worker_goes_on(cluster: Any, folder: Path) -> None:
     assert f"step_{STEPS:08d}" in json.dumps(state)  # Ray knows our last checkpoint
 
 
-def test_a_lost_node_is_done_without_and_a_new_one_is_used(cluster: Any, folder: Path) -> None:
-    """A run would wait for a machine that does not come back, or never use one that came."""
-    with started(cluster, folder, "elastic", "--workers", "1:2", "--cpus", str(CPUS), "train.precision=fp64") as run:
+def starts(folder: Path, name: str) -> list[tuple[int, int]]:
+    """The number of data ranks of each start, and the step after which it began."""
+    said = (folder / f"{name}.txt").read_text()
+    after = [int(step) for step in re.findall(r"resumed after step (\d+)", said)]
+    return list(zip(sizes(folder, name), [0, *after], strict=False))
+
+
+def test_a_node_joins_a_run_in_good_health_and_one_is_lost(cluster: Any, folder: Path) -> None:
+    """Nobody kills anything for the first to be used; and the run would wait for the second for ever."""
+    cluster.remove_node(next(iter(cluster.worker_nodes)))
+    fp64 = ["train.precision=fp64", f"train.steps={GROWING}"]
+    rules = ["--look", "2", "--resize-pause", "5"]
+    with started(cluster, folder, "elastic", "--workers", "1:2", "--cpus", str(CPUS), *rules, *fp64) as run:
         await_step(folder, "elastic", 6)
-        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-        await_size(folder, "elastic", [2, 1])
-        cluster.add_node(num_cpus=CPUS)
-        await_step(folder, "elastic", 8)
-        for number, seconds in ((signal.SIGSTOP, COUNTED_AFTER), (signal.SIGKILL, 0.0)):
-            for pid in workers(cluster):
-                os.kill(pid, number)
-            time.sleep(seconds)
-        finish(run, folder, "elastic")
-    assert sizes(folder, "elastic") == [2, 1, 2]
-    one = calm(folder, "one_fp64", "train.precision=fp64")
-    assert [loss for _, loss in losses(folder / "elastic")] == pytest.approx([loss for _, loss in losses(one)], rel=1e-9)
+        began, node = time.monotonic(), cluster.add_node(num_cpus=CPUS)
+        await_said(folder, "elastic", "the Ray cluster has 2 slots: 1 ranks become 2")
+        asked = time.monotonic() - began
+        await_size(folder, "elastic", [1, 2])
+        await_step(folder, "elastic", starts(folder, "elastic")[1][1] + 4)
+        print(f"a node joins: asked to stop after {asked:.1f} s, trains again within {time.monotonic() - began:.1f} s", flush=True)
+        began = time.monotonic()
+        cluster.remove_node(node, allow_graceful=False)
+        await_size(folder, "elastic", [1, 2, 1])
+        print(f"a node is lost: begins again after {time.monotonic() - began:.1f} s", flush=True)
+        said = finish(run, folder, "elastic")
+    cluster.add_node(num_cpus=CPUS)  # for the tests that follow
+    assert said.count("ended with status") == 1, "the lost node alone makes a start fail"
+    one = calm(folder, "one_fp64", *fp64)
+    ours, theirs = dict(losses(folder / "elastic")), dict(losses(one))
+    assert ours == pytest.approx(theirs, rel=1e-9) and len(ours) == GROWING
     assert max(differences(folder / "elastic", one), default=0.0) < 1e-9
+    (_, _), (_, grown), (_, shrunk) = starts(folder, "elastic")
+    legs = f"dp1:{grown},dp2:{shrunk},dp1"
+    words = ["--config", str(folder / "config.json"), "--prove", "--layouts", legs, *fp64]
+    proof = run_script("launch/samples.py", *words)
+    print(f"--layouts {legs}\n{proof.stdout}", flush=True)
+    assert proof.returncode == 0 and "0 missing, 0 repeated" in proof.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 
-from launch.ray_train import end_of, figures, lay_out, parse, run, scale, work, workers_of
+from launch.ray_train import end_of, figures, parse, run, scale, work
 from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.diagnosis.failure import fail
+from megacore.tools.relaunch.ray_cluster import RayCluster, room_in
+from megacore.tools.relaunch.scaling import Rules
 from tests.training import write_config
 
 EIGHT = {"CPU": 8.0, "GPU": 4.0, "memory": 1e9}
@@ -50,17 +52,41 @@ def test_more_workers_than_the_cluster_has(wanted: tuple[int, int] | None, gpu: 
     assert str(error.value) == f"config error: --workers: {said}"
 
 
-def test_a_fixed_number_keeps_the_layout_and_a_range_adapts_it(config: str) -> None:
-    """A run with a fixed layout would change it in silence; one that lost a machine would end because its layout does not fit."""
-    wide = ["parallel.tensor=2", "parallel.pipeline=2"]
-    fixed, ranks = lay_out(config, wide, 4, elastic=False)
-    assert (fixed.parallel.tensor, fixed.parallel.pipeline, fixed.parallel.data, ranks) == (2, 2, 1, 4)
-    with pytest.raises(ConfigError, match="parallel"):
-        lay_out(config, wide, 6, elastic=False)
-    adapted, ranks = lay_out(config, wide, 2, elastic=True)
-    assert adapted.parallel.tensor * adapted.parallel.pipeline == 2 and ranks == 2
-    adapted, ranks = lay_out(config, [], 3, elastic=True)  # three do not divide the global batch: one worker has nothing to do
-    assert (adapted.parallel.data, adapted.train.global_batch_size, ranks) == (2, 8, 2)
+def node(cpus: float, gpus: float = 0.0, alive: bool = True) -> dict[str, object]:
+    return {"Alive": alive, "Resources": {"CPU": cpus, "GPU": gpus}}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "free", "each", "used", "room"),
+    [
+        ([node(3), node(3), node(2, alive=False)], {"CPU": 6}, {"CPU": 2}, 0, (2, 2)),  # one of each node's is too few
+        ([node(2), node(2)], {"CPU": 2}, {"CPU": 2}, 1, (2, 2)),
+        ([node(2), node(2)], {"CPU": 1}, {"CPU": 2}, 1, (2, 1)),  # somebody else is there
+        ([node(8, 2), node(8)], {"CPU": 16, "GPU": 2}, {"CPU": 1, "GPU": 1}, 0, (2, 2)),
+        ([], {}, {"CPU": 1}, 0, (0, 0)),
+    ],
+)
+def test_the_room_in_a_cluster(nodes: list, free: dict, each: dict, used: int, room: tuple[int, int]) -> None:
+    """A run in good health would be stopped for workers that fit on no node, or that others have taken."""
+    assert room_in(nodes, free, each, used) == room
+
+
+def test_each_start_is_a_run_of_fixed_size(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A worker that fits into no layout would wait in Ray, and a run that lost a machine would not be laid out anew."""
+    state = SimpleNamespace(nodes=lambda: [node(3)], available_resources=lambda: {"CPU": 3.0})
+    cluster = RayCluster(config, ["train.steps=7"], Rules(1, 8), {"CPU": 1})
+    with mock.patch.dict(sys.modules, {"ray": state}):
+        words = cluster.command(["python", "ray_train.py"], tmp_path)
+        assert words[:5] == ["python", "ray_train.py", "--workers", "2", "train.steps=7"] and "parallel.data=auto" in words
+        state.nodes, state.available_resources = lambda: [node(3), node(1)], lambda: {"CPU": 2.0}
+        assert cluster.look() == "the Ray cluster has 4 slots: 2 ranks become 4"
+        cluster.ended(gained=True, failed=True)
+        state.nodes, state.available_resources = lambda: [node(3, alive=False), node(1)], lambda: {"CPU": 1.0}
+        assert cluster.command([], tmp_path)[:2] == ["--workers", "1"]
+        state.nodes = list
+        assert cluster.look() == "", "nothing is left: Ray will say so"
+    said = capsys.readouterr().out
+    assert "2 ranks on the Ray cluster: " in said and "left over: the Ray cluster (1 slot)" in said
 
 
 @pytest.mark.parametrize("text", ["0", "8:4", "x", "", "4:", "-1", "1.5", "1:2:3", "9" * 9])
@@ -70,12 +96,9 @@ def test_workers_that_are_no_number(text: str) -> None:
         parse(["--config", "c.json", f"--workers={text}"])
 
 
-def test_workers_that_are() -> None:
-    """4 means 4 to 4."""
-    assert (workers_of("4"), workers_of("2:8")) == ((4, 4), (2, 8))
-
-
-@pytest.mark.parametrize("option", ["--cpus=0", "--restarts=-2"])
+@pytest.mark.parametrize(
+    "option", ["--cpus=0", "--restarts=-2", "--look=0", "--resize-pause=-1", "--ranks-command=echo", "--ranks-command="]
+)
 def test_options_out_of_range(option: str) -> None:
     """Ray's own message would be a traceback."""
     with pytest.raises(ConfigError, match=option.partition("=")[0]):
@@ -87,21 +110,16 @@ def test_without_ray_and_with_a_layout_that_does_not_fit(config: str, monkeypatc
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "")
     monkeypatch.setenv("RAY_TRAIN_COLLECTIVE_WARN_INTERVAL_S", "")
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PRINT_PATCH", "")
     with pytest.raises(ConfigError, match=r"^config error: ray: Ray Train cannot be imported .*pip install -e '\.\[ray\]'"):
         run(["--config", config, "--workers", "2"])
     with pytest.raises(ConfigError, match="config error: parallel"):
         run(["--config", config, "--workers", "3", "parallel.tensor=2"])
 
 
-@pytest.mark.parametrize(
-    ("nodes", "elastic", "on_nodes"),
-    [((3, 1), False, (3, 1)), ((1, 3), False, (1, 3)), ((2, 2), False, (2, 2)), ((2, 1), True, (2, 0)), ((1, 2), True, (1, 1))],
-)
-def test_each_worker_has_its_place(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], elastic: bool, on_nodes: tuple[int, ...]
-) -> None:
-    """Nodes that have unequally many workers: ranks that are computed from one node's number would be there twice, or not at all. Of
-    three workers that may be elastic, one is no rank."""
+@pytest.mark.parametrize("nodes", [(3, 1), (1, 3), (2, 2)])
+def test_each_worker_has_its_place(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...]) -> None:
+    """Nodes that have unequally many workers: ranks that are computed from one node's number would be there twice, or not at all."""
     places: list[RankInfo] = []
 
     def train(config: Config, place: RankInfo, *_: object) -> int:
@@ -111,7 +129,7 @@ def test_each_worker_has_its_place(
     reports = SimpleNamespace(during=lambda training: training(), send=lambda: None, waiting=SimpleNamespace(put=None))
     monkeypatch.setattr("launch.ray_train.Reports", lambda rank, folder: reports)
     monkeypatch.setattr("launch.pretrain.train", train)
-    start = {"cwd": str(tmp_path), "config": config, "overrides": [], "folder": str(tmp_path / "run"), "elastic": elastic}
+    start = {"cwd": str(tmp_path), "config": config, "overrides": [], "folder": str(tmp_path / "run")}
     workers = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
     for rank, (node, local) in enumerate(workers):
         own = {"world_rank": rank, "local_rank": local, "node_rank": node, "local_world_size": nodes[node], "world_size": len(workers)}
@@ -124,9 +142,9 @@ def test_each_worker_has_its_place(
         }
         with mock.patch.dict(sys.modules, modules), mock.patch.dict(os.environ), contextlib.chdir(tmp_path):
             assert work(start) == 0
-    expected = [(node, local) for node, count in enumerate(on_nodes) for local in range(count)]
+    expected = [(node, local) for node, count in enumerate(nodes) for local in range(count)]
     assert places == [
-        RankInfo(rank, len(expected), local, on_nodes[node], "10.0.0.1", 1234, guest=True) for rank, (node, local) in enumerate(expected)
+        RankInfo(rank, len(expected), local, nodes[node], "10.0.0.1", 1234, guest=True) for rank, (node, local) in enumerate(expected)
     ]
 
 

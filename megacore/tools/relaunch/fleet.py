@@ -54,6 +54,7 @@ class Machines(ABC):
         self.looking: Future[str] | None = None
 
     answers = "machines that answer"  # what would be right where none does
+    size_option = "--ranks"
 
     @abstractmethod
     def named(self) -> dict[str, int]:
@@ -66,6 +67,10 @@ class Machines(ABC):
     @abstractmethod
     def start(self, command: list[str], hosts: dict[str, int], planned: Planned) -> list[str]:
         """The command that starts the run on these hosts."""
+
+    def where(self, hosts: dict[str, int], named: dict[str, int]) -> str:
+        """How many hosts are used, in words."""
+        return f"{len(hosts)} of {len(named)} hosts"
 
     def changed(self) -> str:
         """Why the run shall be started again on other machines; empty if it shall not. Does not wait: they are asked in the background.
@@ -138,13 +143,13 @@ class Machines(ABC):
             raise ConfigError("--hostfile", f"no host answered: {names}", self.answers)
         wanted = self.rules.ranks(room, self.rules.answer(sum(self.used.values()), room, self.folder))
         if not wanted:
-            raise TooFew("--ranks", f"{room} ranks have room, and there shall be {self.rules.least} at least", "more machines")
+            raise TooFew(self.size_option, f"{room} ranks have room, and there shall be {self.rules.least} at least", "more machines")
         if wanted not in self.plans:
             self.plans[wanted] = plan(self.config, self.overrides, wanted)
         planned = self.plans[wanted]
         given = filled({host: slots[host] for host in chosen}, planned.ranks)
         hosts = {host: given[host] for host in named if host in given}
-        line = f"{planned.ranks} ranks on {len(hosts)} of {len(named)} hosts: {' '.join(planned.overrides)}"
+        line = f"{planned.ranks} ranks on {self.where(hosts, named)}: {' '.join(planned.overrides)}"
         line += f"; data {planned.data} is the largest for {wanted} slots and a global batch of {self.batch}"
         line += f"; {wanted} of {room} slots are wanted" if wanted < room else ""
         rest = {host: slots[host] - given.get(host, 0) for host in chosen if slots[host] > given.get(host, 0)}
