@@ -170,6 +170,11 @@ def shifted_rank(indices: np.ndarray) -> np.ndarray:
     return shifted
 
 
+def counted_by_ranks(indices: np.ndarray) -> np.ndarray:
+    """Each step begins where a run would be that had always had these data ranks, with a batch of each rank's own."""
+    return indices + indices.min(axis=(1, 2, 3), keepdims=True) * (indices.shape[1] - 1)
+
+
 WHOLE = [Leg(2)]
 FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray] | None, list[Leg]]] = {
     "data ranks read the same samples": (same_for_all, WHOLE),
@@ -177,6 +182,10 @@ FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray] | None, list[Leg]]] =
     "a rank is off by one": (shifted_rank, WHOLE),
     "a resume repeats a step": (None, [Leg(4, 1, 2), Leg(2, 2)]),
     "a resume skips a step": (None, [Leg(4, 1, 2), Leg(2, 4)]),
+    "growing repeats a step": (None, [Leg(1, 1, 2), Leg(2, 2, 4), Leg(1, 5)]),
+    "growing loses a step": (None, [Leg(1, 1, 1), Leg(2, 3, 4), Leg(1, 5)]),
+    "shrinking repeats a step": (None, [Leg(1, 1, 2), Leg(2, 3, 4), Leg(1, 4)]),
+    "a run that has grown counts its samples by its ranks": (counted_by_ranks, [Leg(1, 1, 1), Leg(2, 2, 3), Leg(1, 4)]),
     "a resume starts the epoch again": (None, [Leg(4, 1, 2), Leg(2, 1)]),
 }
 
