@@ -42,6 +42,7 @@ in good health. The run saves, stops, and goes on with the same global batch, la
 To stop the run, make a file STOP in log.dir; with a range SIGTERM, SIGINT, SIGUSR1 and SIGHUP do it too.
 Exit status: 0 finished, 2 bad config, data or arguments, 75 stopped on request after saving, else failed."""
 TAIL_BYTES = 65536  # at the end of metrics.jsonl, in which a checkpoint's step is looked for
+SNAPSHOT = "checkpoint_manager_snapshot.json"  # Ray's, of checkpoints that we may have removed since: it would then start no run
 REFUSED = "megacore refuses: "  # begins the message of an error that another start would meet again
 
 
@@ -112,6 +113,7 @@ def run(argv: list[str]) -> int:
             return supervised(args, config, folder, gpu)
         start = {"cwd": os.getcwd(), "config": args.config, "overrides": args.overrides, "folder": str(folder)}
         print(f"ray_train: waiting for {workers[0]} workers; the cluster has {' and '.join(has(resources))}", file=sys.stderr, flush=True)
+        (folder / SNAPSHOT).unlink(missing_ok=True)
         status: int = trainer(start, workers[0], gpu, args.cpus, args.restarts).fit().return_value
         return status
     except TrainingFailedError as error:

@@ -87,6 +87,7 @@ def test_a_host_joins_and_one_line_says_what_it_brings(world: World, capsys: pyt
     world.name(a=2, b=3)
     assert fleet.look() == "", "before its time"
     world.now += 60.0
+    assert fleet.look(gained=False) == "", "it has not trained yet since its last start"
     assert fleet.look() == "b joins: 2 ranks become 4"
     world.start(fleet)
     line = capsys.readouterr().out.splitlines()[-1]
@@ -209,13 +210,13 @@ def test_the_supervisor_is_never_kept_waiting(world: World, monkeypatch: pytest.
     world.start(fleet)
     world.name(a=2, b=2)
     deadline = time.monotonic() + 30.0
-    while not (why := fleet.changed()):
+    while not (why := fleet.changed(True)):
         assert time.monotonic() < deadline
     assert why == "b joins: 2 ranks become 4"
     world.file.write_text("a\n")
     with pytest.raises(ConfigError, match="has a line `a`"):
         while time.monotonic() < deadline:
-            fleet.changed()
+            fleet.changed(True)
 
 
 @pytest.mark.parametrize("text", ["0", "8:4", "x", "", "4:", "-1", "1.5", "1:2:3", "9" * 9, "٣"])

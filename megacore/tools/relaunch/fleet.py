@@ -72,31 +72,31 @@ class Machines(ABC):
         """How many hosts are used, in words."""
         return f"{len(hosts)} of {len(named)} hosts"
 
-    def changed(self) -> str:
-        """Why the run shall be started again on other machines; empty if it shall not. Does not wait: they are asked in the background.
-        Raises what went wrong there."""
+    def changed(self, gained: bool) -> str:
+        """Why the run shall be started again on other machines; empty if it shall not. `gained`: the last start has got further than
+        any before. Does not wait: the machines are asked in the background. Raises what went wrong there."""
         if self.looking is None and time.monotonic() - self.looked >= self.rules.look:
             self.looked, self.looking = time.monotonic(), Future()
-            threading.Thread(target=self._look, args=(self.looking,), daemon=True).start()
+            threading.Thread(target=self._look, args=(self.looking, gained), daemon=True).start()
         if self.looking is None or not self.looking.done():
             return ""
         found, self.looking = self.looking, None
         return found.result()
 
-    def _look(self, found: "Future[str]") -> None:
+    def _look(self, found: "Future[str]", gained: bool) -> None:
         try:
-            found.set_result(self.look())
+            found.set_result(self.look(gained))
         except Exception as error:  # raised by `changed`
             found.set_exception(error)
 
-    def look(self) -> str:
+    def look(self, gained: bool = True) -> str:
         """As `changed`, but asks now and waits. Hosts that are in use are not asked: heartbeats watch them."""
         there = self.named()
         try:
             then, *_ = self._given(there, self.used)
         except TooFew:
             return ""
-        return change(self.used, there, then, time.monotonic() - self.started >= self.rules.pause)
+        return change(self.used, there, then, gained and time.monotonic() - self.started >= self.rules.pause)
 
     def command(self, command: list[str], folder: Path) -> list[str]:
         """The launcher's command for the machines that answer now. Raises `ConfigError` if they are not enough."""

@@ -257,7 +257,9 @@ class Supervisor:
             self.lost = time.monotonic()
         if self.lost is not None and time.monotonic() - self.lost > LOST_SECONDS:
             end_tree(launcher)
-        if self.fleet is not None and not self.resizing and not self.requests and self.lost is None and (why := self.fleet.changed()):
+        if self.fleet is None or self.resizing or self.requests or self.lost is not None:
+            return
+        if why := self.fleet.changed(self._gains(self.news)):
             say(f"{why}; the run is asked to save and stop at its next step, and goes on so")
             self.resizing = True
             self._ask()
