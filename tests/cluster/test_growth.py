@@ -79,7 +79,8 @@ class Growing(Run):
         assert [size for size, _ in self.layouts()] == sizes
         ours, theirs = ({line["step"]: line["loss"] for line in metrics(self.folder / each)} for each in (self.run.name, "one"))
         assert len(ours) == STEPS and ours == pytest.approx(theirs, rel=TOLERANCE)
-        legs = [f"dp{size}:{after}" for (size, _), (_, after) in zip(self.layouts(), [*self.layouts()[1:], (0, 0)], strict=True)]
+        ends = [after for _, after in self.layouts()[1:]] + [STEPS]
+        legs = [f"dp{size}:{end}" for (size, after), end in zip(self.layouts(), ends, strict=True) if end > after]
         legs[-1] = legs[-1].partition(":")[0]
         proof = run_script("launch/samples.py", "--config", f"{self.folder}/config.json", "--prove", "--layouts", ",".join(legs))
         print(f"--layouts {','.join(legs)}\n{proof.stdout}", flush=True)
@@ -139,8 +140,6 @@ class SlowSave(Growing):
     def change_while_saving(self, names: list[str], strike: Callable[[], object] = lambda: None) -> None:
         """Names other hosts as soon as a save has begun, strikes before it has ended, and waits for the next start."""
         folder, starts, asked = self.run / "checkpoints", len(self.layouts()), self.said.count("asked to save and stop")
-        before = set(folder.glob("step_????????"))
-        self.wait(lambda: set(folder.glob("step_????????")) != before)
         self.wait(lambda: any(folder.glob("*.partial")))
         self.name(names)
         self.wait(lambda: self.said.count("asked to save and stop") > asked)
