@@ -63,7 +63,8 @@ def calm(folder: Path, name: str, *overrides: str, ranks: int = 1) -> Path:
     """A run without Ray that nobody disturbs."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     script = [str(ROOT / "launch" / "pretrain.py"), "--config", "config.json", f"log.dir={name}", *overrides]
-    done = subprocess.run([sys.executable, *launcher, *script], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
+    command = [sys.executable, *launcher, *script]
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return folder / name
 
