@@ -1,6 +1,7 @@
 """Writes the Kubernetes manifest of a run: an Indexed Job with a headless Service, or a JobSet; a pod a node."""
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ not count as failures. --gpus 0 trains on CPUs, a rank a pod.
 Needs PyYAML: pip install 'megacore[kubernetes]'."""
 HOME, SETTINGS, PORT = "/megacore", "/etc/megacore", 29500
 FOLDERS = ("data", "runs")  # of the volume; relative paths in a config then mean there what they mean in a checkout
+GIB = 1 << 30
 GRACE_SECONDS = 120  # for a checkpoint, when a pod must go
 BAD_CONFIG, STOPPED = 2, 75
 TEXT = "tag:yaml.org,2002:str"  # texts of several lines are written as they are
@@ -42,7 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--kind", choices=("job", "jobset"), default="job", help="jobset needs the JobSet operator (job)")
     parser.add_argument("--name", metavar="NAME", help="of the job (the config's name)")
     parser.add_argument("--restarts", type=int, default=10, metavar="N", help="of the whole job after failures (10)")
-    parser.add_argument("--memory", default="64Gi", metavar="SIZE", help="shared memory a pod, for NCCL and the loader (64Gi)")
+    parser.add_argument("--cpus", type=float, metavar="N", help="cores that a pod asks for (8 a GPU; 1 without GPUs)")
+    parser.add_argument("--memory", metavar="SIZE", help="memory that a pod asks for (shared memory, and 32Gi a GPU; 4Gi without GPUs)")
+    parser.add_argument("--shared-memory", default="64Gi", metavar="SIZE", help="of a pod, for NCCL and the loader, at most (64Gi)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     args = parser.parse_intermixed_args(argv)
     args.name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
@@ -51,9 +55,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{option}", f"{getattr(args, option)} is too few", f"{least} or more")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", args.name):  # of 63 characters some are for what Kubernetes appends
         raise ConfigError("--name", f"{args.name!r} is no name for a job", "letters a-z, digits and -, 42 characters at most")
-    if not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", args.memory):
-        raise ConfigError("--memory", f"{args.memory!r} is no size", "such as 64Gi")
+    args.cpus = 8 * args.gpus or 1 if args.cpus is None else args.cpus
+    if not 0.001 <= args.cpus <= 1e6:
+        raise ConfigError("--cpus", f"{args.cpus:g} is no number of cores", "such as 8 or 0.5")
+    shared = sized("--shared-memory", args.shared_memory)
+    args.memory = args.memory or (f"{math.ceil(shared / GIB) + 32 * args.gpus}Gi" if args.gpus else "4Gi")
+    sized("--memory", args.memory)
     return args
+
+
+def sized(option: str, size: str) -> float:
+    """The bytes of a size as Kubernetes writes it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)", size)
+    if found is None or (found[3] and not found[2]):
+        raise ConfigError(option, f"{size!r} is no size", "such as 64Gi")
+    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
 
 
 def checked(args: argparse.Namespace) -> Config:
@@ -86,9 +102,15 @@ def training(args: argparse.Namespace, leader: str) -> dict[str, Any]:
         "workingDir": HOME,
         "command": [*launcher, "launch/pretrain.py", "--config", config, *verbatim],
         "env": [{"name": "MASTER_ADDR", "value": leader}, {"name": "MASTER_PORT", "value": str(PORT)}],
-        "resources": {"limits": {"nvidia.com/gpu": args.gpus}} if args.gpus else {},
+        "resources": resources(args),
         "volumeMounts": mounts,
     }
+
+
+def resources(args: argparse.Namespace) -> dict[str, Any]:
+    """What a pod asks for. It may use more cores and memory where there are more: it has no limits but its GPUs."""
+    asked = {"requests": {"cpu": f"{args.cpus:g}", "memory": args.memory}}
+    return asked | ({"limits": {"nvidia.com/gpu": args.gpus}} if args.gpus else {})
 
 
 def job(args: argparse.Namespace, leader: str, subdomain: str | None, *, limit: int) -> dict[str, Any]:
@@ -103,7 +125,7 @@ def job(args: argparse.Namespace, leader: str, subdomain: str | None, *, limit: 
         "volumes": [
             {"name": "volume", "persistentVolumeClaim": {"claimName": args.volume}},
             {"name": "settings", "configMap": {"name": args.name}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": args.memory}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": args.shared_memory}},
         ],
     }
     ended = {"containerName": "megacore", "operator": "In"}

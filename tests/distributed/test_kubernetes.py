@@ -72,6 +72,23 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("options", "cpu", "memory", "shared"),
+    [
+        (["--gpus", "0"], "1", "4Gi", "64Gi"),
+        (["--gpus", "4", "train.global_batch_size=64"], "32", "192Gi", "64Gi"),
+        (["--gpus", "0", "--cpus", "1.5", "--memory", "6G", "--shared-memory", "500Mi"], "1.5", "6G", "500Mi"),
+    ],
+)
+def test_pods_ask_for_cores_and_memory(config: str, options: list[str], cpu: str, memory: str, shared: str) -> None:
+    """A pod that asks for none is put on a full node, and is the first to be killed there."""
+    (_, _, job) = render.manifest(render.parse(["--config", config, *ASKED, *options]))
+    assert container(job)["resources"]["requests"] == {"cpu": cpu, "memory": memory}
+    (volume,) = (v for v in job["spec"]["template"]["spec"]["volumes"] if v["name"] == "shared-memory")
+    assert volume["emptyDir"]["sizeLimit"] == shared
+    kubernetes_validate.validate(job, "1.31", strict=True)
+
+
 def test_statuses_are_told_apart(config: str) -> None:
     """A bad config would be tried again and again, and a run that saved when it was asked to stop would count as failed."""
     *_, job = rendered(config, "--restarts", "3")
@@ -124,6 +141,8 @@ WRONG = {
     "nodes": (["--nodes", "0"], "--nodes: 0 is too few"),
     "name": (["--name", "Run_1"], "--name: 'Run_1' is no name for a job"),
     "memory": (["--memory", "much"], "--memory: 'much' is no size"),
+    "shared memory": (["--shared-memory", "64i"], "--shared-memory: '64i' is no size"),
+    "cores": (["--cpus", "0"], "--cpus: 0 is no number of cores"),
 }
 
 
