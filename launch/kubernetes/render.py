@@ -78,7 +78,8 @@ def checked(args: argparse.Namespace) -> Config:
     data, checkpoint = config.data, config.checkpoint
     if config.model.source is not None:
         raise ConfigError("model.source", "a manifest holds the text of the config alone", "null, or a ConfigMap of your own")
-    inside = {"log.dir": config.log.dir, "data.train": data.train, "data.valid": data.valid, "checkpoint.weights": checkpoint.weights}
+    inside = {"log.dir": config.log.dir, "data.train": data.train, "data.valid": data.valid, "checkpoint.mirror": checkpoint.mirror}
+    inside |= {"checkpoint.weights": checkpoint.weights}
     inside |= {"data.tokenizer": None if data.tokenizer == "bytes" else data.tokenizer}
     inside |= {"checkpoint.resume": None if checkpoint.resume in ("auto", "never") else checkpoint.resume}
     for key, value in inside.items():
