@@ -323,7 +323,19 @@ class Int8Compression(Section):
         return numbers * (number_bytes if self.exact else 1) + numbers // self.block * number_bytes
 
 
-GradCompression = Int8Compression
+class LowRankCompression(Section):
+    """Gradients of matrices travel as two factors of `rank` columns (PowerSGD); what these lack is added in the next step."""
+
+    kind: Literal["low_rank"]
+    rank: Count | None = Field(4, description="null: that of the matrix, which loses nothing and saves nothing: a proof")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sum is the plain one, but for the order of additions."""
+        return self.rank is None
+
+
+GradCompression = Annotated[Int8Compression | LowRankCompression, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
@@ -355,8 +367,8 @@ class EngineConfig(Section):
     )
     grad_compression: GradCompression | None = Field(
         None,
-        description='native: how gradients are made smaller between data ranks, with two levels between hosts: {"kind": "int8"}; '
-        "null: they are not",
+        description="native: how gradients are made smaller on their way between data ranks, with error feedback: "
+        '{"kind": "int8"} or {"kind": "low_rank", "rank": 4}; null: they are not',
     )
 
 

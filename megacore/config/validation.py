@@ -308,7 +308,8 @@ def check_links(config: Config) -> None:
     if engine.reduce_dtype != "fp32" and engine.grad_compression is not None:
         raise ConfigError("engine.grad_compression", "gradients that are compressed do not travel in bf16", "engine.reduce_dtype=fp32")
     if engine.grad_compression is not None and not engine.grad_compression.exact and config.train.precision == "fp64":
-        right = 'null, {"kind": "int8", "rounding": "none"}, or train.precision=bf16'
+        exact = {"int8": '"rounding": "none"', "low_rank": '"rank": null'}[engine.grad_compression.kind]
+        right = f"null, {exact} beside its kind, or train.precision=bf16"
         raise ConfigError("engine.grad_compression", "fp64 is for proofs to 1e-9, and this loses more", right)
     if engine.reduce_dtype != "fp32" and config.train.precision == "fp64":
         wrong = f"fp64 is for proofs to 1e-9, and {engine.reduce_dtype} rounds to 2^-8"

@@ -3,7 +3,7 @@
 Initialisation, checkpoints, gradient norms and verification use only this record, so none of them knows how a layer was split.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -66,9 +66,17 @@ class LogicalMatrix:
     def view(self, weight: Tensor) -> Tensor:
         """The maps ``[batch, rows, columns]`` within the whole weight, or within a piece that is not split along an indexed dim. It is
         a copy where the dims of a weight are not as they are in memory."""
-        part = weight[self.index].permute(*self.batch, *self.rows, *self.columns)
-        sizes = [prod(weight[self.index].shape[dim] for dim in dims) for dims in (self.batch, self.rows, self.columns)]
-        return part.reshape(sizes)
+        return self.part(weight).reshape(self.sizes(weight.shape))
+
+    def part(self, weight: Tensor) -> Tensor:
+        """The same, a view with all dims of the weight."""
+        return weight[self.index].permute(*self.batch, *self.rows, *self.columns)
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """How many maps, rows and columns there are in a weight of this shape, or within its index."""
+        inside = [len(range(size)[at]) for size, at in zip(shape, (*self.index, *[slice(None)] * len(shape)), strict=False)]
+        batch, rows, columns = (prod(inside[dim] for dim in dims) for dims in (self.batch, self.rows, self.columns))
+        return batch, rows, columns
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from megacore.distributed.shard import TensorSlice, piece_key
 from megacore.engine.flat_buffer import Bucket, FlatBuffer, pieces_of_range
 
 RESIDUAL = "residual/"  # the prefix of residuals' names in a checkpoint
+BASIS = "basis/"  # and of what `low_rank.py` starts from
+STATE = (RESIDUAL, BASIS)
 
 
 @dataclass
@@ -84,7 +86,7 @@ class GradientCompression:
 
     def __init__(self, settings: GradCompression, buffers: Sequence[FlatBuffer]) -> None:
         summed = [(buffer, bucket) for buffer in buffers if buffer.sum.levels.size > 1 for bucket in buffer.buckets]
-        self.buckets: dict[int, CompressedBucket] = {id(bucket): Int8Bucket(settings, buffer, bucket) for buffer, bucket in summed}
+        self.buckets = {id(bucket): compressed(settings, buffer, bucket) for buffer, bucket in summed}
 
     def scaled_by(self, loss_scale: Tensor) -> None:
         """Tells the factor on gradients, a scalar on the device that changes from step to step."""
@@ -209,3 +211,12 @@ class Int8Bucket(CompressedBucket):
         """The sum of what hosts have sent."""
         self.received.decode(self.part, slice(None))
         torch.sum(self.part.view(self.levels.between.size, -1), 0, out=self.of_sum.coming)
+
+
+def compressed(settings: GradCompression, buffer: FlatBuffer, bucket: Bucket) -> CompressedBucket:
+    """A bucket as its kind of compression sums it."""
+    if settings.kind == "int8":
+        return Int8Bucket(settings, buffer, bucket)
+    from megacore.engine.low_rank import LowRankBucket  # which only such runs load
+
+    return LowRankBucket(settings, buffer, bucket)

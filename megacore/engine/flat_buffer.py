@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config.optim_groups import ParameterGroup, ParameterGroups
-from megacore.config.schema import EngineConfig
+from megacore.config.schema import EngineConfig, Int8Compression
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
@@ -173,7 +173,7 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 def travelling_unit(engine: EngineConfig) -> int:
     """If ranks add up parts of a bucket each for itself, the elements of which a part is a multiple; else 0."""
-    if engine.grad_compression is not None:
+    if isinstance(engine.grad_compression, Int8Compression):
         return engine.grad_compression.block
     return 0 if engine.reduce_dtype == "fp32" else ALIGNMENT
 

@@ -21,6 +21,7 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer
 from megacore.distributed.shard import logical_name
+from megacore.engine.compression import STATE
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
 from megacore.records import FIGURES
@@ -31,7 +32,7 @@ from megacore.train.inputs import Inputs, changes
 from megacore.train.loader import Loader
 from megacore.train.logs import Logs, Monitor, surviving
 from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, opening, unknown
-from megacore.train.residuals import RESIDUAL, read_residuals
+from megacore.train.residuals import read_residuals
 from megacore.train.step import TrainStep
 from megacore.train.stopping import Skips, StopAgreed, StopRequest, TooManySkips
 
@@ -279,7 +280,7 @@ class Trainer:
         """Takes over a checkpoint's state, or only its weights. Returns its step, or 0."""
         tensors = self.engine.tensors()
         for key, (tensor, box) in tensors.items():
-            if key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(RESIDUAL)):
+            if key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE)):
                 self.mesh.observers.phase("reading a checkpoint")
                 reader.read_into(logical_name(key), box, tensor)
         # This also rounds the weights just read into the parameters that compute.

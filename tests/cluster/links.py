@@ -1,4 +1,4 @@
-"""What a slow link between two hosts costs, and what `engine.reduce_dtype` and `engine.reduce_levels` save. Needs root.
+"""What a slow link between two hosts costs, and what the engine's ways to make gradients smaller save. Needs root.
 
 Two hosts on one machine with two data ranks each (see `hosts`) train through torchrun: with the link limited by `tc … tbf`, and
 without a limit. Bytes are those that both hosts' interfaces have sent in a run, over its steps. The loss is that of a smaller model.
@@ -24,7 +24,12 @@ from tests.pool import ROOT
 
 EXAMPLE = "python -m tests.cluster.links --rates 1gbit,unlimited --out benchmarks/results/links.json"
 HOSTS, RANKS = 2, 2  # ranks on each host
-VARIANTS = [(dtype, levels) for levels in (1, 2) for dtype in ("fp32", "bf16")]
+KINDS: dict[str, dict[str, Any]] = {  # how gradients travel: settings of the engine
+    "fp32": {},
+    "bf16": {"reduce_dtype": "bf16"},
+    "int8": {"grad_compression": {"kind": "int8"}},
+    "low rank 4": {"grad_compression": {"kind": "low_rank", "rank": 4}},
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 257},
     "train": {"seq_len": 128, "micro_batch_size": 1, "global_batch_size": 4, "precision": "bf16", "device": "cpu"},
@@ -51,6 +56,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, metavar="N", help="of each timed run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="in each of which every setting runs once (%(default)s)")
     parser.add_argument("--loss-steps", type=int, default=200, metavar="N", help="of each run whose loss counts; 0: none (%(default)s)")
+    parser.add_argument(
+        "--settings", default="fp32:1,bf16:1,fp32:2,bf16:2", metavar="KIND:LEVELS,…", help=f"of {', '.join(KINDS)} (%(default)s)"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="writes the figures, beside those of the other kind and rates if the file has them"
     )
@@ -98,6 +106,11 @@ def merged(*settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def engine_of(kind: str, levels: int) -> dict[str, dict[str, Any]]:
+    """A config's section for a kind."""
+    return {"engine": {**KINDS[kind], "reduce_levels": levels}}
+
+
 def predicted(settings: dict[str, dict[str, Any]]) -> dict[str, float]:
     """The bytes that a rank sends over data ranks in a step, by group."""
     config = resolve(json.loads(json.dumps(settings)), [], "links", HOSTS * RANKS).config
@@ -108,14 +121,13 @@ def timed(
     link: Hosts, folder: Path, common: dict[str, dict[str, Any]], rate: str, variant: tuple[str, int], steps: int, speeds: list[float]
 ) -> dict[str, Any]:
     """One run of a setting. Adds its speed, that of its median step, to `speeds`, and returns the result's row with all of them."""
-    dtype, levels = variant
-    settings = merged(common, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
+    settings = merged(common, engine_of(*variant))
     lines, bytes_sent = train(link, folder, settings, steps)
     speeds.append(median(line["tokens_per_second"] for line in lines[SKIPPED:]))
     return {
         "link": rate,
-        "dtype": dtype,
-        "levels": levels,
+        "dtype": variant[0],
+        "levels": variant[1],
         "tokens_per_second": sorted(speeds),
         "link_bytes_per_step": bytes_sent / steps,
         "predicted_bytes_per_rank": predicted(settings),
@@ -133,6 +145,7 @@ def kept(file: Path, kind: str, figures: dict[str, Any]) -> list[dict[str, Any]]
 def run(argv: list[str]) -> None:
     """Measures, and prints a line for each run."""
     args = parse(argv)
+    variants = [(kind, int(levels)) for kind, levels in (setting.split(":") for setting in args.settings.split(","))]
     if why_not := missing("tc"):
         raise ConfigError("hosts", why_not, "root, and Debian's iproute2 and openssh-server")
     figures: dict[str, Any] = machine.describe() | {"settings": SETTINGS, "hosts": HOSTS, "ranks on each": RANKS, "speed": [], "loss": []}
@@ -143,18 +156,18 @@ def run(argv: list[str]) -> None:
         common = merged(SETTINGS, {"data": {"train": f"{folder}/code"}})
         for rate in filter(None, args.rates.split(",")):
             limit(link, rate)
-            speeds: dict[tuple[str, int], list[float]] = {variant: [] for variant in VARIANTS}
+            speeds: dict[tuple[str, int], list[float]] = {variant: [] for variant in variants}
             rows = []
             for _ in range(args.rounds):  # settings take turns, so that what else the machine does meets all of them
-                rows = [timed(link, folder, common, rate, variant, args.steps, speeds[variant]) for variant in VARIANTS]
+                rows = [timed(link, folder, common, rate, variant, args.steps, speeds[variant]) for variant in variants]
             figures["speed"] += rows
             for row in rows:
                 speed, megabytes = row["tokens_per_second"], row["link_bytes_per_step"] / 1e6
                 found = f"{median(speed):.0f} tokens/s ({speed[0]:.0f} to {speed[-1]:.0f}), {megabytes:.1f} MB a step"
                 print(f"{rate:>10} {row['dtype']} {row['levels']}: {found}", flush=True)
         limit(link, "unlimited")
-        for dtype, levels in VARIANTS if args.loss_steps else []:
-            settings = merged(common, SMALL, {"engine": {"reduce_dtype": dtype, "reduce_levels": levels}})
+        for dtype, levels in variants if args.loss_steps else []:
+            settings = merged(common, SMALL, engine_of(dtype, levels))
             lines, _ = train(link, folder, settings, args.loss_steps)
             last = [line["loss"] for line in lines[-10:]]
             figures["loss"].append({"dtype": dtype, "levels": levels, "first": lines[0]["loss"], "last_ten": last})

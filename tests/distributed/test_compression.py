@@ -1,6 +1,7 @@
 """Gradients that travel compressed: the plain sum where nothing is lost, the same bits on every rank, and nothing lost for good."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from torch import Tensor
 from megacore.checkpoint import Reader
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import TensorSlice, logical_name
-from megacore.engine.compression import RESIDUAL, Blocks, GradientCompression
+from megacore.engine.compression import RESIDUAL, STATE, Blocks, GradientCompression
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
@@ -23,9 +24,9 @@ from tests import training
 from tests.steps import Found, apart, train
 
 BLOCK = 64
+LOW_RANK, FULL_RANK = '{"kind": "low_rank", "rank": 2}', '{"kind": "low_rank", "rank": null}'
 INT8, EXACT_BLOCKS = '{"kind": "int8", "block": 64}', '{"kind": "int8", "block": 64, "rounding": "none"}'
 TWO_LEVELS, SHARDED = "engine.reduce_levels=2", "engine.shard_optimizer=true"
-STATE = (RESIDUAL,)
 
 
 def setting(compression: str) -> str:
@@ -74,7 +75,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("compression", [EXACT_BLOCKS], ids=["int8"])
+@pytest.mark.parametrize("compression", [EXACT_BLOCKS, FULL_RANK], ids=["int8", "low rank"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_nothing_is_lost_it_is_the_plain_sum(pool: Any, config_path: str, one: Found, layout: str, compression: str) -> None:
     """A part that is sent twice or never, to the wrong place, or with another's scale; a residual of something else."""
@@ -133,7 +134,7 @@ def sums_on_a_rank(config_path: str, overrides: list[str], plant: str = "") -> d
     engine.settle()
     buckets = list(engine.compression.buckets.values())
     found: dict[str, list[Tensor]] = {"given": [], "summed": []}
-    with mock.patch.object(*PLANTS[plant]) if plant else mock.patch.object(trainer, "RESIDUAL", RESIDUAL):
+    with mock.patch.object(*PLANTS[plant]) if plant else nullcontext():
         for number in range(ROUNDS):
             engine.loss_scale.value.fill_(2.0**number)
             random = torch.Generator().manual_seed(100 * step.mesh.place.rank + number)
@@ -204,6 +205,8 @@ SUMS: dict[str, tuple[int, list[str], int | None]] = {
     "int8": (2, [setting(INT8)], 2),
     "int8, two levels": (4, [TWO_LEVELS, setting(INT8)], 2),
     "int8, two levels, sharded": (4, [TWO_LEVELS, SHARDED, setting(INT8)], 2),
+    "low rank": (2, [setting(LOW_RANK)], None),
+    "low rank, two levels, sharded": (4, [TWO_LEVELS, SHARDED, setting(LOW_RANK)], None),
 }
 
 
@@ -263,7 +266,7 @@ def read_on_a_rank(config_path: str, overrides: list[str], checkpoint: str) -> t
     return held, said
 
 
-@pytest.mark.parametrize("compression", [INT8], ids=["int8"])
+@pytest.mark.parametrize("compression", [INT8, LOW_RANK], ids=["int8", "low rank"])
 def test_a_run_goes_on_bit_by_bit_and_in_another_layout_with_the_same_sum(
     pool: Any, config_path: str, tmp_path: Path, compression: str
 ) -> None:
@@ -286,7 +289,11 @@ def test_a_run_goes_on_bit_by_bit_and_in_another_layout_with_the_same_sum(
             for key, (tensor, box) in held.items():
                 if box.counted:
                     found[logical_name(key)][box.slices[1:]] += tensor[0].double()
-            assert [line.endswith("with the same sum") for line in said] == [True] * (world == 8)  # two hosts are two hosts
+            if compression == INT8:
+                assert [line.endswith("with the same sum") for line in said] == [True] * (world == 8)  # two hosts are two hosts
+            else:
+                assert said[0].endswith("4 of each parameter became 2, with the same sum")
+                assert ["drawn anew" in line for line in said[1:]] == [True] * (world == 8)  # other pieces of the matrices
         for name, total in saved.items():
             assert float((found[name] - total).abs().max()) <= 1e-6 * float(total.abs().max()), name
     ((held, said),) = pool.run(1, read_on_a_rank, config_path, [], str(second))

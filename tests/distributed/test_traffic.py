@@ -57,6 +57,11 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "engine": {"reduce_levels": 2, "reduce_dtype": "bf16", "shard_optimizer": True},
     },
     "dp, 8 bits": {"parallel": {"data": 2}, "engine": {"grad_compression": {"kind": "int8", "block": 64}}},
+    "dp, low rank": {"parallel": {"data": 2}, "engine": {"grad_compression": {"kind": "low_rank"}}},
+    "dp in two levels, low rank, sharded optimizer": {
+        "parallel": {"data": 4},
+        "engine": {"reduce_levels": 2, "grad_compression": {"kind": "low_rank", "rank": 3}, "shard_optimizer": True},
+    },
     "dp in two levels, 8 bits, sharded optimizer": {
         "parallel": {"data": 4},
         "engine": {"reduce_levels": 2, "grad_compression": {"kind": "int8", "block": 64}, "shard_optimizer": True},

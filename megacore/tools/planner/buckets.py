@@ -16,6 +16,7 @@ class Buffer:
     group: ParameterGroup
     summed_over: tuple[str, ...]  # besides the data ranks: tp, tied
     buckets: list[int]  # elements of each, gaps included
+    messages: list[int]  # elements of what travels instead, with compression to low rank
 
     @property
     def size(self) -> int:
@@ -31,7 +32,7 @@ def data_ranks_of_a_host(config: Config, host_size: int) -> int:
 
 def buffers_of(config: Config, rank: int, tensor_rank: int = 0, host_size: int = 8) -> list[Buffer]:
     """The buffers of a rank of the pipeline, on one of its tensor ranks, in the order in which backward first touches them."""
-    from megacore.tools.planner.on_meta import Hosts, buffers
+    from megacore.tools.planner.on_meta import Hosts, buffers, messages_of
 
     owned: dict[str, tuple[Parameter, tuple[int, ...]]] = {}
     for chunk, stage in enumerate(placement_of(partitioned(config))[rank]):
@@ -45,6 +46,7 @@ def buffers_of(config: Config, rank: int, tensor_rank: int = 0, host_size: int =
             buffer.group,
             (*(group.name for group in buffer.sum.first if group.size > 1), *(["tied"] if buffer.sum.last else [])),
             [bucket.stop - bucket.start for bucket in buffer.buckets],
+            messages_of(config, buffer),
         )
         for buffer in found
     ]

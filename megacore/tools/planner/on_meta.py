@@ -7,13 +7,14 @@ from torch import nn
 
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.schema import resolved
+from megacore.config.schema import LowRankCompression, resolved
 from megacore.distributed.axes import AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels
 from megacore.distributed.shard import Shard, shard_of
 from megacore.distributed.topology import Topology
 from megacore.engine.flat_buffer import FlatBuffer, lay_out, travelling_unit
+from megacore.engine.low_rank import Messages
 from megacore.model.stage import Stage
 from megacore.tensor_parallel.linear import flatten_rows
 from megacore.tools.choices.partition import partitioned
@@ -64,3 +65,12 @@ def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Paramete
     placed = [(name, parameter, shards[parameter], chunks) for name, parameter, chunks in owned]
     sharded, travelling = engine.shard_optimizer, travelling_unit(engine)
     return lay_out(placed, ParameterGroups(config.optim), resolved(engine.bucket_mib), where, META, sharded=sharded, travelling=travelling)
+
+
+def messages_of(config: Config, buffer: FlatBuffer) -> list[int]:
+    """The elements of each message that stands for a bucket, with compression to low rank."""
+    compression = config.engine.grad_compression
+    if not isinstance(compression, LowRankCompression):
+        return []
+    parts = buffer.sum.levels.within.size
+    return [size for bucket in buffer.buckets for size in Messages(bucket.slots, compression.rank, parts).sizes if size]

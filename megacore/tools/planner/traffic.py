@@ -29,7 +29,7 @@ from math import prod
 
 from megacore.config.implied import masks_targets, reshards
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.config.schema import Config
+from megacore.config.schema import Config, LowRankCompression
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.activations import layer_costs
 from megacore.tools.choices.layer_cost import Sent
@@ -117,8 +117,11 @@ def _pipeline(config: Config, stages: Sequence[int], final: int, flow: ModelFlow
     return [Transfer("pp", "send", config.parallel.pipeline, elements, each, calls) for each, (elements, calls) in sent.items()]
 
 
-def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> list[Transfer]:
-    """Gradients, and with a sharded optimizer parameters, over data ranks, in one level or two (`engine.reduce.start_sum`)."""
+def _over_data(config: Config, parameters: int, calls: int, messages: Sequence[int], host_size: int) -> list[Transfer]:
+    """Gradients, and with a sharded optimizer parameters, over data ranks, in one level or two (`engine.reduce.start_sum`).
+
+    `messages`: see `Buffer`.
+    """
     gradient, parameter = GRADIENT_BYTES[config.train.precision], ELEMENT_BYTES[config.train.precision]
     narrow = config.engine.reduce_dtype == "bf16"
     travels, gathered = (2, 2) if narrow else (gradient, gradient)
@@ -128,19 +131,24 @@ def _over_data(config: Config, parameters: int, calls: int, host_size: int) -> l
     between, part = config.token_ranks // within, parameters // within
     one = "cp" if config.parallel.data == 1 < config.parallel.context else "dp"
     name = "dp between hosts" if within > 1 else one
-    if config.engine.grad_compression is not None:
-        sent = config.engine.grad_compression.sent_bytes(part, gradient)
-        found = [Transfer(name, "all_to_all", between, sent, 1, calls)]
-        if config.engine.shard_optimizer:
-            found.append(Transfer(name, "all_gather", between, part, gathered, calls))
-        else:
-            found.append(Transfer(name, "all_gather", between, sent, 1, calls))
+    host, compression = "dp within a host", config.engine.grad_compression
+    if isinstance(compression, LowRankCompression):
+        summed, gathers = sum(messages), calls if config.engine.shard_optimizer else 0
+        return [
+            Transfer(name, "all_reduce", between, summed // within, gradient, len(messages)),
+            *(Transfer(host, operation, within, summed, gradient, len(messages)) for operation in ("reduce_scatter", "all_gather")),
+            Transfer(name, "all_gather", between, part if gathers else 0, parameter, gathers),
+            Transfer(host, "all_gather", within, parameters if gathers else 0, parameter, gathers),
+        ]
+    if compression is not None:
+        sent = compression.sent_bytes(part, gradient)
+        gather = (part, gathered) if config.engine.shard_optimizer else (sent, 1)
+        found = [Transfer(name, "all_to_all", between, sent, 1, calls), Transfer(name, "all_gather", between, *gather, calls)]
     elif narrow or config.engine.shard_optimizer:
         scatter = Transfer(name, "reduce_scatter", between, part, travels, calls)
         found = [scatter, Transfer(name, "all_gather", between, part, gathered, calls)]
     else:
         found = [Transfer(name, "all_reduce", between, part, gradient, calls)]
-    host = "dp within a host"
     inside = [Transfer(host, "reduce_scatter", within, parameters, gradient, calls)]
     return [*found, *inside, Transfer(host, "all_gather", within, parameters, gathered, calls)]
 
@@ -150,7 +158,7 @@ def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Tra
     d, t, gradient = config.token_ranks, config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
     elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
     sharded = config.engine.shard_optimizer and d > 1
-    found = _over_data(config, elements, calls, host_size)
+    found = _over_data(config, elements, calls, [size for buffer in buffers for size in buffer.messages], host_size)
     partial = [buffer for buffer in buffers if "tp" in buffer.summed_over]
     found.append(Transfer("tp", "all_reduce", t, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
     for buffer in buffers:

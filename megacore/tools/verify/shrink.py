@@ -78,7 +78,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         "engine": {
             "bucket_mib": 0.01,  # several buckets, so that their order matters
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
-            "grad_compression": lossless(user.engine.grad_compression) if precision == "fp64" else None,
+            "grad_compression": without_loss(user.engine.grad_compression) if precision == "fp64" else None,
         },
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
@@ -89,9 +89,10 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     return what_differs(user, small)
 
 
-def lossless(compression: GradCompression | None) -> dict[str, Any] | None:
+def without_loss(compression: GradCompression | None) -> dict[str, Any] | None:
     """The same, but that it loses nothing."""
-    return None if compression is None else {**compression.model_dump(), "block": 64, "rounding": "none"}
+    lossless: dict[str, dict[str, Any]] = {"int8": {"block": 64, "rounding": "none"}, "low_rank": {"rank": None}}
+    return None if compression is None else {"kind": compression.kind, **lossless[compression.kind]}
 
 
 def smaller_rate(entry: OptimGroup, lr: float) -> dict[str, Any]:
