@@ -284,7 +284,7 @@ def test_a_run_goes_on_bit_by_bit_and_in_another_layout_with_the_same_sum(
     assert saved and any(float(total.abs().max()) > 0 for total in saved.values())
     others = {2: [], 8: ["parallel.tensor=2", "parallel.pipeline=2", SHARDED]}
     for world, layout in others.items():
-        found, anew = {name: torch.zeros_like(total) for name, total in saved.items()}, []
+        found = {name: torch.zeros_like(total) for name, total in saved.items()}
         for held, said in pool.run(world, read_on_a_rank, config_path, [*layout, setting(compression)], str(second)):
             for key, (tensor, box) in held.items():
                 if box.counted:
@@ -293,8 +293,6 @@ def test_a_run_goes_on_bit_by_bit_and_in_another_layout_with_the_same_sum(
                 assert [line.endswith("with the same sum") for line in said] == [True] * (world == 8)  # two hosts are two hosts
             else:
                 assert said[0].endswith("4 of each parameter became 2, with the same sum")
-                anew.append("drawn anew" in said[-1])
-        assert any(anew) == (world == 8 and compression == LOW_RANK)  # other pieces of the matrices
         for name, total in saved.items():
             assert float((found[name] - total).abs().max()) <= 1e-6 * float(total.abs().max()), name
     ((held, said),) = pool.run(1, read_on_a_rank, config_path, [], str(second))
