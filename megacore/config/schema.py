@@ -335,7 +335,7 @@ class LowRankCompression(Section):
         return self.rank is None
 
 
-GradCompression = Annotated[Int8Compression | LowRankCompression, Field(discriminator="kind")]
+Compression = Annotated[Int8Compression | LowRankCompression, Field(discriminator="kind")]
 
 
 class EngineConfig(Section):
@@ -365,7 +365,7 @@ class EngineConfig(Section):
     reduce_levels: Literal[1, 2] = Field(
         1, description="native: 2: gradients are summed within each host first, and then between hosts, so that these send less"
     )
-    grad_compression: GradCompression | None = Field(
+    compression: Compression | None = Field(
         None,
         description="native: how gradients are made smaller on their way between data ranks, with error feedback: "
         '{"kind": "int8"} or {"kind": "low_rank", "rank": 4}; null: they are not',

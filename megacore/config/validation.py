@@ -302,15 +302,15 @@ def check_links(config: Config) -> None:
             raise ConfigError("engine.reduce_dtype", wrong, f"{instead}; or engine.kind=native")
         if engine.reduce_levels != 1:
             raise ConfigError("engine.reduce_levels", f"the {engine.kind} engine sums in one level", f"{right}; or engine.kind=native")
-        if engine.grad_compression is not None:
+        if engine.compression is not None:
             wrong = f"the {engine.kind} engine sums gradients by itself"
-            raise ConfigError("engine.grad_compression", wrong, "null, or engine.kind=native")
-    if engine.reduce_dtype != "fp32" and engine.grad_compression is not None:
-        raise ConfigError("engine.grad_compression", "gradients that are compressed do not travel in bf16", "engine.reduce_dtype=fp32")
-    if engine.grad_compression is not None and not engine.grad_compression.exact and config.train.precision == "fp64":
-        exact = {"int8": '"rounding": "none"', "low_rank": '"rank": null'}[engine.grad_compression.kind]
+            raise ConfigError("engine.compression", wrong, "null, or engine.kind=native")
+    if engine.reduce_dtype != "fp32" and engine.compression is not None:
+        raise ConfigError("engine.compression", "gradients that are compressed do not travel in bf16", "engine.reduce_dtype=fp32")
+    if engine.compression is not None and not engine.compression.exact and config.train.precision == "fp64":
+        exact = {"int8": '"rounding": "none"', "low_rank": '"rank": null'}[engine.compression.kind]
         right = f"null, {exact} beside its kind, or train.precision=bf16"
-        raise ConfigError("engine.grad_compression", "fp64 is for proofs to 1e-9, and this loses more", right)
+        raise ConfigError("engine.compression", "fp64 is for proofs to 1e-9, and this loses more", right)
     if engine.reduce_dtype != "fp32" and config.train.precision == "fp64":
         wrong = f"fp64 is for proofs to 1e-9, and {engine.reduce_dtype} rounds to 2^-8"
         raise ConfigError("engine.reduce_dtype", wrong, "fp32, or train.precision=bf16")

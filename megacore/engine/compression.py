@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megacore.config.schema import GradCompression, Int8Compression
+from megacore.config.schema import Compression, Int8Compression
 from megacore.distributed.collectives import all_gather_inside, own_part, reduce_scatter_inside
 from megacore.distributed.communicator import Staged, Work, side_stream
 from megacore.distributed.shard import TensorSlice, piece_key
@@ -84,7 +84,7 @@ class CompressedBucket(ABC):
 class GradientCompression:
     """All buckets of a rank that are summed over several ranks."""
 
-    def __init__(self, settings: GradCompression, buffers: Sequence[FlatBuffer]) -> None:
+    def __init__(self, settings: Compression, buffers: Sequence[FlatBuffer]) -> None:
         summed = [(buffer, bucket) for buffer in buffers if buffer.sum.levels.size > 1 for bucket in buffer.buckets]
         self.buckets = {id(bucket): compressed(settings, buffer, bucket) for buffer, bucket in summed}
 
@@ -213,7 +213,7 @@ class Int8Bucket(CompressedBucket):
         torch.sum(self.part.view(self.levels.between.size, -1), 0, out=self.of_sum.coming)
 
 
-def compressed(settings: GradCompression, buffer: FlatBuffer, bucket: Bucket) -> CompressedBucket:
+def compressed(settings: Compression, buffer: FlatBuffer, bucket: Bucket) -> CompressedBucket:
     """A bucket as its kind of compression sums it."""
     if settings.kind == "int8":
         return Int8Bucket(settings, buffer, bucket)

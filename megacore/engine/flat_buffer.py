@@ -173,8 +173,8 @@ def accumulation_dtype(parameter: Tensor) -> torch.dtype:
 
 def travelling_unit(engine: EngineConfig) -> int:
     """If ranks add up parts of a bucket each for itself, the elements of which a part is a multiple; else 0."""
-    if isinstance(engine.grad_compression, Int8Compression):
-        return engine.grad_compression.block
+    if isinstance(engine.compression, Int8Compression):
+        return engine.compression.block
     return 0 if engine.reduce_dtype == "fp32" else ALIGNMENT
 
 

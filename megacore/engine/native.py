@@ -38,10 +38,10 @@ class NativeEngine(OptimizerStep):
         travelling = travelling_unit(config.engine)
         self.buffers = fill_buffers(stages, bucket_mib, self.groups, mesh, sharded=self.sharded, travelling=travelling)
         self.compression = None
-        if config.engine.grad_compression is not None:
+        if config.engine.compression is not None:
             from megacore.engine.compression import GradientCompression  # which only such runs load
 
-            self.compression = GradientCompression(config.engine.grad_compression, self.buffers)
+            self.compression = GradientCompression(config.engine.compression, self.buffers)
         self.reducer = GradientReducer(self.buffers, narrow, {} if self.compression is None else self.compression.buckets)
         self.gatherer = ParameterGatherer(stages, self.buffers) if any(buffer.divided for buffer in self.buffers) else None
         super().__init__(config, mesh, stages, [own for buffer in self.buffers for own in buffer.master_ranges(self.row_weights(buffer))])

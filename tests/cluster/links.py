@@ -27,8 +27,8 @@ HOSTS, RANKS = 2, 2  # ranks on each host
 KINDS: dict[str, dict[str, Any]] = {  # how gradients travel: settings of the engine
     "fp32": {},
     "bf16": {"reduce_dtype": "bf16"},
-    "int8": {"grad_compression": {"kind": "int8"}},
-    "low rank 4": {"grad_compression": {"kind": "low_rank", "rank": 4}},
+    "int8": {"compression": {"kind": "int8"}},
+    "low rank 4": {"compression": {"kind": "low_rank", "rank": 4}},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 257},

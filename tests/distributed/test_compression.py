@@ -30,7 +30,7 @@ TWO_LEVELS, SHARDED = "engine.reduce_levels=2", "engine.shard_optimizer=true"
 
 
 def setting(compression: str) -> str:
-    return f"engine.grad_compression={compression}"
+    return f"engine.compression={compression}"
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,7 @@ CASES: dict[str, Case] = {
     "engine.cpu_offload": Case("plan", "true", FSDP, ranks=2),
     "engine.bucket_mib": Case("told", "0.01", DATA, ranks=2),
     "engine.reduce_dtype": Case("told", "bf16", DATA, ranks=2),
-    "engine.grad_compression": Case("told", '{"kind":"int8"}', DATA, ranks=2),
+    "engine.compression": Case("told", '{"kind":"int8"}', DATA, ranks=2),
     "cpu.keep_memory": Case("process", "false"),
     "cpu.onednn": Case("process", "false"),
     "cpu.widen": Case("process", "false"),

@@ -42,7 +42,7 @@ optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_d
     beta1 beta2 eps momentum
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every best mirror async on_failure resume
-engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels grad_compression
+engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels compression
 cpu: keep_memory onednn widen
 log: dir every figures tensorboard wandb price_per_device_hour prometheus_port profile statistics
 """
@@ -92,7 +92,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
         "train.compile": True, "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
         "log.statistics": StatisticsConfig(every=2),
-        "engine.grad_compression": Int8Compression(kind="int8"),
+        "engine.compression": Int8Compression(kind="int8"),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
         "checkpoint.mirror": str(folder / "second"),
     }  # fmt: skip

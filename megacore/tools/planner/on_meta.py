@@ -69,7 +69,7 @@ def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Paramete
 
 def messages_of(config: Config, buffer: FlatBuffer) -> list[int]:
     """The elements of each message that stands for a bucket, with compression to low rank."""
-    compression = config.engine.grad_compression
+    compression = config.engine.compression
     if not isinstance(compression, LowRankCompression):
         return []
     parts = buffer.sum.levels.within.size

@@ -131,7 +131,7 @@ def _over_data(config: Config, parameters: int, calls: int, messages: Sequence[i
     between, part = config.token_ranks // within, parameters // within
     one = "cp" if config.parallel.data == 1 < config.parallel.context else "dp"
     name = "dp between hosts" if within > 1 else one
-    host, compression = "dp within a host", config.engine.grad_compression
+    host, compression = "dp within a host", config.engine.compression
     if isinstance(compression, LowRankCompression):
         summed, gathers = sum(messages), calls if config.engine.shard_optimizer else 0
         return [

@@ -45,7 +45,7 @@ from megacore.tools.verify.trace import Trace
 PLAIN = (
     "train.precision=fp64",
     "engine.reduce_dtype=fp32",
-    "engine.grad_compression=null",
+    "engine.compression=null",
     "train.recompute=none",
     "train.offload_activations=false",
     "model.attention=eager",

@@ -9,7 +9,7 @@ import numpy as np
 
 from megacore.config import Config
 from megacore.config.deepspeed import read as read_ds_config
-from megacore.config.schema import MASK, GradCompression, OptimGroup, resolved
+from megacore.config.schema import MASK, Compression, OptimGroup, resolved
 from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import training_stream
 from megacore.pipeline.partition import stage_layers
@@ -78,7 +78,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
         "engine": {
             "bucket_mib": 0.01,  # several buckets, so that their order matters
             "reduce_dtype": "fp32" if precision == "fp64" else user.engine.reduce_dtype,
-            "grad_compression": without_loss(user.engine.grad_compression) if precision == "fp64" else None,
+            "compression": without_loss(user.engine.compression) if precision == "fp64" else None,
         },
         "parallel": {"timeout_seconds": 60.0, "tensor": 1, "pipeline": 1, "data": "auto", "sequence": False, "backend": "auto"},
         "log": {"dir": None, "every": 1, "tensorboard": False, "wandb": "off", "prometheus_port": None},
@@ -89,7 +89,7 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     return what_differs(user, small)
 
 
-def without_loss(compression: GradCompression | None) -> dict[str, Any] | None:
+def without_loss(compression: Compression | None) -> dict[str, Any] | None:
     """The same, but that it loses nothing."""
     lossless: dict[str, dict[str, Any]] = {"int8": {"block": 64, "rounding": "none"}, "low_rank": {"rank": None}}
     return None if compression is None else {"kind": compression.kind, **lossless[compression.kind]}
