@@ -32,6 +32,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.files import check_folder
 from megacore.tools.cli import Parser, count, exit_rank_with
 from megacore.tools.diagnosis.failure import fail
+from megacore.tools.retention import retention
 from megacore.tools.settings.load import load
 
 EXAMPLE = "python -m benchmarks.checkpoint --folder /tmp"
@@ -66,7 +67,8 @@ class Block:
 
     def __init__(self, training: Training, mesh: Mesh, folder: Path) -> None:
         self.training, self.mesh = training, mesh
-        self.savers = {way: Saver(folder, Ranks(mesh), keep=1, background=way == WAYS[2], device=mesh.device) for way in WAYS[1:]}
+        clean = retention(folder, keep=1)
+        self.savers = {way: Saver(folder, Ranks(mesh), clean=clean, background=way == WAYS[2], device=mesh.device) for way in WAYS[1:]}
         self.steps = 2
 
     def run(self, way: str) -> tuple[float, float, float]:

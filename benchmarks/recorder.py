@@ -21,9 +21,9 @@ from megacore.tools.crowd import share_cores
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
 from megacore.tools.diagnosis.guardians import Guardians
 from megacore.tools.garbage import Garbage
+from megacore.tools.inputs import Inputs
 from megacore.tools.machine.device import take_device
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 
 NOTES = 100_000
 

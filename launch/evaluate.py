@@ -73,7 +73,7 @@ def evaluation_config(sections: dict[str, Any], args: argparse.Namespace, world_
 
 def text_sizes(config: Config, samples: "EvalSamples") -> list[int] | None:
     """The bytes of text that each token of the model stands for, ``[vocab]``; None if the run names no tokenizer."""
-    from megacore.data.indexed import Sidecar
+    from megacore.tools.corpora import Sidecar
     from megacore.tools.text.tokenizer import load_tokenizer
 
     name, vocab_size = config.data.tokenizer, config.model.vocab_size
@@ -96,6 +96,11 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
     from rich.console import Console
     from rich.table import Table
 
+    try:
+        perplexity = math.exp(evaluation.loss)
+    except OverflowError:
+        perplexity = math.inf
+    bits = evaluation.nats / math.log(2)
     figures: dict[str, str | int | float | list[str] | None] = {
         "checkpoint": str(reader.path),
         "step": reader.step,
@@ -103,8 +108,8 @@ def report(evaluation: "Evaluation", reader: "Reader", samples: "EvalSamples", a
         "targets": evaluation.targets,
         "bytes": evaluation.text_bytes or None,
         "nats_per_token": evaluation.loss,
-        "perplexity": evaluation.perplexity,
-        "bits_per_byte": evaluation.bits_per_byte,
+        "perplexity": perplexity,
+        "bits_per_byte": bits / evaluation.text_bytes if evaluation.text_bytes else None,  # can be compared between tokenizers
     }
     table = Table(show_header=False)
     for name, value in figures.items():
@@ -135,10 +140,12 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.pipeline.runtime import Runtime
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
+    from megacore.tools.corpora import check_corpora
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
+    from megacore.tools.inputs import check_measurable
     from megacore.tools.machine.device import take_device
-    from megacore.train.evaluation import check_measurable, evaluate
+    from megacore.train.evaluation import evaluate
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
@@ -146,8 +153,8 @@ def run(argv: list[str], place: RankInfo) -> int:
         check_weights(reader, config)
         check_measurable(config)
         assert config.data.valid is not None
-        scan = place.local_rank == 0
-        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, scan, config.data.packing)
+        samples = EvalSamples(config.data.valid, config.train.seq_len, config.model.vocab_size, config.data.packing)
+        check_corpora(samples.corpora, config.model.vocab_size, scan=place.local_rank == 0)
         sizes = text_sizes(config, samples)
         device = take_device(config, place)
     with joined(config, place, device, Guardians(config, place, device)) as mesh:

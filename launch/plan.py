@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
 from megacore.config import Config
-from megacore.config.validation import unexchanged
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.tools.choices.bubble import bubble, bubble_warning
@@ -36,6 +35,7 @@ from megacore.tools.planner.workload import setting_of
 from megacore.tools.schedules.plan_file import write_plan
 from megacore.tools.schedules.simulate import Timeline
 from megacore.tools.settings.load import load, smallest_world
+from megacore.tools.settings.validation import unexchanged
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,7 @@ from megacore.errors import ConfigError
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.cli import Parser, StandardStream, exit_rank_with
 from megacore.tools.settings.load import Resolved, load
-from megacore.train.stopping import StopRequest
+from megacore.tools.stop_request import StopRequest
 
 EXAMPLE = "deepspeed --num_gpus 8 launch/pretrain.py --config configs/gpt_1b.json train.steps=1000"
 MORE = """The same with torchrun, srun or mpirun; `python launch/pretrain.py --config configs/gpt_tiny.json` is one rank alone.
@@ -84,13 +84,13 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.diagnosis.guardians import Guardians
     from megacore.tools.folder_lock import FolderLock, apart_from_owner
     from megacore.tools.garbage import Garbage
+    from megacore.tools.inputs import Inputs
     from megacore.tools.machine.device import take_device
     from megacore.tools.mirror import Mirror
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.best import BestKept
     from megacore.tools.monitoring.first_step import FirstStep
     from megacore.tools.text.vocabulary import vocabulary_warnings
-    from megacore.train.inputs import Inputs
 
     with own_mistakes():
         device = take_device(config, place)
@@ -117,7 +117,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
         mirror.begin(trainer.step, trainer.latest)
         trainer.saving.on_saved += [hear for hear in (mirror.copy, best, on_saved) if hear is not None]
-        status = trainer.run(stop)
+        status = trainer.run(lambda: stop.requested)
         if best is not None and trainer.latest is not None:
             best(trainer.latest)  # the last step's loss is known only behind its save
         return status

@@ -19,16 +19,16 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.errors import ConfigError, UserError
 from megacore.files import check_folder, open_plain
-from megacore.records import recorded
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
+from megacore.tools.metrics_file import recorded
 from megacore.tools.relaunch.hosts import load_any, plan
 from megacore.tools.relaunch.ray_cluster import RayCluster
 from megacore.tools.relaunch.scaling import add_options, rules_of, size_of
 from megacore.tools.relaunch.supervisor import Supervisor
 from megacore.tools.settings.load import load
-from megacore.train.stopping import StopRequest
+from megacore.tools.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer

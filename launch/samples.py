@@ -207,11 +207,11 @@ def run(argv: list[str]) -> int:
     """Runs the script. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     config = load(args.config, args.overrides, smallest_world(args.config, args.overrides)).config
-    from megacore.data.samples import training_stream
+    from megacore.tools.corpora import checked_stream
     from megacore.tools.verify.coverage import Leg
 
     steps = None if args.step is None else steps_of(args.step, config)
-    stream = training_stream(config)
+    stream = checked_stream(config)
     for line in stream.packed():
         print(line)
     if steps is not None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint import LocalTensor, Ranks, Saver, checkpoints_in, newest_whole
+from megacore.tools.retention import retention
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ def save(
     directory: Path, step: int, tensors: Mapping[str, LocalTensor], state: dict[str, Any], *, keep: int, ranks: Ranks | None = None
 ) -> Path:
     """Write the checkpoint of `step` as training does, and return its folder. Every rank calls it."""
-    saver = Saver(directory, Alone() if ranks is None else ranks, keep=keep)
+    saver = Saver(directory, Alone() if ranks is None else ranks, clean=retention(directory, keep))
     saver.start(step, tensors, state)
     saved = saver.finish()
     assert saved is not None

@@ -16,6 +16,7 @@ import torch
 
 from megacore.checkpoint import LocalTensor, Ranks, Reader, Saver, disk
 from megacore.distributed.shard import Shard
+from megacore.tools.retention import retention
 from tests.checkpoints import Alone, find_latest, save
 from tests.pieces import piece
 from tests.thread_ranks import run_threads
@@ -100,7 +101,7 @@ def save_as(directory: Path, step: int, seed: int, world: int, background: bool)
 
     def on(ranks: Ranks) -> None:
         tensors = pieces(seed, ranks)
-        saver = Saver(directory, ranks, keep=1, background=background)
+        saver = Saver(directory, ranks, clean=retention(directory, keep=1), background=background)
         saver.start(step, tensors, {})
         if background:
             saver.hold_update()

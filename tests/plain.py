@@ -69,15 +69,15 @@ def run_leg(config_path: str, overrides: list[str], log_dir: str) -> int:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """While entered, the last rank's gradient of step `SKIPPED` is not a number."""
-    sum_over_ranks = TrainStep.sum_over_ranks
+    update = TrainStep.update
 
-    def poison(self: TrainStep, number: int, *share_and_votes: Any) -> Any:
+    def poison(self: TrainStep, number: int, *sums: Any) -> Any:
         if number == SKIPPED and self.mesh.place.rank == self.mesh.place.world_size - 1:
             for piece, _ in self.engine.gradients().values():
                 piece.mul_(torch.nan)
-        return sum_over_ranks(self, number, *share_and_votes)
+        return update(self, number, *sums)
 
-    with mock.patch.object(TrainStep, "sum_over_ranks", poison):
+    with mock.patch.object(TrainStep, "update", poison):
         yield
 
 

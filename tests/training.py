@@ -13,12 +13,12 @@ from megacore.model.stage import whole_model
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from tests.checkpoints import save
 
 VOCAB_SIZE = 65  # does not divide by 2 or 4

@@ -138,7 +138,7 @@ def trained(config: Config, offload_late: bool, compute_late: bool) -> list[Tens
             assert job.figures is not None
             figures = job.figures
             votes = [figures.loss, figures.loss]  # a run's own are counts of ranks
-            posted = [figures.loss, *votes, figures.grad_norm.double(), figures.skipped.double(), figures.drifted]
+            posted = [figures.loss, *votes, figures.grad_norm.double(), figures.skipped.double()]
             async_metrics.post(number, torch.stack(posted))
             found += async_metrics.take()
         found += async_metrics.take(all_of_them=True)

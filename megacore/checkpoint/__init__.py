@@ -10,7 +10,7 @@ A tensor has a name and a global shape, never a rank: a reader asks for the slic
 and gets it from whichever files overlap it. JSON and safetensors only; nothing that is loaded can run code.
 """
 
-from megacore.checkpoint.folder import checkpoints_in, fault_of, locate, newest_whole, warn_of_damage
+from megacore.checkpoint.folder import checkpoints_in, locate, newest_whole, opened, warn_of_damage
 from megacore.checkpoint.read import Reader
 from megacore.checkpoint.saver import Ranks, Saved, Saver
 from megacore.checkpoint.write import Layout, LocalTensor, write_safetensors

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints: makes one of what all ranks wrote, deletes old ones, and finds the one that a path means.
+"""A run's folder of checkpoints: makes one of what all ranks wrote, and finds the one that a path means.
 
 Ranks write in a folder `step_00000100.<token>.partial`, which nobody reads. Every save has a new token, so that a late rank of a
 killed job cannot write into the folder of the job that followed it. No file points to the newest checkpoint, because it could lag behind.
@@ -6,15 +6,13 @@ killed job cannot write into the folder of the job that followed it. No file poi
 
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import megacore
-from megacore.checkpoint.disk import remove, size_text, sync_folder, write_file
+from megacore.checkpoint.disk import remove, sync_folder, write_file
 from megacore.checkpoint.manifest import FORMAT_VERSION, MANIFEST, STEP_FOLDER, Manifest, read_manifest
 from megacore.checkpoint.read import Reader
 from megacore.checkpoint.write import index_file, merged
@@ -89,60 +87,6 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: int) -> Path:
     return final
 
 
-def prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
-    """Delete checkpoints older than the `keep` newest whole ones, except those of steps that are multiples of `keep_every`.
-
-    `newest` is always kept. It has just been written and read back, so at least one whole checkpoint stays. Only whole ones count
-    towards `keep`, so a damaged one never takes the room of one that could be resumed from.
-    """
-    try:
-        _prune(directory, newest, keep, keep_every)
-    except OSError as error:  # the new checkpoint is safe: old ones that stay are no reason to end the run
-        logger.warning("could not look for old checkpoints in %s: %s", directory, error)
-
-
-def _prune(directory: Path, newest: Path, keep: int, keep_every: int) -> None:
-    whole = 1
-    for path in checkpoints_in(directory):
-        if path == newest:
-            continue
-        replaced = path.suffix == ".old" and path.with_suffix("").exists()
-        step = step_of(path)
-        if replaced or (whole >= keep and not (keep_every and step % keep_every == 0)):
-            _delete(path)
-        elif whole < keep:
-            whole += fault_of(path, deep=False) is None
-
-
-def _delete(path: Path) -> None:
-    try:
-        # Rename it first: an interrupted deletion must not leave a damaged checkpoint.
-        doomed = path.with_name(f"{path.name}.deleted.partial")
-        path.rename(doomed)
-        remove(doomed)
-    except OSError as error:  # the new checkpoint is safe: an old one that stays is no reason to end the run
-        logger.warning("could not delete the old checkpoint %s: %s", path, error)
-
-
-def set_aside(directory: Path, above: int) -> None:
-    """Rename checkpoints of steps beyond `above`. A run that starts from `above` reaches these steps again, and would take the old
-    checkpoints for its newest. They can still be given by path, and stay until somebody deletes them."""
-    moved = []
-    for path in checkpoints_in(directory):
-        if step_of(path) > above:
-            aside = next(name for i in count(1) if not (name := path.with_name(f"{path.name}.aside{i}")).exists())
-            path.rename(aside)
-            moved.append(aside)
-    if moved:
-        of_size = size_text(sum(file.stat().st_size for path in moved for file in path.glob("*")))
-        logger.warning(
-            "checkpoints of a run before this one were set aside, %s: %s. They stay until you delete them: rm -r %s",
-            of_size,
-            ", ".join(path.name for path in reversed(moved)),
-            " ".join(shlex.quote(str(path)) for path in reversed(moved)),
-        )
-
-
 def checkpoints_in(path: Path) -> list[Path]:
     """The step folders that `path` means, newest first, whole or not.
 
@@ -176,15 +120,6 @@ def opened(path: Path, *, headers: bool = True, deep: bool = False) -> Reader:
     if deep:
         reader.verify()
     return reader
-
-
-def fault_of(path: Path, *, deep: bool) -> CheckpointError | None:
-    """What is wrong with the checkpoint in folder `path`; None if it is whole. Tensors are read only if `deep`."""
-    try:
-        opened(path, deep=deep)
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def warn_of_damage(error: CheckpointError, instead: Path) -> None:

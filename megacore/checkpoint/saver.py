@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.checkpoint.disk import FULL, free_bytes, remove, size_text
-from megacore.checkpoint.folder import clear_leftovers, commit, folder_of, partial_of, prune, wait_for_indexes
+from megacore.checkpoint.folder import clear_leftovers, commit, folder_of, partial_of, wait_for_indexes
 from megacore.checkpoint.write import LocalTensor, bytes_of, places_of, write_rank
 from megacore.distributed.collectives import all_reduce, broadcast, broadcast_text
 from megacore.distributed.mesh import Mesh
@@ -150,10 +150,10 @@ class _Save:
     """One rank's part of one checkpoint."""
 
     def __init__(
-        self, directory: Path, step: int, token: str, state: dict[str, Any], ranks: Ranks, prune: Callable[[Path], None], needed: int
+        self, directory: Path, step: int, token: str, state: dict[str, Any], ranks: Ranks, clean: Callable[[Path], None], needed: int
     ) -> None:
         self.final, self.partial = folder_of(directory, step), partial_of(directory, step, token)
-        self.step, self.state, self.rank, self.world, self.prune = step, state, ranks.rank, ranks.world, prune
+        self.step, self.state, self.rank, self.world, self.clean = step, state, ranks.rank, ranks.world, clean
         self.needed, self.started = needed, time.monotonic()
         self.saved: Saved | None = None
         self.error: Exception | None = None
@@ -187,7 +187,7 @@ class _Save:
                 return
             commit(self.partial, self.step, self.state, self.world)
             self.saved = Saved(self.final, self.needed, time.monotonic() - self.started)
-            self.prune(self.final)
+            self.clean(self.final)
         except Exception as error:
             self._fail(error)
 
@@ -209,11 +209,17 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, ranks: Ranks, *, keep: int, keep_every: int = 0, background: bool = False, device: torch.device | None = None
+        self,
+        directory: Path,
+        ranks: Ranks,
+        *,
+        clean: Callable[[Path], None] = lambda newest: None,
+        background: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        """`keep`, `keep_every`: see `commit.prune`. `device`: where the tensors are, if they are not on the CPU."""
-        self.directory, self.ranks = directory, ranks
-        self.prune: Callable[[Path], None] = lambda newest: prune(directory, newest, keep, keep_every)
+        """`clean` is called on rank 0 with each checkpoint that is whole, and may delete others. `device`: where the tensors are, if
+        they are not on the CPU."""
+        self.directory, self.ranks, self.clean = directory, ranks, clean
         self.staging = Staging(device or torch.device("cpu")) if background else None
         self.current: _Save | None = None
 
@@ -228,7 +234,7 @@ class Saver:
         places = places_of(tensors)
         needed = self.ranks.total(bytes_of(places))
         token = self.ranks.first(secrets.token_hex(4) if self.ranks.rank == 0 else "")
-        save = self.current = _Save(self.directory, step, token, state, self.ranks, self.prune, needed)
+        save = self.current = _Save(self.directory, step, token, state, self.ranks, self.clean, needed)
         own = [tensors[key][0] for key in places]
         if self.staging is None:
             save.write(places, iter(own), ready=lambda: None)

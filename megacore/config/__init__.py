@@ -1,6 +1,6 @@
-"""A run's settings: schema, what follows from open values, and the rules that sections must keep together.
+"""A run's settings, and what follows from several of them together.
 
-In: sections of values, as `megacore.tools.settings` reads them. Out: a `Config` whose values are all set and fit together.
+In: sections of values, as `megacore.tools.settings` reads, completes and checks them. Out: a `Config` that all rooms read.
 """
 
 from megacore.config.schema import Config

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megacore.config.schema import Config, OptimConfig, OptimGroup
+from megacore.config.schema import OptimConfig, OptimGroup
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES, Rule, Shape
 
@@ -66,22 +66,3 @@ def _group(optim: OptimConfig, number: int, entry: OptimGroup) -> ParameterGroup
     lr = value("lr")
     factor = 1.0 if lr == optim.lr else lr / optim.lr
     return ParameterGroup(number, entry.match, rule(settings), lr, factor, value("weight_decay"))
-
-
-def check_groups(config: Config) -> None:
-    """Refuses groups that no model could have; `ParameterGroups.check` goes by the names of a model."""
-    optim = config.optim
-    for entry in optim.groups:
-        if entry.lr is not None and entry.lr != optim.lr and optim.lr == 0:
-            raise ConfigError(KEY, f"lr {entry.lr:g} follows the schedule of optim.lr, which is 0", "an optim.lr above 0")
-    groups = ParameterGroups(optim)
-    for group in groups.every if config.engine.kind == "deepspeed" else ():
-        if group.rule.name != "adamw":
-            key = KEY if group.number else "optim.kind"
-            raise ConfigError(key, f"the deepspeed engine steps with AdamW, not {group.rule.name}", "adamw, or another engine.kind")
-    for group in groups.every[:-1]:
-        entry = optim.groups[group.number - 1]
-        known = {"match", "kind", "lr", "weight_decay"} | group.rule.settings_type.model_fields.keys()
-        if foreign := sorted(entry.model_fields_set - known):
-            right = f"{', '.join(group.rule.settings_type.model_fields)} or another kind"
-            raise ConfigError(KEY, f"{group.rule.name} has no setting {foreign[0]}", right)

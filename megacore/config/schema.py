@@ -1,7 +1,7 @@
 """The schema of a run's config: every section and key with its type, default and meaning.
 
-Its classes hold values and check one section alone. Rules over several sections (does the batch divide, does the world fit) are in
-`validation.py`. Files and overrides: `megacore.tools.settings`.
+Its classes hold values and check one section alone. Files and overrides, and rules over several sections (does the batch
+divide, does the world fit): `megacore.tools.settings`.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ V_SHAPED = ("zb_v", "v_half", "v_min")  # the chunks go there and back: the firs
 
 
 def resolved(value: T | None) -> T:
-    """A value that `validation.derive` has set, because the config may leave it open."""
+    """A value that `tools.settings.derive` has set, because the config may leave it open."""
     assert value is not None, "config was not resolved"
     return value
 

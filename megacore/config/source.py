@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -67,18 +66,6 @@ class Source:
 
 
 _EXECUTED: dict[tuple[str, str], Source] = {}  # by path and digest
-
-
-def source_in(raw: dict[str, Any]) -> Source | None:
-    """The source that a config's sections name; None if they name none. Executes it.
-
-    Raises:
-        ConfigError: the file is wrong, or is not the one of `model.source_digest`.
-    """
-    model = raw.get("model")
-    model = model if isinstance(model, dict) else {}
-    path = model.get("source")
-    return execute(path, model.get("source_digest")) if isinstance(path, str) and path else None
 
 
 def source_of(config: Config) -> Source | None:
@@ -170,8 +157,3 @@ def line_of(path: str, error: BaseException) -> str:
             line = f", line {trace.tb_lineno}"
         trace = trace.tb_next
     return line
-
-
-def beside(source: object, config_path: str) -> object:
-    """What a config's file says of its source, counted from the file's own folder."""
-    return str((Path(config_path).parent / source).absolute()) if isinstance(source, str) and source and "\0" not in source else source

@@ -8,28 +8,22 @@
 A document is one or more sequences. (Multimodal files end with one more byte a sequence, which is not read here.)
 
 ``PREFIX.mask.bin`` is megacore's own and optional: a byte a token of ``PREFIX.bin``, 1 if the token is learned and 0 if not.
-
-``PREFIX.json`` is megacore's own and optional. `launch/prepare.py` writes there what it knows about the text (`Sidecar`).
 """
 
-import json
 import os
 import struct
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter, ValidationError
 
 from megacore.config.schema import MASK
 from megacore.errors import DataError
-from megacore.files import open_plain, read_plain
+from megacore.files import open_plain
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-SCAN_BYTES = 256 << 20  # the most that a scan for ids beyond the vocabulary reads
+SCAN_BYTES = 256 << 20  # the most that a scan reads
 SCAN_BLOCK = 1 << 20
 PREPARE_AGAIN = "prepare or copy it again"
 
@@ -197,71 +191,6 @@ class IndexedTokens:
         """The document of the token at `position` of the stream and the token's offset in it, both from 0."""
         document = self.document_at(position)
         return document, position - int(self._pointers[self._boundaries[document]]) // self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Sidecar:
-    """What ``PREFIX.json`` says about a prepared corpus.
-
-    `unigram_entropy`, in nats a token, is the loss of a model that knows only how often each token occurs. Training must beat it
-    first. For a training split it is the entropy of the split's own frequencies. For a validation split it is the cross entropy of
-    that split under the *training* split's frequencies with add-one smoothing, so that it can be compared with a validation loss.
-    """
-
-    tokens: int
-    documents: int
-    max_token: int
-    tokenizer: str  # `bytes`, or the path of a sentencepiece model
-    vocab_size: int
-    unigram_entropy: float
-    text_bytes: int  # of the UTF-8 text before tokenization
-    learned: int | None = None  # tokens that are, where ``PREFIX.mask.bin`` says which; the entropy is of them
-
-    def save(self, prefix: str) -> None:
-        """Writes ``PREFIX.json`` under a temporary name and renames it."""
-        temporary = f"{prefix}.json.{os.getpid()}.tmp"
-        Path(temporary).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, f"{prefix}.json")
-
-    @classmethod
-    def load(cls, prefix: str) -> "Sidecar | None":
-        """Reads the sidecar of a corpus. None if there is none, or if it is older than ``PREFIX.bin`` and so describes other tokens."""
-        path = Path(f"{prefix}.json")
-        if not path.exists() or path.stat().st_mtime_ns < os.stat(f"{prefix}.bin").st_mtime_ns:
-            return None
-        try:
-            return TypeAdapter(cls).validate_json(read_plain(path))
-        except OSError as error:
-            raise DataError(str(path), f"cannot be read: {error.strerror}", "delete it, or prepare the corpus again") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            wrong = f"{'.'.join(map(str, first['loc'])) or 'whole file'}: {first['msg']}"
-            raise DataError(str(path), wrong, "delete it, or prepare the corpus again") from None
-
-
-def check_vocabulary(tokens: IndexedTokens, vocab_size: int) -> None:
-    """Refuses a corpus with token ids that a model of `vocab_size` does not have.
-
-    The sidecar knows the largest id. Without one, a dtype that holds no larger id is enough. Otherwise the tokens are read: all up to
-    256 MiB, and of a larger corpus as many in evenly spread blocks.
-
-    Raises:
-        DataError: with the largest id found.
-    """
-    sidecar = Sidecar.load(tokens.prefix)
-    if sidecar is not None:
-        largest = sidecar.max_token
-    elif np.iinfo(tokens.dtype.name).max < vocab_size:
-        return
-    else:
-        blocks = -(-tokens.num_tokens * tokens.dtype.itemsize // SCAN_BLOCK)
-        length = SCAN_BLOCK // tokens.dtype.itemsize
-        chosen = np.linspace(0, blocks - 1, num=min(blocks, SCAN_BYTES // SCAN_BLOCK), dtype=np.int64)
-        starts = [int(block) * length for block in chosen]
-        largest = max(int(tokens.read(start, min(length, tokens.num_tokens - start)).max()) for start in starts)
-    if largest >= vocab_size:
-        right = f"model.vocab_size at least {largest + 1}, or the corpus prepared with a smaller vocabulary"
-        raise DataError(f"{tokens.prefix}.bin", f"holds token id {largest}, beyond a vocabulary of {vocab_size}", right)
 
 
 def _mapped(path: str, dtype: npt.DTypeLike, offset: int = 0, count: int | None = None) -> np.ndarray:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megacore.config import Config
-from megacore.config.schema import IGNORED, MASK
-from megacore.data.indexed import IndexedTokens, Sidecar, check_vocabulary
+from megacore.config.schema import IGNORED
+from megacore.data.indexed import IndexedTokens
 from megacore.data.packing import Bounds, Consecutive, Cut, Span, WholeDocuments, document_bounds, learned, read_tokens
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
@@ -16,33 +16,18 @@ _ONE = 1 << 30  # 1 in the fixed-point arithmetic of `blend`
 Spec = str | list[tuple[float, str]]  # a prefix, or weighted prefixes
 
 
-def open_corpora(spec: Spec, vocab_size: int, scan: bool) -> list[tuple[float, IndexedTokens]]:
-    """Opens the corpora of a `data.train` or `data.valid`; returns each with its share of the samples (the sum is 1).
-
-    With `scan` it also reads their indices, for disorder, and them, for tokens beyond the vocabulary.
-    """
+def open_corpora(spec: Spec) -> list[tuple[float, IndexedTokens]]:
+    """Opens the corpora of a `data.train` or `data.valid`; returns each with its share of the samples (the sum is 1)."""
     weighted = [(1.0, spec)] if isinstance(spec, str) else spec
     total = sum(weight for weight, _ in weighted)
-    corpora = [(weight / total, IndexedTokens(prefix)) for weight, prefix in weighted]
-    for _, tokens in corpora:
-        tokens.check_learned()
-        if not tokens.masked and (known := Sidecar.load(tokens.prefix)) is not None and known.learned is not None:
-            wrong = f"is missing, and {tokens.prefix}.json says that only {known.learned} tokens are learned"
-            raise DataError(tokens.prefix + MASK, wrong, "the file that launch/prepare.py --chat wrote beside them")
-    for _, tokens in corpora if scan else ():
-        tokens.check_index()
-        check_vocabulary(tokens, vocab_size)
-    return corpora
+    return [(weight / total, IndexedTokens(prefix)) for weight, prefix in weighted]
 
 
-def training_stream(config: Config, scan: bool = True) -> "SampleStream":
-    """The stream that `config` trains on; `scan` as in `open_corpora`.
-
-    Raises `ConfigError` if it names no corpus, and the errors of `SampleStream`.
-    """
+def training_stream(config: Config) -> "SampleStream":
+    """The stream that `config` trains on. Raises `ConfigError` if it names no corpus, and the errors of `SampleStream`."""
     if config.data.train is None:
         raise ConfigError("data.train", "no corpus is given", "the prefix that launch/prepare.py wrote, such as data.train=data/stdlib")
-    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size, scan, config.data.packing)
+    return SampleStream(config.data.train, config.train.seq_len, config.train.seed, config.model.vocab_size, config.data.packing)
 
 
 class SampleStream:
@@ -53,12 +38,12 @@ class SampleStream:
     k-th of its order: no sample repeats before all were seen.
 
     Raises:
-        DataError: a corpus is missing, damaged, of another vocabulary, or shorter than one sample.
+        DataError: a corpus is missing, damaged, or shorter than one sample.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int, scan: bool = True, packing: str = "none") -> None:
+    def __init__(self, spec: Spec, seq_len: int, seed: int, vocab_size: int, packing: str = "none") -> None:
         self.seq_len, self.seed, self.vocab_size = seq_len, seed, vocab_size
-        opened = open_corpora(spec, vocab_size, scan)
+        opened = open_corpora(spec)
         self.shares = [share for share, _ in opened]
         self.corpora = [tokens for _, tokens in opened]
         for tokens in self.corpora if packing == "none" else ():
@@ -163,12 +148,12 @@ class EvalSamples:
     token of a document is no target.
 
     Raises:
-        DataError: a corpus is missing, damaged, of another vocabulary, or has no token to predict.
+        DataError: a corpus is missing, damaged, or has no token to predict.
     """
 
-    def __init__(self, spec: Spec, seq_len: int, vocab_size: int, scan: bool = True, packing: str = "none") -> None:
+    def __init__(self, spec: Spec, seq_len: int, vocab_size: int, packing: str = "none") -> None:
         self.seq_len, self.vocab_size = seq_len, vocab_size
-        self.corpora = [tokens for _, tokens in open_corpora(spec, vocab_size, scan)]
+        self.corpora = [tokens for _, tokens in open_corpora(spec)]
         for tokens in self.corpora:
             if tokens.num_tokens < 2:
                 raise DataError(f"{tokens.prefix}.bin", "has no token to predict", "at least two tokens")
@@ -207,7 +192,7 @@ class EvalSamples:
 
 
 def check_ids(row: np.ndarray, corpus: IndexedTokens, spans: Sequence[Span], vocab_size: int) -> None:
-    """Checks the ids of a row of tokens that some spans gave, because `check_vocabulary` reads only parts of a large corpus."""
+    """Checks the ids of a row of tokens that some spans gave, because nobody has read all of a large corpus before."""
     if row.max() >= vocab_size or row.min() < 0:
         bad = int(np.flatnonzero((row >= vocab_size) | (row < 0))[0])
         position = [position for start, length in spans for position in range(start, start + length)][bad]

@@ -43,11 +43,11 @@ def one_process(config: Config) -> "Mesh":
 
 def batches(config: Config, mesh: "Mesh", first_step: int = 1) -> "Iterator[tuple[int, list[Microbatch]]]":
     """The steps of a run from `first_step` to `train.steps`, each with this rank's microbatches of `data.train`."""
-    from megacore.data.samples import training_stream
     from megacore.distributed.observer import Observer
+    from megacore.tools.corpora import checked_stream
     from megacore.train.loader import Loader
 
-    loader = Loader(config, mesh, training_stream(config, scan=True))
+    loader = Loader(config, mesh, checked_stream(config))
     try:
         for step in range(first_step, config.train.steps + 1):
             mesh.observers.tell(Observer.step_begins, step, True)

@@ -1,11 +1,16 @@
-"""Reads the figures of a run's metrics.jsonl again."""
+"""The records of a run's metrics.jsonl: as text, and read again."""
 
-from typing import Annotated
+import json
+import math
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import Field, ValidationError
 
 from megacore.records import Amount, Count, Record, Whole, complaint
 
+LINE_BYTES = 1 << 20  # more than any record has, though it may name all ranks
 Figure = Annotated[float, Field(ge=-1e100, le=1e100)]  # a figure of a run that diverges may be large
 
 
@@ -46,3 +51,37 @@ def read_metrics(text: str) -> tuple[list[Training], list[Validation]]:
         except ValidationError as error:
             raise ValueError(f"line {number} is no record of a step: {complaint(error)}") from None
     return [training[step] for step in sorted(training)], [validations[step] for step in sorted(validations)]
+
+
+class Step(Record):
+    """What every record has."""
+
+    step: Count
+
+
+def step_of(line: str | bytes) -> int | None:
+    """The step of a line of metrics.jsonl; None where it is no record, or not whole."""
+    try:
+        return Step.model_validate_json(line).step
+    except ValidationError:
+        return None
+
+
+def recorded(file: BinaryIO, last: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Step and text of every record in a metrics.jsonl, as the file has them; for whoever must go on whatever stands there. Passes over
+    what is no record: half a line, a damaged one, another program's, one longer than `LINE_BYTES`. `last`: only in so many bytes at its
+    end.
+    """
+    begin = max(0, file.seek(0, os.SEEK_END) - last) if last is not None else 0
+    file.seek(begin)
+    at_start = begin == 0  # of a line
+    while part := file.readline(LINE_BYTES):
+        ended = part.endswith(b"\n") or len(part) < LINE_BYTES
+        if at_start and ended and (step := step_of(part)) is not None:
+            yield step, part.rstrip(b"\r\n")
+        at_start = part.endswith(b"\n")
+
+
+def as_json(figures: dict[str, Any]) -> str:
+    """Figures as JSON, with null for NaN, which JSON does not have."""
+    return json.dumps({name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()})

@@ -25,18 +25,13 @@ from megacore.train.inputs import Inputs
 class Saving:
     """Saves an engine's tensors in the run's folder. All methods but `read_seconds` are collective."""
 
-    def __init__(self, config: Config, mesh: Mesh, engine: Engine, say: Callable[[str], None]) -> None:
-        """`say` prints a line."""
+    def __init__(
+        self, config: Config, mesh: Mesh, engine: Engine, say: Callable[[str], None], clean: Callable[[Path], None] = lambda newest: None
+    ) -> None:
+        """`say` prints a line. `clean`: see `Saver`."""
         self.config, self.engine, self.say = config, engine, say
-        options = config.checkpoint
-        self.saver = Saver(
-            Path(resolved(config.log.dir)) / "checkpoints",
-            Ranks(mesh),
-            keep=options.keep,
-            keep_every=options.keep_every,
-            background=options.async_,
-            device=mesh.device,
-        )
+        folder = Path(resolved(config.log.dir)) / "checkpoints"
+        self.saver = Saver(folder, Ranks(mesh), clean=clean, background=config.checkpoint.async_, device=mesh.device)
         self.step = 0  # of the last save that began
         self.latest: Path | None = None  # the newest that was saved, and its step
         self.latest_step = 0

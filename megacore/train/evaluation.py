@@ -12,10 +12,7 @@ from megacore.config.schema import IGNORED
 from megacore.data.samples import EvalSamples
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
-from megacore.errors import ConfigError
-from megacore.model.choose import layers_of
 from megacore.model.flow import CROSS_ENTROPY
-from megacore.model.layers import losses_of
 from megacore.pipeline.partition import placement_of
 from megacore.pipeline.runtime import Runtime
 from megacore.pipeline.schedule import forward_only
@@ -34,23 +31,6 @@ class Evaluation:
     def loss(self) -> float:
         """The mean negative log likelihood, in nats a token; NaN if nothing that was read is learned."""
         return self.nats / self.targets if self.targets else math.nan
-
-    @property
-    def perplexity(self) -> float:
-        """e to the power of `loss`; infinite if that exceeds a float."""
-        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits a byte of text, which can be compared between tokenizers. None if no bytes were counted."""
-        return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
-
-
-def check_measurable(config: Config) -> None:
-    """Raises `ConfigError` if the model has no loss that validation measures: a file of the user's own may give others alone."""
-    if CROSS_ENTROPY.name not in (names := losses_of(layers_of(config))):
-        wrong = f"validation measures {CROSS_ENTROPY.name}, and the model has {', '.join(names) or 'no loss'}"
-        raise ConfigError("data.valid", wrong, f"null, or a layer with a loss called {CROSS_ENTROPY.name}")
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,10 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
-from megacore.config.implied import why_whole
 from megacore.distributed.collectives import all_gather
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.observer import Observer, Observers
-from megacore.distributed.shard import shard_of
 from megacore.model.batch import Microbatch
-from megacore.pipeline.generators import GENERATORS, generated
-from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.train.checkpointing import Saving
 from megacore.train.logs import Monitor, Report
 
@@ -41,7 +36,6 @@ class StepMetrics:
     failures: float  # ranks on which the save under way has failed
     grad_norm: float
     skipped: float  # steps skipped so far
-    drifted: float  # tensor ranks on which parameters differ that all hold alike
     losses: dict[str, float] = field(default_factory=dict)  # by name, if there are several
 
 
@@ -56,10 +50,10 @@ class AsyncMetrics:
         self.observers, self.losses = Observers() if observers is None else observers, losses
         self.lag = LAG if device.type == "cuda" else 0
         self.waiting: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self.pinned = [torch.empty(6 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
+        self.pinned = [torch.empty(5 + len(losses), dtype=torch.float64, pin_memory=True) for _ in range(self.lag + 1)] if self.lag else []
 
     def post(self, step: int, figures: Tensor) -> None:
-        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, drifted, *losses]`, fp64 on the device, to the host."""
+        """Begins to copy a step's `[loss, stops, failures, grad_norm, skipped, *losses]`, fp64 on the device, to the host."""
         if not self.lag:
             self.waiting.append((step, figures, None))
             return
@@ -76,8 +70,8 @@ class AsyncMetrics:
             if arrived is not None:
                 self.wait(arrived)
             numbers = figures.tolist()
-            losses = dict(zip(self.losses, numbers[6:], strict=True))
-            due.append(replace(StepMetrics(step, *numbers[:6]), losses=losses))
+            losses = dict(zip(self.losses, numbers[5:], strict=True))
+            due.append(replace(StepMetrics(step, *numbers[:5]), losses=losses))
         return due
 
     def wait(self, arrived: torch.cuda.Event) -> None:
@@ -174,8 +168,8 @@ class Reporter:
         """A context whose time is no part of a step."""
         return self.timer.aside(self.mesh.device)
 
-    def report(self, step: int, metrics: StepMetrics, lr: float, saved_step: int) -> tuple[Report, dict[int, float]]:
-        """The report of a step that the device has done, and the stragglers: by rank, seconds of their own work. Collective."""
+    def report(self, step: int, metrics: StepMetrics, lr: float, saved_step: int) -> Report:
+        """The report of a step that the device has done. Collective."""
         steps = self.timer.steps
         seconds = self.timer.read()
         waits = self.mesh.observers.waits()
@@ -212,25 +206,8 @@ class Reporter:
             "rank_straggler": [float(rank in stragglers) for rank in range(of_all.shape[1])],
         }
         by_part = dict(zip(parts, of_all[7:].tolist(), strict=True))
-        return Report(figures, by_rank, by_part, saved_step, self.saving.took), stragglers
+        return Report(figures, by_rank, by_part, stragglers, saved_step, self.saving.took)
 
     def told_by_all(self, own: list[float]) -> torch.Tensor:
         """Every rank's numbers, fp64 ``[number, rank]`` on the host. Collective; nothing else of a report waits for the device."""
         return all_gather(torch.tensor([own], dtype=torch.float64, device=self.mesh.device), self.mesh.world).cpu().T
-
-
-def opening(config: Config, mesh: Mesh, stages: Sequence[torch.nn.Module]) -> list[str]:
-    """What is about to run, in a few lines."""
-    train, schedule = config.train, config.parallel.schedule
-    lines = [
-        f"mesh: {mesh.describe()}",
-        f"batch: global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
-        f" × microbatches {config.num_microbatches} × data {mesh.sample_group.size}",
-    ]
-    if schedule in GENERATORS and generated(schedule, 1, 1).splits and (why := why_whole(config)):
-        lines.append(f"{schedule} runs with whole backwards, which {why}")
-    held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
-    layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
-    own = {parameter for stage in stages for parameter in stage.parameters()}
-    parameters = sum(prod(shard_of(parameter).local_shape) for parameter in own)  # an engine may hold some elsewhere
-    return [*lines, f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}"]

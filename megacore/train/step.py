@@ -24,7 +24,6 @@ from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layers, check, losses_of
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.runtime import Runtime
-from megacore.train.drift import Drift
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class StepResult:
     grad_norm: Tensor  # global, before clipping
     skipped: Tensor  # steps skipped so far: their loss or gradient was not finite, or a spike
     lr: float  # the rate of this step's update
-    drifted: Tensor  # tensor ranks on which parameters differ that all hold alike, see `drift`
     losses: dict[str, Tensor]  # by name, each with its coefficient, if there are several
 
 
@@ -55,7 +53,6 @@ class TrainStep:
         self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.observers)
         self.plan = plan_of(config)
         self.masks_targets = masks_targets(config)
-        self.drift = Drift(self.stages, mesh)
         if draw:
             self.draw()
 
@@ -85,7 +82,7 @@ class TrainStep:
         `votes` is called after backward, and `before_update` when gradients are the global sums and no parameter has changed yet.
         """
         share = self.forward_backward(batch)
-        sums = self.sum_over_ranks(number, share, votes())
+        sums = self.sum_over_ranks(share, votes())
         before_update()
         return self.update(number, *sums)
 
@@ -113,19 +110,16 @@ class TrainStep:
             found[name] = mean if loss.coefficient == 1.0 else loss.coefficient * mean
         return found
 
-    def sum_over_ranks(
-        self, number: int, share: Mapping[str, Tensor], votes: Sequence[float]
-    ) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
-        """The global batch's losses; how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no);
-        and the tensor ranks that have drifted apart. One collective brings them all, and nobody waits for it."""
+    def sum_over_ranks(self, share: Mapping[str, Tensor], votes: Sequence[float]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The global batch's losses, and how many ranks voted yes on each of the questions that ranks decide together (1 is yes, 0 is no).
+        One collective brings them all, and nobody waits for it."""
         self.mesh.observers.phase("loss")
         flags = [torch.full((), vote, dtype=torch.float64, device=self.mesh.device) for vote in votes]
-        found = list(all_reduce(torch.stack([*share.values(), *flags, *self.drift.sums(number)]), self.mesh.world))
-        losses, rest = dict(zip(share, found, strict=False)), found[len(share) :]
-        return losses, rest[: len(flags)], self.drift.seen(rest[len(flags) :])
+        found = list(all_reduce(torch.stack([*share.values(), *flags]), self.mesh.world))
+        return dict(zip(share, found, strict=False)), found[len(share) :]
 
-    def update(self, number: int, losses: Mapping[str, Tensor], votes: list[Tensor], drifted: Tensor) -> StepResult:
-        """Clips the gradients and updates the parameters, at the rate of step `number`. `votes` and `drifted` are handed on."""
+    def update(self, number: int, losses: Mapping[str, Tensor], votes: list[Tensor]) -> StepResult:
+        """Clips the gradients and updates the parameters, at the rate of step `number`. `votes` are handed on."""
         lr = learning_rate(self.config.optim, number, self.config.train.steps)
         loss, *others = losses.values()
         for other in others:
@@ -134,7 +128,7 @@ class TrainStep:
         statistics = self.engine.step(lr, loss)
         self.mesh.observers.phase("between steps")
         named = {name: losses[name] for name in self.named_losses}
-        return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, drifted, named)
+        return StepResult(loss, votes, statistics.grad_norm, statistics.skipped, lr, named)
 
     def target_weight(self, batch: Sequence[Microbatch]) -> float | Tensor:
         """The weight of a target's loss in the mean: 1 / targets of the global batch that are learned."""

@@ -4,14 +4,13 @@
 checkpoints, recovery, stopping.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.folder import set_aside
 from megacore.checkpoint.weights import WEIGHTS, recorded_sections
 from megacore.config import Config
 from megacore.config.implied import check_settled
@@ -24,17 +23,15 @@ from megacore.distributed.shard import logical_name
 from megacore.engine.compression import STATE
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.model.batch import Microbatch
-from megacore.records import FIGURES
 from megacore.train.checkpointing import Saving, choose, engine_state
-from megacore.train.drift import Drifted
-from megacore.train.evaluation import check_measurable, evaluate
-from megacore.train.inputs import Inputs, changes
+from megacore.train.evaluation import evaluate
+from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
-from megacore.train.logs import Logs, Monitor, surviving
-from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, opening, unknown
+from megacore.train.logs import Monitor, Monitors
+from megacore.train.metrics import MFU, AsyncMetrics, Reporter, StepMetrics, unknown
 from megacore.train.residuals import read_residuals
 from megacore.train.step import TrainStep
-from megacore.train.stopping import Skips, StopAgreed, StopRequest, TooManySkips
+from megacore.train.stopping import Skips, StopAgreed, TooManySkips
 
 SHARED = "a folder that all machines share; or checkpoint.every=0 checkpoint.last=false, which saves nothing"
 FINISHED, STOPPED = 0, 75  # exit statuses; 75 asks a scheduler to start the job again
@@ -51,20 +48,18 @@ class Trainer:
         monitors: Sequence[Monitor] = (),
         apart: str = "",
         utilisation: MFU = unknown,
-        choices: str = "",
+        clean: Callable[[Path], None] = lambda newest: None,
     ) -> None:
-        """`config`: settled, see `megacore.tools.choices`; `choices`: what to say of how it was.
+        """`config`: settled, see `megacore.tools.choices`.
 
         `apart`: in words, that the machines of the run do not share its folder, if somebody has found that. `utilisation`: for reports.
+        `clean`: deletes old checkpoints, see `Saver`.
         """
         check_settled(config)
-        self.choices = choices
-        self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, list(monitors)
-        if inputs.validation is not None:
-            check_measurable(config)
+        self.is_writer = mesh.place.rank == 0
+        self.config, self.mesh, self.inputs, self.monitors = config, mesh, inputs, Monitors(monitors, self.say)
         for monitor in monitors:
             monitor.start(config, mesh)
-        self.is_writer = mesh.place.rank == 0
         self.apart = apart
         if apart and (config.checkpoint.every or config.checkpoint.last):
             raise ConfigError("log.dir", apart, SHARED)
@@ -76,17 +71,18 @@ class Trainer:
         self.loader = Loader(config, mesh, inputs.stream)
         self.resumed: Path | None = None  # the checkpoint that this run went on from, and its step
         self.resumed_step = 0
-        self.changes = list[str]()  # settings that are others than the resumed checkpoint's, in words
+        self.recorded = dict[str, Any]()  # sections of the config that it was written with
+        self.residuals = list[str]()  # what became of those of its gradients, in up to one line
         self.origin: Path | None = None  # the checkpoint that gave the first weights
-        self.stop = StopRequest()
+        self.opening: Sequence[str] = ()  # what whoever starts the run has to say of it
+        self.asked: Callable[[], bool] = lambda: False  # whether somebody has asked this rank to stop
         self.ahead = 0  # batches of samples that a run has skipped by going back and around bad ones
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
         self.step = self.started = self.resume()
-        if self.is_writer and config.checkpoint.resume != "auto":
-            set_aside(Path(resolved(config.log.dir)) / "checkpoints", self.step)
         self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
-        self.logs = Logs(config, self.is_writer, self.step + 1, self.monitors)
-        self.saving = Saving(config, mesh, self.engine, self.logs.say)
+        for monitor in self.monitors if self.is_writer else ():
+            monitor.open(config, Path(resolved(config.log.dir)), self.step + 1, self.say)
+        self.saving = Saving(config, mesh, self.engine, self.say, clean)
         self.reporter = Reporter(config, mesh, self.saving, self.monitors, utilisation)
 
     def loop(self) -> None:
@@ -96,10 +92,10 @@ class Trainer:
             self.step += 1
             batch = self.next_batch()
             share = self.train_step.forward_backward(batch)  # of the global batch's loss; gradients are the global sums then
-            sums = self.train_step.sum_over_ranks(self.step, share, self.votes())
+            sums = self.train_step.sum_over_ranks(share, self.votes())
             self.saving.saver.hold_update()
             done = self.train_step.update(self.step, *sums)
-            figures = [done.loss, *done.votes, done.grad_norm, done.skipped, done.drifted, *done.losses.values()]
+            figures = [done.loss, *done.votes, done.grad_norm, done.skipped, *done.losses.values()]
             self.async_metrics.post(self.step, torch.stack(figures))
             self.reporter.count(batch)
 
@@ -108,7 +104,6 @@ class Trainer:
             self.saving.look(failed=any(metrics.failures for metrics in arrived))
             if logging:
                 self.report(arrived[-1], done.lr)
-            self.check_drift(arrived)
             if self.rolled_back(arrived):
                 continue
             if any(metrics.stops for metrics in arrived) and not self.is_last:
@@ -151,26 +146,22 @@ class Trainer:
 
     # A run, around its loop
 
-    def run(self, stop: StopRequest | None = None) -> int:
-        """Trains from the step after the last checkpoint to `train.steps`; returns the exit status.
-
-        `stop`: a `StopRequest` that is entered already, if there is one.
-        """
-        self.stop = stop or self.stop
+    def run(self, asked: Callable[[], bool] | None = None) -> int:
+        """Trains from the step after the last checkpoint to `train.steps`; returns the exit status. `asked`: whether somebody has asked
+        this rank to stop."""
+        self.asked = asked or self.asked
         try:
-            with self.stop if stop is None else nullcontext():
-                status = self.train()
-                self.engine.close()
+            status = self.train()
+            self.engine.close()
             return status
         finally:
             self.loader.close()
-            self.logs.close()  # releases the terminal: a failure's reason comes last
-            for monitor in self.monitors:
-                monitor.close()
+            self.monitors.close()  # releases the terminal: a failure's reason comes last
 
     def train(self) -> int:
         """Runs all steps, or those up to a request to stop."""
-        self.greet()
+        for line in self.opening:
+            self.say(line)
         status = FINISHED
         try:
             self.check_stop()  # a request during start-up
@@ -182,42 +173,24 @@ class Trainer:
             status = STOPPED
         self.check_records()
         if status == STOPPED:
-            self.logs.say(f"stopped on request after step {self.step}; the same command goes on from there")
+            self.say(f"stopped on request after step {self.step}; the same command goes on from there")
         return status
 
     # What is said
 
-    def greet(self) -> None:
-        """Says what is about to run, in a few lines."""
-        steps = self.config.train.steps
-        lines = opening(self.config, self.mesh, self.train_step.stages)
-        lines[2:2] = self.inputs.stream.packed()
-        if self.choices:
-            lines.append(self.choices)
-        if self.apart:
-            lines.append(f"WARNING: {self.apart}: this run can save no checkpoint, not even when it is asked to stop")
-        if self.step == steps:
-            lines.append(f"all {steps} steps are done already (checkpoint.resume=never trains anew)")
-        elif self.step:
-            lines += [f"resumed after step {self.step} of {steps}", *self.changes]
-        elif self.origin:
-            lines.append(f"starting from the weights of {self.origin}")
-        for line in lines:
-            self.logs.say(line)
+    def say(self, text: str) -> None:
+        """Prints a line, once for the run."""
+        if self.is_writer:
+            print(text, flush=True)
 
     def report(self, metrics: StepMetrics, lr: float) -> None:
         """Logs a step that the device has done."""
-        report, stragglers = self.reporter.report(self.step, metrics, lr, self.saved_step)
-        for monitor in list(self.monitors):
-            with surviving(monitor, self.monitors, self.logs.say):
-                more = {name: float(figure) for name, figure in monitor.figures(report.figures, self.train_step.stages).items()}
-                if taken := sorted(more.keys() & {*FIGURES, *report.figures}):
-                    raise ValueError(f"{taken[0]} is another figure's name")
-                report.figures.update(more)
-        self.logs.step(report.figures, stragglers)
-        for monitor in list(self.monitors):
-            with surviving(monitor, self.monitors, self.logs.say):
-                monitor.report(report)
+        report = self.reporter.report(self.step, metrics, lr, self.saved_step)
+        self.monitors.add_figures(report.figures, self.train_step.stages)
+        if self.is_writer:
+            stragglers = {"stragglers": list(report.stragglers)} if report.stragglers else {}
+            self.monitors.tell(Monitor.record, report.figures | stragglers)
+        self.monitors.tell(Monitor.report, report)
 
     def validate(self) -> float | None:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
@@ -226,14 +199,14 @@ class Trainer:
         with self.mesh.observers.aside("validation"):
             found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.check_stop)
         if not found.targets:
-            self.logs.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
+            self.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
             return None
         loss = found.loss
         for monitor in self.monitors:
             monitor.validation(loss)
-        if self.step > self.started:  # else it is recorded already
-            self.logs.validation(self.step, loss)
-        self.logs.say(f"step {self.step}: validation loss {loss:.4f}")
+        if self.step > self.started and self.is_writer:  # else it is recorded already
+            self.monitors.tell(Monitor.record, {"step": self.step, "valid_loss": loss})
+        self.say(f"step {self.step}: validation loss {loss:.4f}")
         return loss
 
     def conclude(self) -> None:
@@ -242,10 +215,10 @@ class Trainer:
         if loss is not None:
             entropy = self.inputs.unigram_entropy()
             beside = "" if entropy is None else f"; {entropy:.4f} for a model that knows only how frequent each token is"
-            self.logs.say(f"final validation loss {loss:.4f} nats a token{beside}")
+            self.say(f"final validation loss {loss:.4f} nats a token{beside}")
         if self.latest is not None:
-            self.logs.say(f"checkpoint: {self.latest}")
-        self.logs.say(f"records: {self.config.log.dir}/metrics.jsonl, and tensorboard --logdir {self.config.log.dir}")
+            self.say(f"checkpoint: {self.latest}")
+        self.say(f"records: {self.config.log.dir}/metrics.jsonl, and tensorboard --logdir {self.config.log.dir}")
 
     # Checkpoints
 
@@ -289,7 +262,7 @@ class Trainer:
             self.origin = reader.path
             return 0
         self.resumed, self.resumed_step = reader.path, reader.step
-        self.changes = changes(self.config, recorded_sections(reader)) + read_residuals(reader, tensors)
+        self.recorded, self.residuals = recorded_sections(reader), read_residuals(reader, tensors)
         self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))  # which older checkpoints do not have
         self.ahead = reader.state["samples"] // self.config.train.global_batch_size - reader.step
         return reader.step
@@ -315,34 +288,26 @@ class Trainer:
             self.inputs.look_again(self.resumed, self.resumed_step)
         self.step = self.resume()
         self.ahead = batch - self.step
-        self.logs.reopen(self.step + 1)
+        if self.is_writer:
+            self.monitors.tell(Monitor.reopen, self.step + 1)
         first = batch * self.config.train.global_batch_size
-        self.logs.say(f"after step {before} back to {self.resumed}, and on with sample {first}")
+        self.say(f"after step {before} back to {self.resumed}, and on with sample {first}")
         return True
 
     def report_skipped(self, metrics: StepMetrics) -> None:
         """Records a step that was skipped, and its samples."""
         size = self.config.train.global_batch_size
         first = (metrics.step - 1 + self.ahead) * size
-        self.logs.skipped(metrics, first, first + size - 1)
-
-    def check_drift(self, arrived: list[StepMetrics]) -> None:
-        """Raises `Drifted` on all ranks if parameters differ that tensor ranks hold alike; where that may be no fault, it says so once."""
-        drift = self.train_step.drift
-        for metrics in arrived:
-            if metrics.drifted and not drift.told:
-                found = f"parameters that tensor ranks hold alike have drifted apart, seen in step {metrics.step}: {drift.named()}"
-                if drift.is_fault:
-                    raise Drifted(found)
-                drift.told = True
-                self.logs.say(f"WARNING: {found}; NCCL may have added up gradients in another order for each, so training goes on")
+        record = {"step": metrics.step, "first_sample": first, "last_sample": first + size - 1}
+        if self.is_writer:
+            self.monitors.tell(Monitor.skipped, record | {"loss": metrics.loss, "grad_norm": metrics.grad_norm})
 
     # Stopping
 
     @property
     def must_end(self) -> bool:
         """Whether this rank was asked to stop, or can no longer record what the run does."""
-        return self.stop.requested or bool(self.logs.broken)
+        return self.asked() or bool(self.monitors.broken)
 
     def check_stop(self) -> None:
         """Raises `StopAgreed` on all ranks if any rank must end. Waits for the device."""
@@ -359,7 +324,7 @@ class Trainer:
 
     def check_records(self) -> None:
         """If the run's records could not be written, saves a checkpoint and raises `LogError` on all ranks."""
-        reason = Ranks(self.mesh).first(self.logs.broken)
+        reason = Ranks(self.mesh).first(self.monitors.broken)
         if reason:
             self.save_at_end()
             right = f"make room, or see to its folder; the same command goes on from step {self.step}"

@@ -10,7 +10,7 @@ from launch import pretrain
 from megacore.data.indexed import IndexedTokens
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
-from megacore.train.stopping import StopRequest
+from megacore.tools.stop_request import StopRequest
 from megacore.train.trainer import Trainer
 from tests import training
 

@@ -17,10 +17,10 @@ from megacore.distributed.mesh import Mesh
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.deepspeed.engine import DeepSpeedEngine
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from megacore.train.step import TrainStep
 from tests import training
 from tests.training import Figures, difference, figures
@@ -184,7 +184,7 @@ def gathered_rank(config_path: str, overrides: list[str], log_dir: str) -> tuple
     names = {parameter: name for name, parameter in stage.named_parameters()}
     held = {names[parameter] for parameter, storage in gathered.items() if not storage.expired()}
     loss.backward()
-    trainer.logs.close()
+    trainer.monitors.close()
     trainer.engine.close()
     return set(map(names.get, gathered)), held
 
@@ -208,7 +208,7 @@ def gradients_rank(config_path: str, overrides: list[str], log_dir: str) -> dict
     trainer.step = 1
     trainer.train_step.forward_backward(trainer.next_batch())
     found = {name: gradient.clone() for name, (gradient, _) in trainer.engine.gradients().items()}
-    trainer.logs.close()
+    trainer.monitors.close()
     trainer.engine.close()
     mesh.close()
     return found

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megacore.engine.native import NativeEngine
-from megacore.train import drift
-from megacore.train.logs import Logs
+from megacore.tools import drift
+from megacore.train.trainer import Trainer
 from tests import training
 
 
@@ -31,7 +31,7 @@ def compared_rank(config_path: str, overrides: list[str], log_dir: str, spoilt: 
     plant = mock.patch.object(NativeEngine, "step", then_spoilt) if spoilt else contextlib.nullcontext()
     elsewhere = mock.patch.object(drift.Drift, "is_fault", False) if over_nccl else contextlib.nullcontext()
     said: list[str] = []
-    with mock.patch.object(drift, "EVERY", 2), plant, elsewhere, mock.patch.object(Logs, "say", lambda self, text: said.append(text)):
+    with mock.patch.object(drift, "EVERY", 2), plant, elsewhere, mock.patch.object(Trainer, "say", lambda self, text: said.append(text)):
         status = training.run_rank(config_path, overrides, log_dir)
     return status if not over_nccl else sum("WARNING: parameters that tensor ranks hold alike" in text for text in said)
 

@@ -22,13 +22,13 @@ from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError, DataError
 from megacore.model.stage import whole_model
 from megacore.tools.checkpoint_weights import load_weights
+from megacore.tools.inputs import Inputs
 from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.interchange.settings import read_gpt2
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
-from megacore.train.inputs import Inputs
 from tests import training
 from tests.checkpoints import save
 from tests.pool import ROOT

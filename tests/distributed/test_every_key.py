@@ -24,13 +24,13 @@ from megacore.pipeline.schedule import Action
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.guardians import Guardians
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine import cpu
 from megacore.tools.machine.device import take_device
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import flatten, load
-from megacore.train.inputs import Inputs
 from tests.pool import Pool
 from tests.training import lines, write_config, write_corpus
 

@@ -15,9 +15,9 @@ from megacore.pipeline.runtime import Runtime
 from megacore.tools.choices import utilisation
 from megacore.tools.choices.flops import flops_per_token
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from tests import training
 
 STEP, ASIDE = 1.0, 1000.0  # seconds of a step, and of a validation's batch or a save

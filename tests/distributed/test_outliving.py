@@ -19,7 +19,9 @@ import pytest
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megacore import checkpoint
+from megacore.config.schema import resolved
 from megacore.errors import LogError
+from megacore.tools.records import Records
 from megacore.train.trainer import FINISHED, STOPPED, Trainer
 from tests import training
 from tests.checkpoints import find_latest
@@ -154,7 +156,7 @@ def disturbed_rank(config_path: str, overrides: list[str], log_dir: str, disturb
 
 
 def delete_folder(trainer: Trainer) -> None:
-    shutil.rmtree(trainer.logs.directory)
+    shutil.rmtree(resolved(trainer.config.log.dir))
 
 
 def refuse_events(trainer: Trainer) -> None:
@@ -168,7 +170,8 @@ def refuse_events(trainer: Trainer) -> None:
 
 def refuse_records(trainer: Trainer) -> None:
     """What the next record is written to is full."""
-    file = trainer.logs.metrics
+    records = next(monitor for monitor in trainer.monitors if isinstance(monitor, Records))
+    file: Any = records.metrics
 
     class Full:
         fileno, close = file.fileno, file.close
@@ -176,7 +179,7 @@ def refuse_records(trainer: Trainer) -> None:
         def write(self, text: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    trainer.logs.metrics = Full()
+    records.metrics = Full()  # type: ignore[assignment]
 
 
 def test_a_deleted_folder_is_said_once_and_made_again(run_ranks: Any, config: str, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from megacore.checkpoint import Reader
 from megacore.checkpoint.manifest import FORMAT_VERSION
 from megacore.errors import CheckpointError
+from megacore.tools.inputs import Inputs
 from megacore.tools.settings.load import load
 from megacore.tools.verify.checkpoint_diff import compare
-from megacore.train.inputs import Inputs
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
 from tests.manifests import aged, edit_manifest

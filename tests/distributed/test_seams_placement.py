@@ -33,9 +33,9 @@ from megacore.model.gpt import BLOCKS, gpt
 from megacore.model.stage import Stage
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.deepspeed.engine import DeepSpeedEngine
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from tests import training
 from tests.steps import Found, apart, train
 

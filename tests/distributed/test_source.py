@@ -15,10 +15,10 @@ from megacore.distributed.init import check_source
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError, UserError
+from megacore.tools.inputs import Inputs
 from megacore.tools.interchange.export_hf import config_of
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from tests import forks, training
 from tests.distributed.test_generate import text_of
 

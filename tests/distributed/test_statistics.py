@@ -17,11 +17,11 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import TensorSlice
 from megacore.model.attention import Attention
 from megacore.model.stage import whole_model
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.monitoring import statistics
 from megacore.tools.monitoring.statistics import Statistics
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from megacore.train.step import TrainStep
 from tests import forks, training

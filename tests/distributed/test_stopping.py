@@ -9,12 +9,12 @@ import pytest
 
 from megacore.distributed.mesh import Mesh
 from megacore.tools.choices.run import trainer_of
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
+from megacore.tools.stop_request import STOP, StopRequest
 from megacore.train import trainer as trainer_module
-from megacore.train.inputs import Inputs
-from megacore.train.stopping import STOP, StopRequest
 from megacore.train.trainer import STOPPED, Trainer
 from tests import training
 
@@ -56,7 +56,7 @@ def asked_rank(config_path: str, log_dir: str, when: str) -> tuple[int, int, int
             inputs = Inputs(config, place.rank)
             mesh = Mesh(config, place, pick_device(config, place))
             trainer = trainer_of(config, mesh, inputs)
-            status = trainer.run(stop)
+            status = trainer.run(lambda: stop.requested)
             mesh.close()
             return status, trainer.step, batches
     finally:

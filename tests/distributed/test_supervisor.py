@@ -17,7 +17,7 @@ from megacore.distributed.processes import ENDED, process_state
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.fleet import Fleet
 from megacore.tools.relaunch.supervisor import Supervisor, environment
-from megacore.train.stopping import STOP
+from megacore.tools.stop_request import STOP
 from tests.pool import CONTEXT
 from tests.unit.test_guardians import DAMAGED
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.files import open_plain
-from megacore.records import recorded
 from megacore.tools.local_ranks import free_port
+from megacore.tools.metrics_file import recorded
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.supervisor import STOPPED, Supervisor, send
 from tests.drills.faults import Fault

@@ -15,7 +15,7 @@ def test_what_is_saved_is_what_was_there_before_the_update(tmp_path):
     device = torch.device("cuda")
     whole = torch.randn(2**28, device=device)
     expected = whole.cpu()
-    saver = Saver(tmp_path, Alone(), keep=9, background=True, device=device)
+    saver = Saver(tmp_path, Alone(), background=True, device=device)
     for step in (1, 2):
         saver.start(step, {"w": (whole, Shard((2**28,)))}, {})
         saver.hold_update()

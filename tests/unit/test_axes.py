@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import schema, validation
+from megacore.config import schema
 from megacore.distributed.axes import AXES, Axis, sums_of
 from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.topology import Topology, alone
 from megacore.errors import ConfigError
+from megacore.tools.settings import derive, validation
 from megacore.tools.settings.load import load
 from tests import training
 
@@ -100,7 +101,7 @@ def test_sizes_and_their_product(tmp_path: Path) -> None:
 def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that read other samples are data ranks by another name: a product that knew `data` alone would read samples twice."""
     expert = Axis("ep", "expert", samples=True, tokens=True)
-    for module in (schema, validation):
+    for module in (schema, derive):
         monkeypatch.setattr(module, "AXES", (*AXES[:-1], expert, AXES[-1]))
 
     class Experts(schema.ParallelConfig):
@@ -110,8 +111,8 @@ def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.Monk
         parallel: Experts = Experts()
 
     raw = Run.model_validate({"parallel": {"tensor": 2}, "train": {"global_batch_size": 16}})
-    derived = validation.derive(raw, "run", 16)
-    assert derived["parallel.data"] == 4 and derived["engine.bucket_mib"] == max(validation.BUCKET_MIB, 8 * validation.PART_MIB)
+    derived = derive.derive(raw, "run", 16)
+    assert derived["parallel.data"] == 4 and derived["engine.bucket_mib"] == max(derive.BUCKET_MIB, 8 * derive.PART_MIB)
     config = raw.model_copy(update={"parallel": raw.parallel.model_copy(update={"data": 4})})
     assert (config.data_size, config.token_ranks, config.world_size, config.num_microbatches) == (8, 8, 16, 2)
     validation.check_world(config, 16)

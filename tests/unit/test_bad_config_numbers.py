@@ -9,7 +9,7 @@ import pytest
 from megacore.config import Config
 from megacore.errors import UserError
 from megacore.tools.settings.load import referred
-from megacore.train.stopping import StopRequest
+from megacore.tools.stop_request import StopRequest
 from megacore.train.trainer import Trainer
 from tests.bad_inputs import SCRIPTS, bounded
 

@@ -22,8 +22,8 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
 from megacore.tools.cli import guarded
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.records import Records
 from megacore.tools.settings.load import load, resolve
-from megacore.train.logs import Logs
 from tests.bad_inputs import EXPORT, SCRIPTS, SUPERVISED, ZERO, Row, bounded, config, rows
 from tests.conftest import Refused
 
@@ -167,9 +167,9 @@ def test_a_disk_that_fills_while_records_begin_is_one_line(full: str, tree: Path
     if full == "config.json":
         monkeypatch.setattr(Path, "write_text", refuse)
     else:
-        monkeypatch.setattr("megacore.train.logs.recorded", lines)
+        monkeypatch.setattr("megacore.tools.records.recorded", lines)
     with pytest.raises(UserError, match=r"^log error: \S+/run: its records cannot be begun: No space left on device \([^\n]*\)$"):
-        Logs(load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, True, 2)
+        Records().open(load(str(tree / "config.json"), [f"log.dir={folder}", "log.tensorboard=false"]).config, folder, 2, print)
     assert (folder / full).read_text() in ("before", '{"step": 1}\n') and sorted(os.listdir(folder)) == ["config.json", "metrics.jsonl"]
 
 
@@ -208,7 +208,7 @@ runpy.run_path("launch/pretrain.py", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("module", "number"), [("megacore.tools.cli", "SIGTERM"), ("megacore.train.stopping", "SIGTERM"), ("megacore.config", "SIGHUP")]
+    ("module", "number"), [("megacore.tools.cli", "SIGTERM"), ("megacore.tools.stop_request", "SIGTERM"), ("megacore.config", "SIGHUP")]
 )
 def test_a_signal_during_imports_ends_what_has_begun_nothing(module: str, number: str, tmp_path: Path) -> None:
     """The system's own end, at once: a handler would have to wait for imports, and there is nothing to save."""

@@ -13,8 +13,8 @@ from megacore.checkpoint.manifest import MANIFEST, sealed, unsealed
 from megacore.checkpoint.slices import Slices
 from megacore.config import Config
 from megacore.errors import CheckpointError
+from megacore.tools.inputs import Inputs
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from tests.checkpoints import save
 from tests.manifests import edit_text
 from tests.pieces import piece

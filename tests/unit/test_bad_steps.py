@@ -80,7 +80,7 @@ def test_equal_norms_make_no_spike_of_the_next() -> None:
 
 
 def figures(step: int, skipped: float) -> StepMetrics:
-    return StepMetrics(step, 1.0, 0.0, 0.0, 1.0, skipped, 0.0)
+    return StepMetrics(step, 1.0, 0.0, 0.0, 1.0, skipped)
 
 
 def test_too_many_skips_in_a_row_go_back_and_then_fail() -> None:

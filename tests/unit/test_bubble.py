@@ -10,7 +10,7 @@ from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.bubble import bubble, bubble_warning
 from megacore.tools.choices.partition import step_times
 from megacore.tools.settings.load import load, resolve
-from megacore.train.stopping import StopRequest
+from megacore.tools.stop_request import StopRequest
 from tests.commands import run_script
 from tests.training import write_config, write_corpus
 

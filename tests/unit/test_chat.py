@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from launch import prepare as script
-from megacore.config.schema import IGNORED
-from megacore.data.indexed import MASK, IndexedTokens, Sidecar
+from megacore.config.schema import IGNORED, MASK
+from megacore.data.indexed import IndexedTokens
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import UserError
+from megacore.tools.corpora import Sidecar, check_corpora
 from megacore.tools.prepare.chat import WrongConversation, chat_of, encode
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
@@ -161,11 +162,11 @@ def test_a_mask_that_does_not_belong_is_refused(tmp_path: Path) -> None:
     Path(prefix + MASK).write_bytes(b"\0" * 8)
     for spec in (prefix, [(1, prefix)]):
         with pytest.raises(UserError, match=r"a\.mask\.bin: leaves out every token, so nothing is learned"):
-            EvalSamples(spec, 4, 10)
+            check_corpora(EvalSamples(spec, 4, 10).corpora, 10)
     prefix = prepared(tmp_path, {"messages": said("a", "b")})
     Path(prefix + MASK).unlink()
     with pytest.raises(UserError, match=r"out\.mask\.bin: is missing, and .*out\.json says that only 2 tokens are learned"):
-        SampleStream(prefix, 4, 0, 256)
+        check_corpora(SampleStream(prefix, 4, 0, 256).corpora, 256)
 
 
 def test_a_blend_learns_all_of_a_corpus_without_a_mask(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from launch.checkpoint import run
 from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
-from megacore.checkpoint.folder import set_aside
 from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.config import Config
 from megacore.config.schema import ModelConfig
@@ -29,6 +28,7 @@ from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
 from megacore.model.stage import whole_model
 from megacore.tools.interchange.stream import save_stream
+from megacore.tools.retention import retention, set_aside
 from megacore.tools.settings.load import resolve
 from tests import crashes
 from tests.checkpoints import Alone, find_latest, save
@@ -272,7 +272,7 @@ def test_a_full_disk_at_any_call_leaves_the_earlier_one(background, tmp_path):
     outcomes = {"saved": 0, "refused": 0}
     for at in itertools.count(1):
         interposer = crashes.Interposer(at, crashes.full)
-        saver = Saver(tmp_path, Alone(), keep=9, background=background)
+        saver = Saver(tmp_path, Alone(), background=background)
         pieces = {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors(2).items()}
         try:
             with interposer.entered():
@@ -358,7 +358,7 @@ def test_a_run_that_starts_earlier_sets_later_checkpoints_aside(tmp_path, caplog
 
 
 def test_every_kth_is_kept_for_good(tmp_path):
-    saver = Saver(tmp_path, Alone(), keep=1, keep_every=20)
+    saver = Saver(tmp_path, Alone(), clean=retention(tmp_path, keep=1, keep_every=20))
     for step in (10, 20, 30, 40, 50):
         saver.start(step, {"w": (torch.ones(2), Shard((2,)))}, {})
         saver.finish()
@@ -406,7 +406,7 @@ def test_where_files_cannot_be_written_past_the_kernels_memory_they_go_through_i
 
 
 def test_staging_memory_is_used_again(tmp_path):
-    saver = Saver(tmp_path, Alone(), keep=9, background=True)
+    saver = Saver(tmp_path, Alone(), background=True)
     places = []
     for step in (10, 20):
         saver.start(step, {name: (tensor, Shard(tuple(tensor.shape))) for name, tensor in tensors(step).items()}, {})

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data import indexed
-from megacore.data.indexed import IndexedTokens, Sidecar, check_vocabulary
+from megacore.data.indexed import IndexedTokens
 from megacore.errors import DataError
+from megacore.tools import corpora
+from megacore.tools.corpora import Sidecar, check_vocabulary
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 
 # Written by megatron-core 0.16.1: int32, sequences of 3, 5 and 1 tokens, the first two in one document.
@@ -137,8 +138,8 @@ def test_vocabulary_by_scan(tmp_path: Path) -> None:
 
 def test_vocabulary_of_large_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit, blocks from the first to the last are read: a corpus of another tokenizer cannot hide."""
-    monkeypatch.setattr(indexed, "SCAN_BLOCK", 64)
-    monkeypatch.setattr(indexed, "SCAN_BYTES", 64 * 10)
+    monkeypatch.setattr(corpora, "SCAN_BLOCK", 64)
+    monkeypatch.setattr(corpora, "SCAN_BYTES", 64 * 10)
     values = np.zeros(64 * 100 + 3, dtype=np.uint16)
     values[-1] = 300
     with pytest.raises(DataError, match="token id 300"):

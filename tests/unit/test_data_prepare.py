@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from launch.prepare import parse
-from megacore.data.indexed import IndexedTokens, Sidecar
+from megacore.data.indexed import IndexedTokens
 from megacore.errors import ConfigError, DataError, UserError
+from megacore.tools.corpora import Sidecar
+from megacore.tools.inputs import Inputs
 from megacore.tools.prepare import prepare as prepare_module
 from megacore.tools.prepare import sources
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.prepare.split import cross_entropy
 from megacore.tools.settings.load import load
 from megacore.tools.text.tokenizer import load_tokenizer
-from megacore.train.inputs import Inputs
 from tests.training import write_config
 
 ROOT = Path(__file__).resolve().parents[2]

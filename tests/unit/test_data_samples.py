@@ -15,6 +15,7 @@ from megacore.distributed.communicator import SOLO
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import DataError
+from megacore.tools.corpora import check_corpora
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load, resolve
 from megacore.tools.verify.reference import Corpus, batch_of
@@ -162,7 +163,7 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path) -> None:
     """Refused on opening, and on reading where opening did not see it, with the position."""
     prefix = write(tmp_path / "c", np.array([0, 1, 2, 3, 4, 5, 9, 7], dtype=np.int32))
     with pytest.raises(DataError, match="holds token id 9"):
-        SampleStream(prefix, 7, seed=0, vocab_size=8)
+        check_corpora(SampleStream(prefix, 7, seed=0, vocab_size=8).corpora, 8)
     stream, evaluation = SampleStream(prefix, 7, seed=0, vocab_size=10), EvalSamples(prefix, 7, vocab_size=10)
     stream.vocab_size = evaluation.vocab_size = 8
     for read in (stream.samples, evaluation.samples):

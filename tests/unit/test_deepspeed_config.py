@@ -13,12 +13,12 @@ import pytest
 from launch import pretrain
 from launch.supervise import config_in
 from megacore.config import Config
-from megacore.config.deepspeed import ds_settings
 from megacore.config.schema import OptimConfig
 from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
 from megacore.tools.settings import from_ds_config
 from megacore.tools.settings.ds_config import KNOWN
+from megacore.tools.settings.ds_settings import ds_settings
 from megacore.tools.settings.load import flatten, load, parse_override
 from megacore.tools.verify.replay import rate
 from tests.training import write_config

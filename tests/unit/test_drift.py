@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacore.distributed.communicator import Group
 from megacore.distributed.topology import Topology, alone
 from megacore.model.stage import Stage, whole_model
+from megacore.tools import drift
+from megacore.tools.drift import MODULUS, Drift
 from megacore.tools.settings.load import load
-from megacore.train import drift
-from megacore.train.drift import EVERY, MODULUS, Drift
 from tests import training
 from tests.unit.test_synchronisation import META, refusing
 
@@ -28,8 +28,7 @@ def drift_of(device: torch.device, folder: Path, rank: int, dtype: str = "fp32")
 def test_a_comparison_does_not_wait_for_its_device(tmp_path: Path) -> None:
     drift = drift_of(META, tmp_path, 1)
     with refusing():
-        assert drift.sums(EVERY - 1) == [] and drift.seen([]).device == META
-        sums = drift.sums(EVERY)
+        sums = drift.sums()
         assert len(sums) == 2 and drift.seen(sums).device == META
 
 
@@ -37,13 +36,13 @@ def test_a_comparison_does_not_wait_for_its_device(tmp_path: Path) -> None:
 def test_one_bit_shows_in_the_sum_of_many_ranks(tmp_path: Path, dtype: str) -> None:
     """Of a hundred thousand ranks the sums must be exact, or equal copies would be called different, and one bit be lost."""
     a, b = (drift_of(torch.device("cpu"), tmp_path, rank, dtype) for rank in (0, 1))
-    (a_sum, _), (_, b_sum) = a.sums(EVERY), b.sums(EVERY)
+    (a_sum, _), (_, b_sum) = a.sums(), b.sums()
     assert 0 < a_sum < MODULUS and a_sum == b_sum
     others = 100_000 * (MODULUS - 1.0)
     assert a.seen([a_sum + others, b_sum + others]) == 0
     weight = b.alike["blocks.0.norm1.weight"].detach()
     weight[3], weight[4] = torch.nextafter(weight[3], weight[3] + 1), torch.nextafter(weight[4], weight[4] - 1)
-    assert a.seen([a_sum + others, b.sums(EVERY)[1] + others]) == 1
+    assert a.seen([a_sum + others, b.sums()[1] + others]) == 1
 
 
 class Widest(TorchDispatchMode):
@@ -63,10 +62,10 @@ class Widest(TorchDispatchMode):
 def test_a_comparison_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions may be hundreds of millions of numbers: as 64 bits each, twice, they would not fit beside a model."""
     both = drift_of(torch.device("cpu"), tmp_path, 0)
-    whole = both.sums(EVERY)
+    whole = both.sums()
     monkeypatch.setattr(drift, "PIECE", 10)
     with Widest() as widest:
-        pieces = both.sums(EVERY)
+        pieces = both.sums()
     most = max(parameter.numel() for parameter in both.alike.values())
     assert 0 < widest.numbers <= -(-most // 10) < most and pieces == whole, "a sum for each piece is the widest"
 
@@ -80,9 +79,9 @@ def test_one_bit_shows_in_every_parameter_of_every_chunk(tmp_path: Path) -> None
     held = [(name, parameter.detach().view(-1)) for stage in stages for name, parameter in stage.named_parameters()]
     assert {"blocks.0.norm1.weight", "blocks.1.norm1.weight"} <= {name for name, _ in held}
     for name, weight in held:
-        before = compared.sums(EVERY)[0]
+        before = compared.sums()[0]
         weight[-1] = torch.nextafter(weight[-1], weight[-1] + 1)
-        assert compared.sums(EVERY)[0] != before, name
+        assert compared.sums()[0] != before, name
 
 
 def test_inductor_measures_nothing_where_ranks_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

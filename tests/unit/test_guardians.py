@@ -17,14 +17,14 @@ import torch
 from launch.ray_train import figures
 from megacore.distributed.processes import stat_fields
 from megacore.errors import ConfigError
-from megacore.records import LINE_BYTES, recorded
 from megacore.tools.diagnosis import heartbeat
 from megacore.tools.diagnosis import watchdog as doctor
+from megacore.tools.metrics_file import LINE_BYTES, recorded
 from megacore.tools.processes import descendants
+from megacore.tools.records import open_metrics
 from megacore.tools.relaunch import supervisor
 from megacore.tools.relaunch.supervisor import Supervisor
-from megacore.train.logs import open_metrics
-from megacore.train.stopping import StopRequest
+from megacore.tools.stop_request import StopRequest
 from tests.drills import drills
 
 # What may stand in metrics.jsonl: lines cut off, joined, overwritten, of another program, of somebody who means harm.

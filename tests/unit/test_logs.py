@@ -12,8 +12,9 @@ from megacore.records import FIGURES
 from megacore.tools.monitoring.first_step import FirstStep
 from megacore.tools.monitoring.tags import THEMES, tagged
 from megacore.tools.monitoring.tensorboard import Board
+from megacore.tools.records import Console, open_metrics
 from megacore.tools.settings.load import load
-from megacore.train.logs import Logs, open_metrics
+from megacore.train.logs import Report
 from tests.training import write_config
 
 
@@ -31,9 +32,8 @@ def figures(step: int, **others: Any) -> dict[str, Any]:
 def test_a_line_says_what_people_look_for(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that diverges, warms up or is slow would look like any other. Where no peak is known, no utilisation is said."""
     for mfu, said in ((0.4126, "  MFU 41.3%"), (None, "")):
-        logs = Logs(config, True, 1)
-        logs.step(figures(1, mfu=mfu), {})
-        logs.close()
+        logs = console(config, 1)
+        logs.report(report(1, {}, mfu))
         line = f"step 1/200  loss 2.0000  lr 0.0006  norm 0.25  1,000 tokens/s{said}  1.5 GiB  0 s left\n"
         assert capsys.readouterr().out == line
 
@@ -47,16 +47,25 @@ def test_figures_are_arranged_by_theme_and_chosen_by_pattern() -> None:
     assert {name for names in THEMES.values() for name in names} < FIGURES, "a figure has another name by now"
 
 
+def console(config: Config, first_step: int) -> Console:
+    opened = Console()
+    opened.open(config, Path("unused"), first_step, print)
+    return opened
+
+
+def report(step: int, stragglers: dict[int, float], mfu: float | None = None) -> Report:
+    return Report(figures(step, mfu=mfu), {}, {}, stragglers, 0, 0.0)
+
+
 def test_the_time_left_is_that_of_the_steps_since_the_start(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that went on from step 100 has done ten steps in twenty seconds, not 110: 90 are left, of two seconds each."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    logs = Logs(config, True, 101)
+    logs = console(config, 101)
     now[0] += 20.0
-    logs.step(figures(110), {})
-    logs.close()
+    logs.report(report(110, {}))
     assert capsys.readouterr().out.strip().endswith(" 180 s left")
 
 
@@ -66,13 +75,12 @@ def test_the_time_left_behind_a_rollback_to_before_the_start(
     """A run that resumed step 100 and went back to 90, because 100 is damaged: counted from 101 it has done -10, and then 0 steps."""
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    logs = Logs(config, True, 101)
+    logs = console(config, 101)
     now[0] = 2000.0  # behind steps that do not count any more
     logs.reopen(91)
     for step in (91, 100, 101):
         now[0] = 2000.0 + 10.0 * (step - 90)
-        logs.step(figures(step), {})
-    logs.close()
+        logs.report(report(step, {}))
     assert [line.split()[-3] for line in capsys.readouterr().out.splitlines()] == ["1090", "1000", "990"]
 
 
@@ -95,10 +103,9 @@ def test_a_long_first_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, c
 
 def test_who_holds_up_the_others_again_is_said_again(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Once while it lasts; but a machine that is slow every night would otherwise be named on the first alone."""
-    logs = Logs(config, True, 1)
+    logs = console(config, 1)
     for step, slow in enumerate(([3], [3], [], [3, 2], [2]), 1):
-        logs.step(figures(step), dict.fromkeys(slow, 0.9))
-    logs.close()
+        logs.report(report(step, dict.fromkeys(slow, 0.9)))
     said = [line.split(" holds")[0] for line in capsys.readouterr().out.splitlines() if "holds up" in line]
     assert said == ["step 1: rank 3", "step 4: rank 3", "step 4: rank 2"]
 

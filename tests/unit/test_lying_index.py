@@ -10,6 +10,7 @@ from megacore.data import indexed
 from megacore.data.indexed import HEADER, IndexedTokens
 from megacore.data.samples import EvalSamples, SampleStream
 from megacore.errors import DataError
+from megacore.tools.corpora import check_corpora
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 
 LENGTHS = [3, 1, 12, 7, 30, 2, 5, 40, 9, 1, 1, 25]
@@ -47,7 +48,7 @@ def test_a_lie_is_refused_at_the_start(prefix: str, offset: int, form: str, valu
     lied(prefix, offset, form, value)
     for opened in (lambda: SampleStream(prefix, 8, 0, 64), lambda: EvalSamples(prefix, 8, 64)):
         with pytest.raises(DataError, match=r"c\.idx: its documents do not follow one another"):
-            opened()
+            check_corpora(opened().corpora, 64)
 
 
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
@@ -57,7 +58,7 @@ def test_no_reader_meets_more_than_one_line(prefix: str, offset: int, form: str,
     lied(prefix, offset, form, value)
     refused = 0
     try:
-        stream = SampleStream(prefix, 8, 0, 64, scan=False, packing=packing)
+        stream = SampleStream(prefix, 8, 0, 64, packing=packing)
     except DataError:
         return
     for index in range(len(stream.cuts) * stream.counts[0]):

@@ -18,9 +18,9 @@ from megacore.data.samples import EvalSamples, SampleStream
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, DataError
+from megacore.tools.inputs import Inputs
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from megacore.train.loader import Loader
 from tests.training import run_rank, write_config, write_corpus
 

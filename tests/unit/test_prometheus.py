@@ -31,6 +31,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.run import trainer_of
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring import prometheus as exporter_module
@@ -39,7 +40,6 @@ from megacore.tools.monitoring.prometheus import DEVICES, OTHERS, PARTS, RANKS, 
 from megacore.tools.monitoring.scrapes import MOST, ScrapeServer
 from megacore.tools.monitoring.step_parts import StepParts
 from megacore.tools.settings.load import load, resolve
-from megacore.train.inputs import Inputs
 from megacore.train.logs import Report
 from tests.commands import run_script
 from tests.pool import ROOT
@@ -65,7 +65,7 @@ def test_a_machine_serves_its_ranks() -> None:
         assert math.isnan(scrape(port)["megacore_loss"]), "no step has been logged yet, and a loss of 0 would be drawn"
         figures = {"step": 30, "loss": None, "mfu": 0.4, "memory_bytes": 9}
         by_rank = [1.0, 2.0, 3.0, 4.0]
-        exporter.report(Report(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, saved_step=20, save_seconds=7.0))
+        exporter.report(Report(figures, dict.fromkeys(RANKS, by_rank), {"dp": by_rank}, {}, saved_step=20, save_seconds=7.0))
         exporter.validation(3.5)
         found = scrape(port)
     finally:
@@ -113,7 +113,7 @@ def test_ranks_of_a_machine_need_not_be_neighbours(run_ranks: Callable[..., list
 def test_only_the_first_rank_of_a_machine_serves() -> None:
     """Ranks of one machine would fight for the port."""
     port = free_port()
-    Exporter(port, RankInfo(1, 2, 1, 2), CPU).report(Report({}, {}, {}, 0, 0.0))
+    Exporter(port, RankInfo(1, 2, 1, 2), CPU).report(Report({}, {}, {}, {}, 0, 0.0))
     with pytest.raises(OSError):
         scrape(port)
 

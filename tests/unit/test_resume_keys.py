@@ -17,8 +17,9 @@ from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
 from megacore.tools.choices.resolve_auto import resolved_auto
+from megacore.tools.inputs import Inputs, recorded_rule
+from megacore.tools.opening import HOW, UNHEARD, changes
 from megacore.tools.settings.load import flatten, load
-from megacore.train.inputs import HOW, UNHEARD, Inputs, changes, recorded_rule
 from tests.checkpoints import save
 from tests.manifests import edit_text
 from tests.pieces import piece

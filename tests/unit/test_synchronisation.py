@@ -24,10 +24,10 @@ from megacore.engine.spike_detector import SpikeGuard, median_of_known
 from megacore.model.batch import Microbatch
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.deepspeed.engine import DeepSpeedEngine
+from megacore.tools.inputs import Inputs
 from megacore.tools.local_ranks import free_port
 from megacore.tools.monitoring.prometheus import Exporter
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from megacore.train.metrics import StepMetrics
 from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
@@ -111,7 +111,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     tokens = torch.zeros(2, 16, dtype=torch.int64, device=META)
     read = mock.patch.object(trainer, "next_batch", lambda: [Microbatch(tokens, tokens, key) for key in range(4)])
     told = mock.patch.object(trainer.reporter, "told_by_all", lambda own: torch.tensor([own], dtype=torch.float64).T)
-    arrived = mock.patch.object(trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0)])
+    arrived = mock.patch.object(trainer.async_metrics, "take", lambda **_: [StepMetrics(trainer.step, 2.0, 0.0, 0.0, 1.0, 0.0)])
     try:
         with read, told, arrived, refusing():
             trainer.loop()
@@ -119,7 +119,7 @@ def test_no_report_and_no_scrape_waits_for_a_device(tmp_path: Path) -> None:
     finally:
         trainer.loader.close()
         exporter.close()
-        trainer.logs.close()
+        trainer.monitors.close()
     assert (
         found["megacore_step"] == 2
         and found["megacore_loss"] == 2.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.data.indexed import Sidecar
+from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.settings.load import resolve
 from megacore.tools.text.vocabulary import vocabulary_warnings

@@ -16,10 +16,10 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.tools.choices.run import trainer_of
+from megacore.tools.inputs import Inputs
 from megacore.tools.monitoring import wandb as tracking
 from megacore.tools.monitoring.tags import tagged
 from megacore.tools.settings.load import load
-from megacore.train.inputs import Inputs
 from tests import forks
 from tests.commands import run_script
 from tests.training import write_config, write_corpus

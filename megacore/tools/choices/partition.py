@@ -13,7 +13,6 @@ from typing import Any
 
 from megacore.config.implied import ends_apart, splits_backward
 from megacore.config.schema import CHUNKS, Config
-from megacore.config.validation import check
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.partition import Partition, plan_of, plan_options
@@ -25,6 +24,7 @@ from megacore.tools.choices.resolve_auto import one_chunk
 from megacore.tools.choices.search_schedule import Costs, search
 from megacore.tools.schedules.plan_file import plan_from_file
 from megacore.tools.schedules.simulate import Timeline, simulate
+from megacore.tools.settings.validation import check
 
 _FASTER: dict[str, int] = {}  # of the numbers of chunks that `auto` may have, the fastest, by config: each takes a search
 ROUNDS = 4  # of the ranks of a pipeline, after which every schedule repeats itself

@@ -1,21 +1,37 @@
 """A run's trainer, for a config that may still leave settings to `auto`."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.distributed.mesh import Mesh
 from megacore.tools.choices.compiling import settled
 from megacore.tools.choices.utilisation import Utilisation
-from megacore.train.inputs import Inputs
+from megacore.tools.drift import Drift
+from megacore.tools.inputs import Inputs
+from megacore.tools.opening import opening
+from megacore.tools.records import Console, Records
+from megacore.tools.retention import retention, set_aside
 from megacore.train.logs import Monitor
 from megacore.train.trainer import Trainer
 
 
 def trainer_of(config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Monitor] = (), apart: str = "") -> Trainer:
-    """The trainer of a run on this mesh, with what `auto` becomes there; collective. A run that goes on keeps what it chose before.
+    """The trainer of a run on this mesh, with what `auto` becomes there, its records, its lines on the console, who deletes old
+    checkpoints, and who compares what tensor ranks hold alike; collective. A run that goes on keeps what it chose before.
 
-    For monitors and `apart` see `Trainer`.
+    For other monitors and `apart` see `Trainer`.
     """
     config, why = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
     utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
-    return Trainer(config, mesh, inputs, monitors, apart, utilisation.both, why)
+    own = [Records(monitors), Console(not any(monitor.shows_steps for monitor in monitors))] if mesh.place.rank == 0 else []
+    folder, options = Path(resolved(config.log.dir)) / "checkpoints", config.checkpoint
+    clean = retention(folder, options.keep, options.keep_every)
+    trainer = Trainer(config, mesh, inputs, [*own, *monitors], apart, utilisation.both, clean)
+    if mesh.place.rank == 0 and options.resume != "auto":
+        set_aside(folder, trainer.step)
+    if mesh.tp.size > 1:
+        mesh.observers.append(Drift(trainer.train_step.stages, mesh, trainer.say))
+    trainer.opening = [*opening(trainer, inputs, why)]
+    return trainer

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megacore.config import Config
-from megacore.config.deepspeed import ds_settings
 from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.buffers import buffers_of
 from megacore.distributed.collectives import all_reduce
@@ -46,6 +45,7 @@ from megacore.tools.deepspeed.zero import (
     swap_folders,
 )
 from megacore.tools.deepspeed.zero_state import ZeroState
+from megacore.tools.settings.ds_settings import ds_settings
 
 
 class DeepSpeedEngine(Engine):

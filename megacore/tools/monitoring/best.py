@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from megacore.checkpoint import checkpoints_in
 from megacore.files import open_plain
-from megacore.records import recorded
-from megacore.tools.metrics_file import Validation
+from megacore.tools.metrics_file import Validation, recorded
 
 FOLDER = "best"  # in a run's folder, with one checkpoint: every script takes it for a folder of checkpoints
 

@@ -14,8 +14,9 @@ from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.files import open_plain
-from megacore.records import Amount, Record, recorded
+from megacore.records import Amount, Record
 from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
+from megacore.tools.metrics_file import recorded
 from megacore.tools.planner.devices import Cluster, Level, listed_device
 from megacore.tools.planner.profile import profile
 from megacore.tools.planner.step_time import predict

@@ -9,7 +9,7 @@ import numpy as np
 
 from megacore.errors import LogError
 from megacore.files import open_plain
-from megacore.records import recorded
+from megacore.tools.metrics_file import recorded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from megacore.config import Config
-from megacore.train.logs import Monitor, in_brief
+from megacore.tools.records import in_brief
+from megacore.train.logs import Monitor
 
 
 def has_terminal() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.files import ROOT
-from megacore.records import as_json
+from megacore.tools.metrics_file import as_json
 from megacore.tools.monitoring.tags import tagged
 from megacore.train.logs import Monitor
 

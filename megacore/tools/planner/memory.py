@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megacore.config.deepspeed import ds_settings
 from megacore.config.implied import reshards
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
@@ -38,6 +37,7 @@ from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
 from megacore.tools.planner.parameters import block_parameters, of_each_rank, rank_parameters, stage_parameters
+from megacore.tools.settings.ds_settings import ds_settings
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
 CONTEXT, COMMUNICATOR = int(0.9 * 2**30), int(0.15 * 2**30)

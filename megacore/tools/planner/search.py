@@ -12,7 +12,6 @@ from typing import Any
 
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.schema import CHUNKS, Config, resolved
-from megacore.config.validation import BUCKET_MIB, PART_MIB, check
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.tools.choices.activations import layer_costs
@@ -26,7 +25,9 @@ from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.step_time import Prediction, Predictor
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.derive import BUCKET_MIB, PART_MIB
 from megacore.tools.settings.ds_config import check_ds_config
+from megacore.tools.settings.validation import check
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)  # sequences of one
 RECOMPUTE = ("none", "selective", "full")

@@ -5,7 +5,6 @@ A `Setting` can be made from a config (`setting_of`) or from a row of a public t
 
 from dataclasses import dataclass
 
-from megacore.config.deepspeed import ds_settings
 from megacore.config.implied import attention_of, compiles, reshards
 from megacore.config.schema import Config, resolved
 from megacore.pipeline.partition import placement_of, stage_layers
@@ -17,6 +16,7 @@ from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.planner.operations import ACTIVATION_BYTES
 from megacore.tools.planner.parameters import rank_parameters
+from megacore.tools.settings.ds_settings import ds_settings
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megacore.data.indexed import MASK, Sidecar
+from megacore.config.schema import MASK
 from megacore.data.shuffle import derive_key, permute
 from megacore.errors import ConfigError, DataError
+from megacore.tools.corpora import Sidecar
 from megacore.tools.output_files import made_folder
 from megacore.tools.prepare import sources
 from megacore.tools.prepare.chat import LINE, Chat, WrongConversation, chat_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megacore.distributed.processes import ENDED, process_state
 from megacore.files import ROOT
-from megacore.train.stopping import STOP
+from megacore.tools.stop_request import STOP
 
 LOOK_SECONDS = 0.2
 END_SECONDS = 10.0

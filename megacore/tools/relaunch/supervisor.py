@@ -22,12 +22,13 @@ from pydantic import ValidationError
 from megacore.distributed.processes import ENDED, process_state
 from megacore.errors import ConfigError
 from megacore.files import open_plain, read_plain
-from megacore.records import Record, complaint, recorded
+from megacore.records import Record, complaint
 from megacore.tools.diagnosis.heartbeat import LOST
+from megacore.tools.metrics_file import recorded
 from megacore.tools.processes import descendants
 from megacore.tools.relaunch.child_watch import ChildWatch
 from megacore.tools.relaunch.fleet import Machines, TooFew
-from megacore.train.stopping import STOP, requests
+from megacore.tools.stop_request import STOP, requests
 
 STOPPED = 75
 PREFIX = "supervise: "

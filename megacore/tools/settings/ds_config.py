@@ -10,9 +10,9 @@ import math
 import sys
 from typing import Any
 
-from megacore.config.deepspeed import KEY, decided, ds_settings, read
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
+from megacore.tools.settings.ds_settings import KEY, decided, ds_settings, read
 from megacore.tools.settings.from_ds_config import section, taken_over
 
 # Keys that DeepSpeed 0.19 reads. It ignores others at the top; in sections it fails with a traceback on every rank.

@@ -8,8 +8,8 @@ Only WarmupCosineLR's very first rate differs: that is 0 there, and here where w
 import json
 from typing import Any
 
-from megacore.config.deepspeed import KEY
 from megacore.errors import ConfigError
+from megacore.tools.settings.ds_settings import KEY
 
 AUTO = "auto"
 WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": AUTO, "warmup_num_steps": 1000, "warmup_type": "log"}

@@ -11,12 +11,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megacore.config.schema import MOST_RANKS, Config
-from megacore.config.source import DIGEST, KEY, SETTINGS, beside, source_in, source_of
-from megacore.config.validation import check, check_paths, derive
+from megacore.config.source import DIGEST, KEY, SETTINGS, Source, execute, source_of
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
 from megacore.records import LARGEST
+from megacore.tools.settings.derive import derive
 from megacore.tools.settings.ds_config import check_ds_config, stated
+from megacore.tools.settings.validation import check, check_paths
 
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
@@ -111,6 +112,11 @@ def read(path: str) -> dict[str, Any]:
     return raw
 
 
+def beside(source: object, config_path: str) -> object:
+    """What a config's file says of its source, counted from the file's own folder."""
+    return str((Path(config_path).parent / source).absolute()) if isinstance(source, str) and source and "\0" not in source else source
+
+
 def apply(overrides: list[str], raw: dict[str, Any]) -> list[str]:
     """Writes overrides into sections, and returns their keys. A source counts from the current folder, like every path that is typed."""
     keys = []
@@ -142,6 +148,18 @@ def set_value(raw: dict[str, Any], key: str, value: Any) -> None:
 def flatten(sections: dict[str, Any]) -> dict[str, Any]:
     """Turns {"model": {"num_layers": 2}} into {"model.num_layers": 2}."""
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+def source_in(raw: dict[str, Any]) -> Source | None:
+    """The source that a config's sections name; None if they name none. Executes it.
+
+    Raises:
+        ConfigError: the file is wrong, or is not the one of `model.source_digest`.
+    """
+    model = raw.get("model")
+    model = model if isinstance(model, dict) else {}
+    path = model.get("source")
+    return execute(path, model.get("source_digest")) if isinstance(path, str) and path else None
 
 
 def validate(raw: dict[str, Any]) -> Config:

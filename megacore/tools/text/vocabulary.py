@@ -1,7 +1,7 @@
 """Says where a run's vocabulary and tokenizer are not those of its corpora. (Token ids beyond the vocabulary are refused elsewhere.)"""
 
 from megacore.config import Config
-from megacore.data.indexed import Sidecar
+from megacore.tools.corpora import Sidecar
 
 PADDING = 64  # rows of the embedding are often rounded up to such multiples, which GPUs multiply faster
 

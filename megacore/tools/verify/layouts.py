@@ -7,9 +7,9 @@ from math import prod
 
 from megacore.config import Config
 from megacore.config.schema import CHUNKS
-from megacore.config.validation import check_model
 from megacore.distributed.axes import AXES
 from megacore.errors import ConfigError
+from megacore.tools.settings.validation import check_model
 
 TITLES = {axis.name: axis.title for axis in AXES}
 MAX_WORLD = 64  # processes that one machine is asked for

@@ -24,12 +24,12 @@ from megacore.tensor_parallel.gradient import main_gradient_of
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.run import trainer_of
 from megacore.tools.diagnosis.flight_recorder import FlightRecorder
+from megacore.tools.inputs import Inputs
 from megacore.tools.launchers import place_from_environment
 from megacore.tools.machine.device import pick_device
 from megacore.tools.settings.load import load
 from megacore.tools.verify.flight import Flights
 from megacore.tools.verify.trace import GradientWatch, Trace
-from megacore.train.inputs import Inputs
 from megacore.train.trainer import Trainer
 
 SPREAD = 0.1  # size of the noise that is added to parameters that start constant
@@ -87,7 +87,7 @@ def run_layout(config_path: str, overrides: list[str], out: Path, traced_step: i
         evidence.write(record)
     record.close()
     trainer.engine.settle()
-    trainer.logs.close()
+    trainer.monitors.close()
     trainer.engine.close()
     mesh.close()
 

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from megacore.config import Config
-from megacore.config.deepspeed import read as read_ds_config
 from megacore.config.schema import MASK, Compression, OptimGroup, resolved
 from megacore.data.indexed import IndexedTokens
-from megacore.data.samples import training_stream
 from megacore.pipeline.partition import stage_layers
 from megacore.tools.choices.flops import head_cost, layer_cost
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.corpora import checked_stream
 from megacore.tools.prepare.indexed_writer import IndexedWriter
+from megacore.tools.settings.ds_settings import read as read_ds_config
 from megacore.tools.settings.from_ds_config import without_stated
 from megacore.tools.settings.load import flatten, load, resolve, set_value
 from megacore.tools.verify.layouts import Layout
@@ -251,7 +251,7 @@ def heeds_documents(config: Config) -> bool:
 def learned_at_cuts(config: Config) -> tuple[int, int]:
     """Of the pieces of documents in the samples of all steps: how many end within a document, with a last token that is learned; and how
     many begin within one, with a second token that is learned (nothing predicts the first)."""
-    train, stream = config.train, training_stream(config)
+    train, stream = config.train, checked_stream(config)
     number, _, samples = stream.locate(np.arange(train.steps * train.global_batch_size))
     before = behind = 0
     for c, sample in zip(number.tolist(), samples.tolist(), strict=True):
@@ -292,7 +292,7 @@ def write_masks(config: Config, rng: np.random.Generator) -> None:
     In the first step these are those of odd microbatches, which half of the data ranks have; in the second all but those in the middle
     of a sample, which one context rank has.
     """
-    train, stream = config.train, training_stream(config)
+    train, stream = config.train, checked_stream(config)
     for corpus in (*stream.corpora, IndexedTokens(str(config.data.valid))):
         (rng.random(corpus.num_tokens) < 0.5).astype(np.uint8).tofile(f"{corpus.prefix}{MASK}")
     masks = [np.memmap(f"{corpus.prefix}{MASK}", dtype=np.uint8, mode="r+") for corpus in stream.corpora]

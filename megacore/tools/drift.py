@@ -4,15 +4,16 @@ Every tensor rank computes the update of a norm or a row-parallel bias by itself
 timing or in memory, stays and grows, and no loss shows it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megacore.checkpoint import Ranks
 from megacore.checkpoint.digest import BITS
-from megacore.distributed.collectives import all_gather
+from megacore.distributed.collectives import all_gather, all_reduce
 from megacore.distributed.mesh import Mesh
+from megacore.distributed.observer import Observer
 from megacore.distributed.shard import shard_of
 from megacore.model.stage import Stage
 
@@ -20,6 +21,7 @@ from megacore.model.stage import Stage
 # small kernels in a deep model, which every step should not pay.
 EVERY = 50
 MODULUS = 2**32 - 5  # a prime; sums of a million ranks' numbers below it are exact in fp64
+LAG = 3  # steps behind a comparison, when a GPU has long done it
 PIECE = 2**24  # numbers whose bits are widened at a time: a table of learned positions may be large, and the device full
 
 
@@ -27,15 +29,21 @@ class Drifted(RuntimeError):
     """Parameters that tensor ranks hold alike have drifted apart."""
 
 
-class Drift:
-    """Sums the bits of this rank's parameters that tensor ranks hold alike. The sums travel with a step's loss."""
+class Drift(Observer):
+    """Sums the bits of this rank's parameters that tensor ranks hold alike, and compares the sums over all ranks. Nobody waits for that:
+    what a GPU found is read some steps later, or before anything is saved."""
 
-    def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
-        self.mesh = mesh
+    vital = True
+
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh, say: Callable[[str], None] = print) -> None:
+        """`say` prints a line, once for the run."""
+        self.mesh, self.say = mesh, say
         named = (named for stage in stages for named in stage.named_parameters())
         self.alike = {name: parameter for name, parameter in named if mesh.tp.name not in shard_of(parameter).split_over}
         self.none = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.step = 0
         self.told = False  # of a difference that is no fault for certain
+        self.found: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # step and outcome of a comparison, on its way to the host
         self.last: Tensor | None = None  # checksums by parameter in the last comparison: an update behind it spreads a difference
 
     @property
@@ -44,10 +52,49 @@ class Drift:
         three or more, NCCL may add them up in another order for each."""
         return self.mesh.backend != "nccl" or self.mesh.gradient_group.size <= 2
 
-    def sums(self, step: int) -> list[Tensor]:
-        """In every `EVERY`-th step a number for each tensor rank, fp64, to be added up over all ranks: 0 for all but this one's."""
-        if self.mesh.tp.size == 1 or step % EVERY:
-            return []
+    def step_begins(self, step: int, logged: bool) -> None:
+        """Ends a comparison. Raises `Drifted` on all ranks."""
+        self.step = step
+        if self.found is not None and step >= self.found[0] + LAG:
+            self.judge()
+
+    def phase_begins(self, phase: str) -> None:
+        """Begins a comparison, behind the backward: the parameters of the last update, some of which may come late, are there then."""
+        if phase == "optimizer step" and self.step % EVERY == 0:
+            self.compare()
+
+    def aside_begins(self, phase: str) -> None:
+        """Ends a comparison: nothing that has drifted is saved."""
+        self.judge()
+
+    def compare(self) -> None:
+        """Begins to compare all ranks' parameters; on a CPU it ends at once."""
+        outcome = self.seen(all_reduce(torch.stack(self.sums()), self.mesh.world).unbind())
+        if self.mesh.device.type == "cuda":
+            host, arrived = torch.empty_like(outcome, device="cpu", pin_memory=True), torch.cuda.Event()
+            host.copy_(outcome, non_blocking=True)
+            arrived.record()
+            self.found = self.step, host, arrived
+        else:
+            self.found = self.step, outcome, None
+            self.judge()
+
+    def judge(self) -> None:
+        """Raises `Drifted` on all ranks if the last comparison has found a difference; where that may be no fault, it says so once."""
+        if self.found is None:
+            return
+        (step, outcome, arrived), self.found = self.found, None
+        if arrived is not None:
+            arrived.synchronize()
+        if outcome.item() and not self.told:
+            found = f"parameters that tensor ranks hold alike have drifted apart, seen in step {step}: {self.named()}"
+            if self.is_fault:
+                raise Drifted(found)
+            self.told = True
+            self.say(f"WARNING: {found}; NCCL may have added up gradients in another order for each, so training goes on")
+
+    def sums(self) -> list[Tensor]:
+        """A number for each tensor rank, fp64, to be added up over all ranks: 0 for all but this one's."""
         self.last = torch.stack(self.by_parameter()) if self.alike else self.none.long()[None]
         own = self.last.sum() % MODULUS
         return [own + self.none if rank == self.mesh.tp.rank else self.none for rank in range(self.mesh.tp.size)]

@@ -1,18 +1,15 @@
-"""Derives values from others, and checks every rule that can be checked before a process group exists.
+"""Checks every rule that can be checked before a process group exists.
 
 Each refusal names one key, says what is wrong with it, and what would be right.
 """
 
-import json
 import re
-from math import prod
-from typing import Any
 
-from megacore.config.optim_groups import check_groups
-from megacore.config.schema import CHUNKS, V_SHAPED, Config, Llama3Rope, YarnRope, resolved
-from megacore.distributed.axes import AXES
+from megacore.config.optim_groups import KEY as GROUPS
+from megacore.config.optim_groups import ParameterGroups
+from megacore.config.schema import V_SHAPED, Config, Llama3Rope, YarnRope, resolved
 from megacore.errors import ConfigError
-from megacore.files import read_text
+from megacore.tools.settings.derive import chunks_of
 
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
 MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
@@ -21,54 +18,6 @@ MOST_SAMPLES = 2**61  # of a run: they are counted in 64 bits
 MOST_STAGES = 1024
 MOST_LAYERS = 2**14  # a rank may have to build all of them
 MOST_MICROBATCHES = 2**18  # of a step, times stages: a schedule with so many is simulated in seconds
-
-BUCKET_MIB, PART_MIB = 25.0, 4.0  # of a gradient bucket, and at least of each data rank's part of it
-
-
-def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
-    """Derives values from others, by dotted key. `name` is the config file's name without its ending."""
-    model, parallel = config.model, config.parallel
-    derived: dict[str, Any] = {}
-    if model.num_kv_heads is None:
-        derived["model.num_kv_heads"] = model.num_heads
-    if model.head_size is None and model.hidden_size % model.num_heads == 0:
-        derived["model.head_size"] = model.hidden_size // model.num_heads
-    if model.attention_scale is None and (head_size := model.head_size or derived.get("model.head_size")):
-        derived["model.attention_scale"] = head_size**-0.5
-    if model.qkv_bias is None:
-        derived["model.qkv_bias"] = model.bias
-    if model.max_positions is None:
-        derived["model.max_positions"] = config.train.seq_len
-    if model.ffn_size is None:
-        gated = -(-8 * model.hidden_size // 3)
-        derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
-    if parallel.chunks is None and parallel.schedule != "auto":
-        derived["parallel.chunks"] = chunks_of(config)
-    if parallel.data == "auto":
-        derived["parallel.data"] = max(1, world_size // parallel.ranks_besides_data)
-    if config.engine.bucket_mib is None:
-        # A ring sends a data rank's part of a bucket at a time: of a fixed size it would shrink with more ranks until latency rules.
-        others = prod(getattr(parallel, axis.title) for axis in AXES if axis.tokens and axis.title != "data")
-        ranks = derived.get("parallel.data", parallel.data) * others
-        derived["engine.bucket_mib"] = max(BUCKET_MIB, PART_MIB * ranks)
-    if config.optim.decay_steps is None:
-        # A run cut short (train.steps=20) may end within its warmup.
-        steps, warmup = config.train.steps, config.optim.warmup_steps
-        derived["optim.decay_steps"] = max(1, min(steps // 10, steps - warmup)) if config.optim.schedule == "wsd" else max(steps, warmup)
-    if config.log.dir is None:
-        derived["log.dir"] = f"runs/{name}"
-    return derived
-
-
-def chunks_of(config: Config) -> int:
-    """How many chunks a rank has if the config leaves it open."""
-    schedule = config.parallel.schedule
-    if schedule.startswith("file:"):
-        try:
-            return max(1, len(json.loads(read_text(schedule.removeprefix("file:")))["placement"][0]))
-        except (OSError, ValueError, TypeError, LookupError, RecursionError):
-            return 1  # whoever reads the plan says what is wrong with it
-    return CHUNKS[schedule]
 
 
 def check_paths(config: Config) -> None:
@@ -286,6 +235,25 @@ def check_optim(config: Config) -> None:
     if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + decay_steps:
         wrong = f"warmup {optim.warmup_steps} and decay {decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
+
+
+def check_groups(config: Config) -> None:
+    """Refuses groups that no model could have; `ParameterGroups.check` goes by the names of a model."""
+    optim = config.optim
+    for entry in optim.groups:
+        if entry.lr is not None and entry.lr != optim.lr and optim.lr == 0:
+            raise ConfigError(GROUPS, f"lr {entry.lr:g} follows the schedule of optim.lr, which is 0", "an optim.lr above 0")
+    groups = ParameterGroups(optim)
+    for group in groups.every if config.engine.kind == "deepspeed" else ():
+        if group.rule.name != "adamw":
+            key = GROUPS if group.number else "optim.kind"
+            raise ConfigError(key, f"the deepspeed engine steps with AdamW, not {group.rule.name}", "adamw, or another engine.kind")
+    for group in groups.every[:-1]:
+        entry = optim.groups[group.number - 1]
+        known = {"match", "kind", "lr", "weight_decay"} | group.rule.settings_type.model_fields.keys()
+        if foreign := sorted(entry.model_fields_set - known):
+            right = f"{', '.join(group.rule.settings_type.model_fields)} or another kind"
+            raise ConfigError(GROUPS, f"{group.rule.name} has no setting {foreign[0]}", right)
 
 
 def check_links(config: Config) -> None:

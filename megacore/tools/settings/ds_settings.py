@@ -1,4 +1,4 @@
-"""The ds_config that DeepSpeed gets. `megacore.tools.settings` has checked it, and taken over what it says of the run itself."""
+"""The ds_config that DeepSpeed gets, once `ds_config` has checked it and the run has taken over what it says of the run itself."""
 
 import json
 from typing import Any

@@ -1,0 +1,59 @@
+"""What a run says before its first step."""
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from megacore.config import Config
+from megacore.config.implied import why_whole
+from megacore.distributed.shard import shard_of
+from megacore.pipeline.generators import GENERATORS, generated
+from megacore.pipeline.partition import placement_of, stage_layers
+from megacore.tools.inputs import Inputs
+from megacore.train.trainer import Trainer
+
+UNHEARD = ("model.init_std", "checkpoint.weights")  # settings of first weights: a run that goes on has its own
+HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
+
+
+def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
+    """What is about to run, in a few lines. `choices`: how open settings were settled."""
+    config, mesh = trainer.config, trainer.mesh
+    train, schedule = config.train, config.parallel.schedule
+    yield f"mesh: {mesh.describe()}"
+    batch = f"micro_batch_size {train.micro_batch_size} × microbatches {config.num_microbatches} × data {mesh.sample_group.size}"
+    yield f"batch: global_batch_size {train.global_batch_size} = {batch}"
+    yield from inputs.stream.packed()
+    if schedule in GENERATORS and generated(schedule, 1, 1).splits and (why := why_whole(config)):
+        yield f"{schedule} runs with whole backwards, which {why}"
+    held = (stage_layers(config)[stage] for stage in placement_of(config)[0])
+    layers = " and ".join(f"{layers.start}–{layers.stop - 1}" for layers in held)
+    own = {parameter for stage in trainer.train_step.stages for parameter in stage.parameters()}
+    parameters = sum(prod(shard_of(parameter).local_shape) for parameter in own)  # an engine may hold some elsewhere
+    yield f"rank 0 holds layers {layers}, {parameters:,} parameters in {train.precision}"
+    if choices:
+        yield choices
+    if trainer.apart:
+        yield f"WARNING: {trainer.apart}: this run can save no checkpoint, not even when it is asked to stop"
+    if trainer.step == train.steps:
+        yield f"all {train.steps} steps are done already (checkpoint.resume=never trains anew)"
+    elif trainer.step:
+        yield f"resumed after step {trainer.step} of {train.steps}"
+        yield from [*changes(config, trainer.recorded), *trainer.residuals]
+    elif trainer.origin:
+        yield f"starting from the weights of {trainer.origin}"
+
+
+def changes(config: Config, recorded: Mapping[str, Any]) -> list[str]:
+    """Which settings of a run that goes on are others than those of its checkpoint (`recorded` sections), in up to two lines."""
+    heard, unheard = list[str](), list[str]()
+    for name, section in config.model_dump(mode="json", by_alias=True).items():
+        before = recorded.get(name)
+        before = before if isinstance(before, dict) else {}
+        for key, now in section.items():
+            if key in before and before[key] != now and (setting := f"{name}.{key}") not in HOW:
+                text = f"{setting}={json.dumps(now)} (was {json.dumps(before[key])})"
+                (unheard if setting in UNHEARD else heard).append(text)
+    lines = [f"changed since: {', '.join(heard)}"] if heard else []
+    return lines + ([f"WARNING: without effect, because a checkpoint has weights: {', '.join(unheard)}"] if unheard else [])
