@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.data.indexed import IndexedTokens, Sidecar
+from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
+from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare.prepare import prepare
 from megacore.tools.text import encodings
 from megacore.tools.text.encodings import PROBE, converted

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from launch import prepare as script
-from megacore.data.indexed import IndexedTokens, Sidecar
+from megacore.data.indexed import IndexedTokens
 from megacore.errors import UserError
+from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare import token_files
 from tests.unit.test_data_prepare import word_tokenizer
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megacore.data.indexed import Sidecar
 from megacore.errors import ConfigError, DataError
+from megacore.tools.corpora import Sidecar
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 
 
