@@ -19,6 +19,7 @@ from megacore.tools.machine.device import pick_device
 from megacore.tools.monitoring.attach import monitors_of
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.settings.load import load
+from megacore.tools.stop_request import StopRequest
 from tests.checkpoints import save
 
 VOCAB_SIZE = 65  # does not divide by 2 or 4
@@ -62,7 +63,8 @@ def run_rank(config_path: str, overrides: list[str], log_dir: str) -> int:
     inputs = Inputs(config, place.rank)
     mesh = Mesh(config, place, pick_device(config, place))
     mesh.observers.append(FlightRecorder(stages=config.parallel.pipeline))
-    status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run()
+    with StopRequest() as stop:
+        status = trainer_of(config, mesh, inputs, monitors_of(config, place, mesh.device)).run(lambda: stop.requested)
     mesh.close()
     return status
 
