@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import Self
 
 from megacore.checkpoint.disk import BLOCK_BYTES, remove, sync_folder, write_file
-from megacore.checkpoint.folder import clear_leftovers, folder_of, opened, partial_of, prune, set_aside, step_of
+from megacore.checkpoint.folder import clear_leftovers, folder_of, opened, partial_of, step_of
 from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
+from megacore.tools.retention import prune, set_aside
 
 FILES = 4  # copied at a time
 
