@@ -9,7 +9,6 @@ import pytest
 
 from launch import pretrain
 from megacore.checkpoint import checkpoints_in, opened
-from megacore.checkpoint.folder import opened
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools import mirror
