@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +17,10 @@ DEVICES = {
 }  # fmt: skip
 # By device, the cluster of a row whose `interconnect` names no other.
 CLUSTERS = {"a100": "dgx_a100", "a100 40gb": "a100_roce", "b200": "dgx_b200", "b300": "dgx_b200", "gb200": "nvl72", "gb300": "nvl72"}
+# What the whole of `interconnect` says, of a machine; it counts if the cluster is one of the row's device.
 NETWORKS = (
-    ("EFA", "p5"), ("RoCE 1600", "a100_roce"), ("8x HDR IB 800Gb/s/node", "a100_800g"), ("800Gb/s", "h100_800g"), ("400Gb/s", "a100_400g"),
+    (r".*\bEFA", "p5"), (r"RoCE 1600.*", "a100_roce"), (r"8x HDR IB 800Gb/s/node.*", "a100_800g"), (r"800Gb/s", "h100_800g"),
+    (r"400Gb/s", "a100_400g"),
 )  # fmt: skip
 SCHEDULES = {"interleaved-1f1b": "interleaved", "zb1p": "zb_h1", "zbv": "zb_v", "v-half": "v_half", "v-min": "v_min"}  # as published
 PROFILES = (
@@ -114,7 +117,8 @@ def _row(r: dict[str, str]) -> Row | Skipped:
     if profile is None:
         return Skipped(source, f"{r['framework']} has no profile")
     device = DEVICES[r["hardware"]]
-    network = next((name for key, name in NETWORKS if r["interconnect"].startswith(key) or r["interconnect"].endswith(key)), None)
+    said = (name for words, name in NETWORKS if re.fullmatch(words, r["interconnect"]))
+    network = next((name for name in said if device in read_cluster(name).devices), None)
     precision = r["precision"]
     kind = "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "fp16" if precision.startswith("fp16") else "bf16"
     recompute = next((mode for mode in ("none", "selective", "full") if r["recompute"].startswith(mode)), "none")

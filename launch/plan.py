@@ -23,12 +23,14 @@ from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.calibrate import calibrate
-from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, read_cluster, read_device
+from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, links_warning, read_cluster, read_device
 from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.operations import Machine
+from megacore.tools.planner.own_layout import fit_lines
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.plot import check_plot
 from megacore.tools.planner.profile import Profile, profile
+from megacore.tools.planner.run_cost import cost_lines
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
 from megacore.tools.planner.workload import setting_of
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CLUSTER = "dgx_h100"  # on which --search lays out `DEVICE`, if nothing else is named
-OF_SEARCH = ("memory_gib", "tokens", "price")  # options that --search alone reads
+AMOUNTS = ("memory_gib", "tokens", "price")  # options that are a number above 0
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
@@ -68,14 +70,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--plot", metavar="FILE.png", help="draws the simulated schedule, or what --search found")
     parser.add_argument("--dry-run", metavar="RANKS", help="runs a step of these ranks (0,8-15) on tensors without content")
     parser.add_argument("--search", action="store_true", help="finds the fastest layouts on --world devices that fit")
-    parser.add_argument("--memory-gib", type=float, metavar="N", help="for --search: of a device; default: what --device has")
-    parser.add_argument("--tokens", type=float, metavar="N", help="for --search: adds days, energy, failures and the best checkpoint.every")
-    parser.add_argument("--price", type=float, metavar="P", help="for --search: of a device and hour, adds money")
+    parser.add_argument("--memory-gib", type=float, metavar="N", help="of a device: what must fit; default: what --device has")
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="of the run, whose days, energy and failures are predicted; default: train.steps"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour, adds money; default: log.price_per_device_hour")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as for pretrain.py")
     return parser.parse_intermixed_args(argv)
 
 
-def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, host_size: int) -> None:
+def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, host_size: int, memory_gib: float | None = None) -> None:
     """Prints the plan."""
     from rich.console import Console
 
@@ -112,7 +116,7 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
         )
     console.print()
     console.print(stage_table(config))
-    console.print(peak_text(config))
+    console.print(peak_text(config) + fit_text(config, device, memory_gib))
     if world > 1 and config.engine.kind != "deepspeed":
         console.print(traffic_table(config, cluster, host_size))
     elif world > 1:
@@ -121,8 +125,10 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
         console.print(note)
 
 
-def step_report(config: Config, device: DeviceSpec, cluster: Cluster, run_folder: str | None) -> str:
-    """The predicted step and its terms, as lines. Raises `ConfigError`."""
+def step_report(
+    config: Config, device: DeviceSpec, cluster: Cluster, run_folder: str | None, tokens: float | None, price: float | None
+) -> str:
+    """The predicted step and its terms, and what the whole run costs, as lines. Raises `ConfigError`."""
     constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
     if run_folder is not None:
         constants, ran, seconds = calibrate(constants, run_folder, device, cluster)
@@ -134,6 +140,9 @@ def step_report(config: Config, device: DeviceSpec, cluster: Cluster, run_folder
     for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
+    tokens = config.train.steps * config.train.global_batch_size * config.train.seq_len if tokens is None else tokens
+    price = config.log.price_per_device_hour if price is None else price
+    lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts)]
     return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
 
 
@@ -206,6 +215,15 @@ def peak_text(config: Config) -> str:
         parts = ", ".join(f"{name} {getattr(extra, name) / 2**30:.2f}" for name in ("context", "communicators", "fragmentation"))
         lines.append(f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured).")
     return "\n".join(lines) + "\n"
+
+
+def fit_text(config: Config, device: DeviceSpec | None, memory_gib: float | None) -> str:
+    """Whether the layout fits the device, or `--memory-gib`, and what would; nothing if neither says how much there is."""
+    limit = memory_gib if memory_gib is not None else device.memory_gib if device else None
+    if limit is None:
+        return ""
+    of = "--memory-gib" if memory_gib is not None or device is None else device.name
+    return "\n" + "\n".join(fit_lines(config, limit, of)) + "\n"
 
 
 def one_level(config: Config, host_size: int) -> str:
@@ -291,11 +309,15 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--world", f"{args.world} ranks cannot run anything", "a positive number")
     if args.host_size < 1:
         raise ConfigError("--host-size", f"{args.host_size} ranks cannot run anything", "a positive number")
+    for name in AMOUNTS:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.search:
         return search(args)
-    for name in OF_SEARCH:
-        if getattr(args, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}", "only a search reads it", "also --search")
+    for name in ("tokens", "price"):
+        if getattr(args, name) is not None and None in (args.device, args.cluster):
+            raise ConfigError(f"--{name}", "days and money follow from a predicted step", "also --device and --cluster")
     world = args.world if args.world is not None else smallest_world(args.config, args.overrides)
     config = partitioned(load(args.config, args.overrides, world).config)
     if config.model.source is not None:
@@ -309,11 +331,13 @@ def run(argv: list[str]) -> int:
     if args.calibrate and not args.cluster:
         raise ConfigError("--cluster", "a run is explained by its device and its links", f"also --cluster, such as {cluster_names()[0]}")
     if args.dry_run is not None:
-        refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "compare_schedules", "write", "plot"))
+        refuse_beside("--dry-run", args, ("device", "cluster", "calibrate", "compare_schedules", "write", "plot", "memory_gib"))
         return dry_run(config, args.dry_run, args.host_size)
     if args.compare_schedules:
-        refuse_beside("--compare-schedules", args, ("cluster", "calibrate"))
+        refuse_beside("--compare-schedules", args, ("cluster", "calibrate", "memory_gib"))
     cluster = None if args.cluster is None else read_cluster(args.cluster)
+    if device is not None and cluster is not None:
+        warn_of_links(device, cluster)
     if args.write is not None:
         check_output("--write", args.write)
     if args.plot is not None:
@@ -321,18 +345,26 @@ def run(argv: list[str]) -> int:
         if (actions := 2 * config.num_microbatches * config.chunks) > MOST_DRAWN:
             wrong = f"{actions:,} actions of a rank are more than a picture shows"
             raise ConfigError("--plot", wrong, f"at most {MOST_DRAWN:,}: a smaller train.global_batch_size draws the same pattern")
-    predicted = step_report(config, device, cluster, args.calibrate) if device is not None and cluster is not None else ""
+    predicted = ""
+    if device is not None and cluster is not None:
+        predicted = step_report(config, device, cluster, args.calibrate, args.tokens, args.price)
     if args.write is not None:
         write_plan("--write", args.write, plan_of(config))
         print(f"plan written in {args.write}")
     if args.compare_schedules:
         compare_schedules(config, device)
     else:
-        report(config, device, cluster, args.host_size)
+        report(config, device, cluster, args.host_size, args.memory_gib)
     print(predicted, end="")
     if args.plot is not None:
         plot(config, simulated(config, plan_of(config)), args.plot)
     return 0
+
+
+def warn_of_links(device: DeviceSpec, cluster: Cluster) -> None:
+    """Says on stderr if these links are those of other devices."""
+    if warning := links_warning(device, cluster):
+        print(warning, file=sys.stderr)
 
 
 def check_source(config: Config, args: argparse.Namespace) -> None:
@@ -340,7 +372,7 @@ def check_source(config: Config, args: argparse.Namespace) -> None:
     from megacore.tools.dry_run.own_model import check  # imports torch
 
     check(config)
-    options = ("search", "device", "cluster", "calibrate", "compare_schedules", "plot")
+    options = ("search", "device", "cluster", "calibrate", "compare_schedules", "plot", "memory_gib")
     if (beside := [f"--{name.replace('_', '-')}" for name in options if getattr(args, name)]) and counted_layers(config) is None:
         wrong = "the layers of model.source do not run on tensors without content: what they do and keep is not known"
         raise ConfigError(beside[0], wrong, f"without {', '.join(beside)}")
@@ -360,13 +392,10 @@ def search(args: argparse.Namespace) -> int:
     refuse_beside("--search", args, ("calibrate", "compare_schedules", "write", "dry_run"))
     if args.price is not None and args.tokens is None:
         raise ConfigError("--price", "money is that of a whole run", "also --tokens, such as 1e12")
-    for option in OF_SEARCH:
-        value = getattr(args, option)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{option.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.world is None or args.world < 1:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
     device, cluster = read_device(args.device or DEVICE), read_cluster(args.cluster or CLUSTER)
+    warn_of_links(device, cluster)
     smallest_world(args.config, args.overrides)  # what is set aside must be values all the same
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]
     alone += ["parallel.sequence=false", "parallel.schedule=1f1b"]

@@ -46,7 +46,11 @@ PATHS: list[Row] = [
     ("plan", config("--dry-run", "0", "--plot", "@new.png", "--compare-schedules"), "--compare-schedules, --plot would have no effect"),
     ("plan", config("--search", "--world", "2", "--dry-run", "0"), "config error: --search: --dry-run would have no effect beside it"),
     ("plan", config("--search", "--world", "2", "--price", "2"), "config error: --price: money is that of a whole run (also --tokens"),
-    ("plan", config("--tokens", "1e9"), "config error: --tokens: only a search reads it (also --search)"),
+    (
+        "plan",
+        config("--tokens", "1e9"),
+        "config error: --tokens: days and money follow from a predicted step (also --device and --cluster)",
+    ),
     ("plan", config("--dry-run", "0", "--world", "2", *ZERO), "config error: engine.kind: DeepSpeed asks for a real device"),
     ("plan", config("--dry-run", "0", "--world", "2", "engine.kind=fsdp", "engine.cpu_offload=true"), "config error: engine.cpu_offload"),
     ("plan", config("--dry-run", "9"), "config error: --dry-run: 9 is beyond the 1 ranks (ranks from 0 to 0, such as 0 or 0-0)"),

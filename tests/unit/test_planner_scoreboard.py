@@ -209,6 +209,8 @@ def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixtur
     }
     rows += [
         common | words | {"interconnect": "Storage: 400Gb/s, Compute: 8x 400Gb/s, one", "note": "compile, async TP"},
+        common | words | {"interconnect": "8x ConnectX-7 400Gb/s"},
+        common | words | {"interconnect": "400Gb/s", "hardware": "H100-80GB"},
         common | words | {"interconnect": "400Gb/s", "precision": "fp8-rowwise", "note": "vanilla TP"},
     ]
     path = tmp_path / "rows.csv"
@@ -217,18 +219,21 @@ def test_a_table_is_read_and_scored(tmp_path: Path, capsys: pytest.CaptureFixtur
         writer.writeheader()
         writer.writerows(rows)
     found, skipped = read(path)
-    assert (len(found), [s.why for s in skipped]) == (9, ["mbs is not stated"])
-    one, two = (row.setting for row in found[-2:])
+    assert (len(found), [s.why for s in skipped]) == (11, ["mbs is not stated"])
+    one, two = found[-4].setting, found[-1].setting
     assert one.compiled and one.async_tensor and not two.compiled and not two.async_tensor, "the note's words"
     assert (one.recompute, one.precision, two.precision, found[0].setting.recompute) == ("per_op", "bf16", "bf16", "none")
-    assert [row.cluster.name for row in found[-2:]] == ["dgx_a100", "a100_400g"], "a disk's network is not the ranks'"
-    assert found[0].setting.tied and found[0].setting.head_size == 64 and found[1].setting.sequence and not found[-3].fits
+    networks = [row.cluster.name for row in found[-4:]]
+    assert networks == ["dgx_a100", "dgx_a100", "dgx_h100", "a100_400g"], (
+        "a disk's is not the ranks', one port's not all, A100's not H100's"
+    )
+    assert found[0].setting.tied and found[0].setting.head_size == 64 and found[1].setting.sequence and not found[-5].fits
     run([str(path)])
     said = capsys.readouterr().out
     assert (
         "| nanotron | 3 fitted |" in said
         and "| nanotron | 3 held out |" in said
-        and "| all tuned tables | 2 " in said
+        and "| all tuned tables | 4 " in said
         and "mbs is not stated" in said
     )
     (tmp_path / "no.csv").write_text("a,b\n1,2\n")

@@ -51,6 +51,7 @@ class Cluster:
     name: str
     levels: tuple[Level, ...]
     call_seconds: float | None = None  # of any call besides hops and bytes, where it was measured; None: a framework's constant
+    devices: tuple[str, ...] = ()  # whose links these are; none: nobody says
 
     @property
     def node_ranks(self) -> int:
@@ -97,10 +98,11 @@ class ClusterFile(Record):
     name: Name
     levels: Annotated[list[LevelRow], Field(min_length=1)]
     call_seconds: Seconds | None = None
+    devices: tuple[Name, ...] = ()
 
     def cluster(self) -> Cluster:
         """The cluster."""
-        return Cluster(self.name, tuple(Level(**row.model_dump()) for row in self.levels), self.call_seconds)
+        return Cluster(self.name, tuple(Level(**row.model_dump()) for row in self.levels), self.call_seconds, self.devices)
 
 
 File = TypeVar("File", DeviceFile, ClusterFile)
@@ -154,6 +156,15 @@ def read_cluster(name_or_path: str, option: str = "--cluster") -> Cluster:
         wrong = f"{name_or_path} is no cluster file: its levels' ranks are {sizes[:8]}"
         raise ConfigError(option, wrong, "more ranks from level to level, and null for the last, as in megacore/tools/planner/clusters")
     return file.cluster()
+
+
+def links_warning(device: DeviceSpec, cluster: Cluster) -> str:
+    """A line if the cluster's links are those of other devices; else nothing, also where nobody says whose they are."""
+    if not cluster.devices or device.name in cluster.devices:
+        return ""
+    own = [file.name for file in _clusters().values() if device.name in file.devices]
+    right = f"--cluster {' or '.join(own)}" if own else "a cluster file of your own"
+    return f"warning: {cluster.name} has the links of {', '.join(cluster.devices)}, and not of {device.name} (take {right})"
 
 
 def _read(path: str, option: str, kind: type[File], known: list[str]) -> File:

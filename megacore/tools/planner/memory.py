@@ -122,6 +122,22 @@ def besides(memory: RankMemory, communicators: Sequence[int]) -> Besides:
     return Besides(CONTEXT, COMMUNICATOR * max(communicators), int(FRAGMENTATION * (memory.total - memory.held)))
 
 
+def fullest_rank(config: Config) -> tuple[int, RankMemory, float]:
+    """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
+    memories, communicators = rank_memory(config), communicators_of(config)
+    extra = config.train.device != "cpu"  # a CPU keeps nothing besides
+    needs = [(memory.total + extra * besides(memory, communicators).total) / 2**30 for memory in memories]
+    worst = max(range(len(needs)), key=needs.__getitem__)
+    return worst, memories[worst], needs[worst]
+
+
+def largest_part(memory: RankMemory) -> str:
+    """What takes most of a rank's memory, with its GiB."""
+    parts = {name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "gathered")}
+    most = max(parts, key=parts.__getitem__)
+    return f"{most} ({parts[most] / 2**30:,.1f})"
+
+
 def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> list[RankMemory]:
     """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks and, under fsdp, of its shards, the first being
     the fullest."""

@@ -59,6 +59,25 @@ def cost(
     )
 
 
+def cost_lines(
+    config: Config, step_seconds: float, tokens: float, host_ranks: int, price: float | None, power_watts: float | None
+) -> list[str]:
+    """What a run over some tokens costs, in words."""
+    world = config.world_size
+    found = cost(config, step_seconds, tokens, world, host_ranks, price, power_watts)
+    days = f"{found.days:.4g} days, or {found.device_hours / world / 24:.4g} with failures and checkpoints"
+    lines = [f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours"]
+    if found.money is not None:
+        lines.append(f"money     {found.money:,.0f}, at {price:g} a device and hour")
+    if found.energy_mwh is not None:
+        lines.append(f"energy    at most {found.energy_mwh:,.3g} MWh, at the devices' power limit")
+    rate = f"at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)"
+    lines.append(f"failures  {found.failures:,.3g} expected, {rate}")
+    takes = f"a checkpoint takes {found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
+    lines.append(f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), if {takes}")
+    return lines
+
+
 def best_interval(delta: float, between: float) -> float:
     """Seconds of work between checkpoints that lose least (Daly 2006, equation 37)."""
     if delta >= 2 * between:

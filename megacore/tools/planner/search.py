@@ -20,7 +20,7 @@ from megacore.tools.choices.flops import model_flops
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.devices import Cluster, DeviceSpec
-from megacore.tools.planner.memory import RankMemory, besides, communicators_of, optimizer_bytes, rank_memory
+from megacore.tools.planner.memory import RankMemory, fullest_rank, optimizer_bytes, rank_memory
 from megacore.tools.planner.parameters import rank_parameters
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.step_time import Prediction, Predictor
@@ -52,10 +52,7 @@ class Candidate:
     @cached_property
     def memory(self) -> tuple[int, RankMemory, float]:
         """The rank of the pipeline that needs most, its memory, and the GiB that its device must have."""
-        memories, communicators = rank_memory(self.config), communicators_of(self.config)
-        needs = [(memory.total + besides(memory, communicators).total) / 2**30 for memory in memories]
-        worst = max(range(len(needs)), key=needs.__getitem__)
-        return worst, memories[worst], needs[worst]
+        return fullest_rank(self.config)
 
     @property
     def needs_gib(self) -> float:

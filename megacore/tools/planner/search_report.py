@@ -5,8 +5,9 @@ import sys
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.memory import largest_part
 from megacore.tools.planner.profile import Profile
-from megacore.tools.planner.run_cost import DEVICE_HOURS_A_FAILURE, cost
+from megacore.tools.planner.run_cost import cost_lines
 from megacore.tools.planner.search import Candidate, Found, lost, search
 
 SHOWN = 5
@@ -39,7 +40,7 @@ def report(
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
         print(f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
     if tokens is not None:
-        costs(best, tokens, world, cluster.node_ranks, price, device.power_watts)
+        print(*cost_lines(best.config, best.seconds, tokens, cluster.node_ranks, price, device.power_watts), sep="\n")
     return found, limit
 
 
@@ -71,9 +72,7 @@ def table(found: Found, limit: float) -> None:
     faster = [candidate for candidate in found.too_large if candidate.seconds < best.seconds]
     for candidate in sorted(faster, key=lambda c: c.seconds)[:2] or found.too_large[:1]:
         worst, memory, needs = candidate.memory
-        parts = {name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer", "activations", "gathered")}
-        most = max(parts, key=parts.__getitem__)
-        why = f"{needs - limit:,.1f} GiB too much on pipeline rank {worst}, most of it {most} ({parts[most] / 2**30:,.1f})"
+        why = f"{needs - limit:,.1f} GiB too much on pipeline rank {worst}, most of it {largest_part(memory)}"
         rows.add_row("–", *figures(candidate), candidate.describe(), why)
     console.print(rows)
     terms = sorted(best.prediction.terms.items(), key=lambda term: -term[1])
@@ -84,19 +83,3 @@ def table(found: Found, limit: float) -> None:
 def figures(candidate: Candidate) -> list[str]:
     """A candidate's numbers as text."""
     return [f"{candidate.seconds:.3f}", f"{candidate.tokens_per_second:,.0f}", f"{candidate.mfu:.1%}", f"{candidate.needs_gib:,.1f}"]
-
-
-def costs(best: Candidate, tokens: float, world: int, host_ranks: int, price: float | None, power_watts: float | None) -> None:
-    """Prints what a run over some tokens costs."""
-    found = cost(best.config, best.seconds, tokens, world, host_ranks, price, power_watts)
-    days = f"{found.days:.4g} days, or {found.device_hours / world / 24:.4g} with failures and checkpoints"
-    print(f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours")
-    if found.money is not None:
-        print(f"money     {found.money:,.0f}, at {price:g} a device and hour")
-    if found.energy_mwh is not None:
-        print(f"energy    at most {found.energy_mwh:,.3g} MWh, at the devices' power limit")
-    print(f"failures  {found.failures:,.3g} expected, at one in {DEVICE_HOURS_A_FAILURE:,.0f} device hours (Llama 3's on 16,384 H100)")
-    print(
-        f"saving    checkpoint.every={found.checkpoint_steps} loses least ({found.lost:.2%} of the time), if a checkpoint takes "
-        f"{found.checkpoint_seconds:.0f} s, each host writing 1 GB/s"
-    )

@@ -1,0 +1,86 @@
+"""What launch/plan.py answers of the config's own layout: whether it fits, what would, what it costs, and whether the links are right."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch import plan as script
+from megacore.tools.planner.devices import cluster_names, device_names, links_warning, read_cluster, read_device
+from megacore.tools.planner.memory import fullest_rank
+from megacore.tools.planner.run_cost import cost
+from megacore.tools.settings.load import load
+
+CONFIG = "configs/gpt_7b.json"
+LARGE = ["train.global_batch_size=1024", "train.micro_batch_size=16"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    assert script.run(["--config", CONFIG, "--world", "8", *arguments]) == 0
+    done = capsys.readouterr()
+    return done.out, done.err
+
+
+def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Users had to compare two numbers of a table; --memory-gib is the measure if it is named."""
+    needs = fullest_rank(load(CONFIG, [], 8).config)[2]
+    fits = f"fits          yes: pipeline rank 1 needs most, {needs:.2f} GiB of 80 (h100); {80 - needs:.2f} are left\n"
+    assert fits in said(capsys, "--device", "h100")[0]
+    for device in ([], ["--device", "h100"]):
+        out = said(capsys, *device, "--memory-gib", "40")[0]
+        assert f"NO: pipeline rank 1 needs most, {needs:.2f} GiB of 40 (--memory-gib): {needs - 40:.2f} too many" in out
+    assert "fits " not in said(capsys)[0], "of no device"
+
+
+def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Advice that does not help, or that pretrain refuses, costs a queue's wait."""
+    out = said(capsys, "--device", "h100", *LARGE)[0]
+    (advice,) = re.findall(r"any of these would, with so many GiB: (.*)\n", out)
+    found = dict(re.fullmatch(r"(.*) \(([\d.]+)\)", one).groups() for one in advice.split("; "))  # type: ignore[union-attr,misc]
+    assert "train.micro_batch_size=1" in found and len(found) > 1
+    for words, gib in found.items():
+        needs = fullest_rank(load(CONFIG, [*LARGE, *words.split()], 8).config)[2]
+        assert needs <= 80 and f"{needs:.2f}" == gib, words
+
+
+def test_what_no_change_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A list that ends in nothing would leave users without a next step."""
+    out = said(capsys, "--memory-gib", "10")[0]
+    assert re.search(r"no single change does: the least is [\d.]+ GiB, by .*; --search tries all layouts", out)
+
+
+@pytest.mark.parametrize(("options", "tokens", "price"), [([], None, None), (["--tokens", "1e11", "--price", "2.5"], 1e11, 2.5)])
+def test_the_run_of_this_layout_is_priced(
+    options: list[str], tokens: float | None, price: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the layouts that a search liked had a price."""
+    out = said(capsys, "--device", "h100", "--cluster", "dgx_h100", *options)[0]
+    config, step = load(CONFIG, [], 8).config, float(re.findall(r"predicted +([\d.]+) s", out)[0])
+    tokens = tokens or config.train.steps * config.train.global_batch_size * config.train.seq_len
+    found = cost(config, step, tokens, 8, 8, price, 700)
+    days, hours = re.findall(rf"are {found.steps:,} steps: ([\d.]+) days.* which are ([\d,]+) device hours", out)[0]
+    assert float(days) == pytest.approx(found.days, rel=2e-3) and float(hours.replace(",", "")) == pytest.approx(
+        found.device_hours, rel=2e-3
+    )
+    assert [float(m.replace(",", "")) for m in re.findall(r"money +([\d,]+),", out)] == pytest.approx(
+        [found.money] if price else [], rel=2e-3
+    )
+
+
+def test_links_of_another_device_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """An A100 over an H100's NVLink is a machine that nobody can buy."""
+    out, err = said(capsys, "--device", "a100", "--cluster", "dgx_h100")
+    assert err.startswith("warning: dgx_h100 has the links of h100, ") and "not of a100 (take --cluster a100_400g or " in err
+    assert err.count("\n") == 1 and "predicted" in out
+    assert said(capsys, "--device", "a100", "--cluster", "dgx_a100")[1] == ""
+
+
+def test_every_cluster_says_whose_links_it_has(tmp_path: Path) -> None:
+    """A name that no device has would warn of every device; a file of one's own need not say."""
+    for name in cluster_names():
+        devices = read_cluster(name).devices
+        assert devices and set(devices) <= set(device_names())
+        assert not any(links_warning(read_device(device), read_cluster(name)) for device in devices)
+    own = tmp_path / "own.json"
+    own.write_text('{"name": "own", "levels": [{"link": "wire", "ranks": null, "bytes_per_second": 1e9, "latency_seconds": 0}]}')
+    assert links_warning(read_device("a100"), read_cluster(str(own))) == ""
