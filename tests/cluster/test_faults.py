@@ -74,12 +74,13 @@ class Run:
     """A run under the supervisor, which is on a host of its own or on one that trains."""
 
     SCRIPT = "launch/pretrain.py"
+    OVERRIDES: tuple[str, ...] = ()
 
     def __init__(self, four: Hosts, folder: Path, name: str, names: list[str], *options: str, head: int = 0) -> None:
         self.four, self.folder, self.run, self.names = four, folder, folder / name, names
         self.hostfile = folder / f"hostfile_{name}"
         self.hostfile.write_text("".join(f"{host} slots=1\n" for host in names))
-        script = [str(ROOT / self.SCRIPT), "--config", f"{folder}/config.json", f"log.dir={self.run}"]
+        script = [str(ROOT / self.SCRIPT), "--config", f"{folder}/config.json", f"log.dir={self.run}", *self.OVERRIDES]
         hostfile = ["--hostfile", str(self.hostfile)]
         if "--hosts-command" in options:
             options, hostfile = (*options, f"cat {self.hostfile}"), []

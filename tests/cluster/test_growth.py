@@ -136,11 +136,13 @@ class SlowSave(Growing):
     """A run whose saves take three seconds."""
 
     SCRIPT = "tests/cluster/slow_save.py"
+    OVERRIDES = ("checkpoint.every=10",)
 
     def change_while_saving(self, names: list[str], strike: Callable[[], object] = lambda: None) -> None:
         """Names other hosts as soon as a save has begun, strikes before it has ended, and waits for the next start."""
-        folder, starts, asked = self.run / "checkpoints", len(self.layouts()), self.said.count("asked to save and stop")
+        folder = self.run / "checkpoints"
         self.wait(lambda: any(folder.glob("*.partial")))
+        starts, asked = len(self.layouts()), self.said.count("asked to save and stop")
         self.name(names)
         self.wait(lambda: self.said.count("asked to save and stop") > asked)
         assert any(folder.glob("*.partial")), "the save ended too soon for this test"
