@@ -193,7 +193,13 @@ def stage_table(config: Config) -> "Table":
 def memory_parts(memory: RankMemory) -> dict[str, int]:
     """The bytes of a rank at its peak, by name, and their sum."""
     peak = memory.peak
-    held = {"weights": memory.parameters, "grads": memory.gradients, "optim.": memory.optimizer, "norm": memory.rows}
+    held = {
+        "weights": memory.parameters,
+        "grads": memory.gradients,
+        "optim.": memory.optimizer,
+        "compr.": memory.compression,
+        "norm": memory.rows,
+    }
     fleeting = {"activ.": peak.kept, "logits": peak.logits, "working": peak.working, "sends": peak.transfers, "gathered": memory.gathered}
     return held | fleeting | {"total": memory.total}
 

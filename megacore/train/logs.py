@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # the process that talks to wandb needs no torch
     from megacore.train.step import TrainStep
 
 
-
 @dataclass(frozen=True)
 class Report:
     """What a logged step brings, on every rank."""

@@ -1,6 +1,7 @@
 """Gradients that travel compressed: the plain sum where nothing is lost, the same bits on every rank, and nothing lost for good."""
 
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megacore.distributed.shard import TensorSlice, logical_name
 from megacore.engine.compression import RESIDUAL, STATE, Blocks, GradientCompression
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.launchers import place_from_environment
+from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
 from megacore.train import trainer
 from megacore.train.residuals import read_residuals
@@ -83,6 +85,31 @@ def test_where_nothing_is_lost_it_is_the_plain_sum(pool: Any, config_path: str, 
     ranks = pool.run(world, trained, config_path, [*overrides, "train.precision=fp64", setting(compression)])
     assert apart([found for found, _ in ranks], one) < 1e-9
     assert all(lost < 1e-12 for _, lost in ranks)
+
+
+def memory(config_path: str, overrides: list[str]) -> tuple[int, int]:
+    """The bytes that compression keeps on this rank, and what the planner says."""
+    config, mesh = started(config_path, overrides)
+    compression = TrainStep(config, mesh).engine.compression  # type: ignore[attr-defined]
+    held = {tensor.untyped_storage() for bucket in compression.buckets.values() for tensor in tensors_in(bucket)}
+    gradients = {bucket.gradients.untyped_storage().data_ptr() for bucket in compression.buckets.values()}
+    found = {storage.data_ptr(): storage.nbytes() for storage in held}
+    return sum(size for at, size in found.items() if at not in gradients), rank_memory(config)[mesh.pp.rank].compression
+
+
+def tensors_in(bucket: Any) -> Iterator[Tensor]:
+    """Those of a bucket's fields, and of the fields of these. (A loss scale is everybody's.)"""
+    values = [value for name, value in vars(bucket).items() if name not in ("buffer", "bucket", "levels", "loss_scale")]
+    values += [value for each in (*bucket.residuals, *values) if hasattr(each, "__dict__") for value in vars(each).values()]
+    return (value for value in values if isinstance(value, Tensor))
+
+
+@pytest.mark.parametrize("compression", [INT8, LOW_RANK], ids=["int8", "low rank"])
+@pytest.mark.parametrize("layout", [[], ["parallel.pipeline=2"]], ids=["dp4", "pp2dp2"])
+def test_what_it_keeps_is_planned(pool: Any, config_path: str, layout: list[str], compression: str) -> None:
+    """Eight bytes a parameter and more, which nobody would have counted, and the device would lack."""
+    for held, planned in pool.run(4, memory, config_path, [*layout, setting(compression)]):
+        assert held == planned > 0
 
 
 # Where something is lost

@@ -16,7 +16,7 @@ class Buffer:
     group: ParameterGroup
     summed_over: tuple[str, ...]  # besides the data ranks: tp, tied
     buckets: list[int]  # elements of each, gaps included
-    messages: list[int]  # elements of what travels instead, with compression to low rank
+    messages: list[int]  # elements of the two messages that travel instead of each, with compression to low rank
 
     @property
     def size(self) -> int:

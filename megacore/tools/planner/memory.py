@@ -32,9 +32,10 @@ from megacore.config.schema import Config
 from megacore.distributed.axes import AXES, Axis
 from megacore.engine.alignment import ALIGNMENT
 from megacore.pipeline.partition import placement_of, shared_parameters
+from megacore.tools.choices.devices import MACHINE
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import Peak, rank_activations
-from megacore.tools.planner.buckets import buffers_of
+from megacore.tools.planner.buckets import buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
 from megacore.tools.planner.parameters import block_parameters, of_each_rank, rank_parameters, stage_parameters
 from megacore.tools.settings.ds_settings import ds_settings
@@ -60,6 +61,7 @@ class RankMemory:
     optimizer: int
     peak: Peak  # of the activations
     gathered: int = 0  # parameters and gradients that are whole only while they are used
+    compression: int = 0  # what compressed gradients leave for the next step, and what they travel in
     rows: int = 0  # of the native engine's gradient norm: a weight for every row of a parameter
 
     @property
@@ -70,7 +72,7 @@ class RankMemory:
     @property
     def held(self) -> int:
         """The bytes that stay from step to step."""
-        return self.parameters + self.gradients + self.optimizer + self.rows
+        return self.parameters + self.gradients + self.optimizer + self.compression + self.rows
 
     @property
     def total(self) -> int:
@@ -152,24 +154,41 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> li
     masters = wide if ELEMENT_BYTES[precision] < wide else 0
     config = partitioned(config)
     laid_out, own = _laid_out(config, tensor_rank), own_state_numbers(config)
-    for (n, numbers), whole, activations in zip(laid_out, own, rank_activations(config), strict=True):
+    for (n, numbers, messages), whole, activations in zip(laid_out, own, rank_activations(config), strict=True):
         state = (n * masters + numbers * wide) // divisor + whole * wide
         rows = n // ALIGNMENT * 8  # an fp64 number each
-        memories.append(RankMemory(n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision], state, activations, rows=rows))
+        compression = compression_bytes(config, n, messages)
+        parameters, gradients = n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision]
+        memories.append(RankMemory(parameters, gradients, state, activations, compression=compression, rows=rows))
     return memories
 
 
-def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int]]:
-    """What each rank of the pipeline holds in the native engine's buffers, gaps included, and the numbers of state that go with it."""
+def compression_bytes(config: Config, n: int, messages: tuple[int, int]) -> int:
+    """Of `n` gradients on machines of eight ranks. `messages`: the elements of both kinds of factors."""
+    settings, wide = config.engine.compression, GRADIENT_BYTES[config.train.precision]
+    if settings is None or config.token_ranks == 1:
+        return 0
+    if settings.kind == "low_rank":  # residuals before and behind the step, factors, and those that the next step begins with
+        return wide * (2 * n + messages[0] + 2 * messages[1])
+    part = n // data_ranks_of_a_host(config, MACHINE)
+    code = 1 if settings.rounding == "nearest" else wide
+    return 2 * wide * (part + n // config.token_ranks) + 2 * (part * code + part // settings.block * wide)
+
+
+def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int, tuple[int, int]]]:
+    """What each rank of the pipeline holds in the native engine's buffers, gaps included, the numbers of state that go with it, and those
+    of the messages that travel where gradients are compressed."""
     engine = config.engine
 
-    def numbers(rank: int) -> tuple[int, int]:
+    def numbers(rank: int) -> tuple[int, int, tuple[int, int]]:
         own = buffers_of(config, rank, tensor_rank)
-        return sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own)
+        first, second = (sum(sum(b.messages[i::2]) for b in own) for i in (0, 1))
+        return sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own), (first, second)
 
     # Where nobody divides a bucket, none has gaps of its own.
-    divided = engine.shard_optimizer or engine.reduce_dtype == "bf16" or engine.reduce_levels > 1
-    divides = (config.token_ranks, engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib) if divided else ()
+    how = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib, engine.compression
+    divided = engine.shard_optimizer or engine.reduce_dtype == "bf16" or engine.reduce_levels > 1 or engine.compression is not None
+    divides = (config.token_ranks, *how) if divided else ()
     return of_each_rank(config, numbers, "laid out", *divides, config.optim.kind, config.optim.groups, tensor_rank)
 
 

@@ -68,9 +68,9 @@ def buffers(config: Config, where: Hosts, owned: Sequence[tuple[str, nn.Paramete
 
 
 def messages_of(config: Config, buffer: FlatBuffer) -> list[int]:
-    """The elements of each message that stands for a bucket, with compression to low rank."""
+    """The elements of the two messages that stand for each bucket, with compression to low rank."""
     compression = config.engine.compression
     if not isinstance(compression, LowRankCompression):
         return []
     parts = buffer.sum.levels.within.size
-    return [size for bucket in buffer.buckets for size in Messages(bucket.slots, compression.rank, parts).sizes if size]
+    return [size for bucket in buffer.buckets for size in Messages(bucket.slots, compression.rank, parts).sizes]

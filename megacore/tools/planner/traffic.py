@@ -158,7 +158,7 @@ def _data(config: Config, buffers: Sequence[Buffer], host_size: int) -> list[Tra
     d, t, gradient = config.token_ranks, config.parallel.tensor, GRADIENT_BYTES[config.train.precision]
     elements, calls = sum(buffer.size for buffer in buffers), sum(len(buffer.buckets) for buffer in buffers)
     sharded = config.engine.shard_optimizer and d > 1
-    found = _over_data(config, elements, calls, [size for buffer in buffers for size in buffer.messages], host_size)
+    found = _over_data(config, elements, calls, [size for buffer in buffers for size in buffer.messages if size], host_size)
     partial = [buffer for buffer in buffers if "tp" in buffer.summed_over]
     found.append(Transfer("tp", "all_reduce", t, sum(b.size for b in partial), gradient, sum(len(b.buckets) for b in partial)))
     for buffer in buffers:

@@ -59,7 +59,7 @@ class Setting:
     # What the data ranks divide: 1 optimizer state, 2 gradients too, or parameters that are whole during a step, 3 parameters too.
     zero: int = 0
     shard_size: int = 0  # ranks that divide it; 0: all data ranks
-    gradient_bytes: int = 4  # of a number that is summed over data ranks
+    gradient_bytes: float = 4  # of a number that is summed over data ranks
     # Of a model of the user's own, what was measured of each rank's layers, and the bytes of the largest message between stages.
     own: tuple[OwnRank, ...] = ()
     own_message: int = 0
@@ -164,7 +164,15 @@ def setting_of(config: Config) -> Setting:
         flash=attention_of(config) == "sdpa",
         zero=zero,
         shard_size=engine.shard_size or 0,
-        gradient_bytes=8 if train.precision == "fp64" else 2 if engine.reduce_dtype == "bf16" else 4,
+        gradient_bytes=gradient_bytes(config),
         own=own_ranks(config) if own else (),
         own_message=largest_message(config) if own else 0,
     )
+
+
+def gradient_bytes(config: Config) -> float:
+    """Bytes in which a gradient's number travels between data ranks; low rank sends other numbers, and is taken for none of them here."""
+    engine, plain = config.engine, 8 if config.train.precision == "fp64" else 4
+    if engine.compression is not None and engine.compression.kind == "int8" and engine.compression.rounding == "nearest":
+        return 1 + plain / engine.compression.block
+    return 2 if engine.reduce_dtype == "bf16" else plain
