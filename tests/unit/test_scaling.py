@@ -176,7 +176,7 @@ def test_at_most_so_many_and_as_the_command_says(world: World, capsys: pytest.Ca
 def test_a_command_that_gives_no_answer(code: str, said: str, tmp_path: Path) -> None:
     """A size nobody has asked for, or a traceback."""
     with pytest.raises(ConfigError, match="^config error: --ranks-command: `.*` ") as error:
-        Rules(command=(sys.executable, "-c", f"# -*- coding: utf-8 -*-\n{code}")).answer(1, 2, str(tmp_path))
+        Rules(command=(sys.executable, "-c", f"# -*- coding: utf-8 -*-\n{code}")).asked(1, 2, str(tmp_path))
     assert said in str(error.value)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megacore.distributed.axes import AXES
 from megacore.pipeline.partition import plan_of
 from megacore.pipeline.schedule import COMPUTE
 from megacore.tools.choices.partition import partitioned, simulated
@@ -63,8 +64,9 @@ def label_of(candidate: Candidate) -> str:
     """A layout in brief, as proofs name it, with what else the search chooses."""
     config = candidate.config
     train, parallel, engine = config.train, config.parallel, config.engine
-    order = [*(axis for axis in reversed(config.sizes) if axis != "dp"), "dp"]  # as in the names of layouts
-    axes = " ".join(f"{axis}{config.sizes[axis]}" for axis in order if config.sizes[axis] > 1)
+    inner_first = AXES[::-1]
+    order = sorted(inner_first, key=lambda axis: axis.title == "data")  # as in the names of layouts
+    axes = " ".join(f"{axis.name}{config.sizes[axis.name]}" for axis in order if config.sizes[axis.name] > 1)
     schedule = f" @{parallel.schedule}" if parallel.pipeline > 1 else ""
     state = "fsdp" if engine.kind == "fsdp" else "sharded" if engine.shard_optimizer else "native"
     recompute = "" if train.recompute == "none" else f", recompute {train.recompute}"

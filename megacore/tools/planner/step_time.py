@@ -26,6 +26,7 @@ from operator import attrgetter
 from typing import Any
 
 from megacore.config.schema import V_SHAPED
+from megacore.distributed.axes import AXES
 from megacore.pipeline.schedule import Op
 from megacore.tools.choices.context_method import BACKWARD_ATTENTION, exposed
 from megacore.tools.choices.layer_cost import LayerCost, Work
@@ -40,6 +41,7 @@ SECOND = 0.35  # every second of query, key, value, out, gate, up and down has s
 # gaps (Qi et al. 2023 and 2024). Their simulations agree, with at least twice as many microbatches as ranks.
 BUBBLES = {"zb_h1": 1 / 3, "zb_v": 0.0, "v_half": 1 / 2, "v_min": 2 / 3}
 # What the time of a layer does not depend on, but for whether a pipeline crosses machines.
+TITLES = {axis.name: axis.title for axis in AXES}
 OF_THE_STEP = {"layers", "pipeline", "data", "chunks", "global_batch", "schedule", "tied", "zero", "shard_size", "gradient_bytes"}
 OF_THE_STEP |= {"own", "own_message"}
 _of_layers = attrgetter(*(field.name for field in fields(Setting) if field.name not in OF_THE_STEP))
@@ -154,7 +156,7 @@ def _timed(work: Work, s: Setting, machine: Machine) -> dict[str, float]:
         one = machine.attention(call.queries, call.keys, call.size, s.precision, causal=call.causal)
         found["attention"] += count * one * (BACKWARD_ATTENTION if call.backward else 1.0)
     for sent, count in work.sent.items():
-        moved, context = sent.elements * sent.element_bytes, sent.group == "cp"
+        moved, context = sent.elements * sent.element_bytes, TITLES.get(sent.group) == "context"
         one = machine.operation(sent.operation, moved, sent.size, s.tensor if context else 1)
         found["context" if context else "tensor"] += count * one * (1.0 if context else 1 - p.tensor_hidden)
         found["host"] += count * p.call_host

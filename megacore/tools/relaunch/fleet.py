@@ -141,7 +141,7 @@ class Machines(ABC):
         if not room and not self.rules.least:
             names = ", ".join(list(named)[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
             raise ConfigError("--hostfile", f"no host answered: {names}", self.answers)
-        wanted = self.rules.ranks(room, self.rules.answer(sum(self.used.values()), room, self.folder))
+        wanted = self.rules.ranks(room, self.rules.asked(sum(self.used.values()), room, self.folder))
         if not wanted:
             raise TooFew(self.size_option, f"{room} ranks have room, and there shall be {self.rules.least} at least", "more machines")
         if wanted not in self.plans:

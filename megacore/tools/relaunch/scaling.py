@@ -30,7 +30,7 @@ class Rules:
         wanted = self.most if answer is None else min(self.most, max(self.least, answer))
         return min(room, wanted) if room >= self.least else 0
 
-    def answer(self, ranks: int, room: int, folder: str) -> int | None:
+    def asked(self, ranks: int, room: int, folder: str) -> int | None:
         """What the user's command says; None without one. Raises `ConfigError` if it fails, or prints no number."""
         if not self.command:
             return None
