@@ -66,7 +66,8 @@ class GradientWatch:
 
     def _show(self) -> None:
         shape = self.parameter.shape
-        self.see(sum((part.view(shape) for part in self.parts), torch.zeros(shape, dtype=torch.float64)))
+        nothing = torch.zeros(shape, dtype=torch.float64, device=self.parameter.device)
+        self.see(sum((part.view(shape) for part in self.parts), nothing))
         self.parts.clear()
 
     def look(self) -> None:
