@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import planner_memory, planner_weak_scaling
+from benchmarks import planner_memory, planner_sizes, planner_weak_scaling
 from benchmarks.planner_charts import draw_ablation, draw_measured
 from benchmarks.planner_fit import CASES, fit, steps
 from benchmarks.planner_rows import Row, read
@@ -24,6 +24,8 @@ from benchmarks.planner_score import baseline, errors, regret
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output
+from megacore.tools.planner.error_bars import FILE as ERROR_BARS
+from megacore.tools.planner.error_bars import SIZES, size_of
 from megacore.tools.planner.profile import FITTED, Profile, fitted, profile
 from megacore.tools.planner.step_time import predict
 
@@ -42,7 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--fit", action="store_true", help="fits the constants again (two minutes), and writes them to megacore/tools/planner"
     )
     parser.add_argument("--weak-scaling", type=Path, metavar="TABLE.csv", help="also predicts table 1 of Narayanan et al. 2021")
-    parser.add_argument("--output", type=Path, metavar="PREFIX", help="writes PREFIX.json and PREFIX.md, and the charts in docs/figures")
+    parser.add_argument(
+        "--output", type=Path, metavar="PREFIX", help="writes PREFIX.json and .md, the charts in docs/figures, and the error bars"
+    )
     return parser.parse_args(argv)
 
 
@@ -123,13 +127,20 @@ def part_of(part: str, scored: Sequence[tuple[Row, float, float]]) -> dict[str, 
     return {part: found[0], f"{part}, baseline": found[1]}
 
 
-def by(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[str, Any]:
-    """Errors on rows held out, by anything."""
-    groups: dict[Any, list[tuple[float, Row]]] = defaultdict(list)
+def held_out(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """Every row that nothing was fitted to, with its predicted seconds."""
+    found = []
     for name, case in CASES.items():
         own = [row for row in of_framework(rows, name) if case.held_out(row)]
-        for value, row in zip(steps(own, profile(name)), own, strict=True):
-            groups[key(row)].append((float(value), row))
+        found += [(row, float(value)) for row, value in zip(own, steps(own, profile(name)), strict=True)]
+    return found
+
+
+def by(held: Sequence[tuple[Row, float]], key: Callable[[Row], Any]) -> dict[str, Any]:
+    """Errors on rows held out, by anything."""
+    groups: dict[Any, list[tuple[float, Row]]] = defaultdict(list)
+    for row, value in held:
+        groups[key(row)].append((value, row))
     return {str(k): errors(np.array([v for v, _ in groups[k]]), [row for _, row in groups[k]]) for k in sorted(groups)}
 
 
@@ -166,6 +177,12 @@ def memory(rows: Sequence[Row]) -> dict[str, Any]:
                 "false alarms": share(over, ran),
             }
     return report
+
+
+def memory_by_size(rows: Sequence[Row]) -> dict[str, Any]:
+    """`memory` of all rows of a size."""
+    found = {size: memory([row for row in rows if size_of(row.setting.world) == size]).get("all") for size in SIZES}
+    return {size: own for size, own in found.items() if own}
 
 
 def share(yes: np.ndarray, of: np.ndarray) -> float:
@@ -229,6 +246,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines.append(f"| {part} | {' | '.join(cells)} |")
     if "weak scaling" in report:
         lines += planner_weak_scaling.markdown(report["weak scaling"])
+    lines += planner_sizes.markdown(report)
     lines += ["", "Median error on rows held out, with one term left out and nothing fitted again:", ""]
     names = list(report["ablation"])
     lines += [f"| without | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
@@ -249,12 +267,18 @@ def run(argv: list[str]) -> None:
     if args.fit:
         fit_all(rows, args.data)
     counts = Counter((row.source, row.why) for row in skipped)
+    held = held_out(rows)
+    ratios = planner_sizes.ratios(held)
     report: dict[str, Any] = {
         "command": f"python -m benchmarks.planner {args.data.name}",
         "frameworks": score(rows),
-        "held out, by devices": by(rows, lambda row: row.setting.world),
-        "held out, by source": by(rows, lambda row: row.source),
+        "held out, by size": by(held, lambda row: size_of(row.setting.world)),
+        "held out, by framework and size": by(held, lambda row: f"{row.framework} {size_of(row.setting.world)}"),
+        "held out, by devices": by(held, lambda row: row.setting.world),
+        "held out, by source": by(held, lambda row: row.source),
+        "bars": planner_sizes.bars(ratios),
         "memory": memory(rows),
+        "memory, by size": memory_by_size(rows),
         "ablation": ablation(rows),
         "worst": worst(rows),
         "skipped": list(counts.items()),
@@ -266,6 +290,7 @@ def run(argv: list[str]) -> None:
     if args.output is not None:
         args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         args.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+        ERROR_BARS.write_text(planner_sizes.as_text(ratios, report["command"]), encoding="utf-8")
         points = {}
         for name, case in CASES.items():
             own = of_framework(rows, name)
@@ -275,7 +300,7 @@ def run(argv: list[str]) -> None:
         draw_measured(ROOT / "docs/figures/planner_measured.png", points)
         if report["ablation"]:
             draw_ablation(ROOT / "docs/figures/planner_ablation.png", report["ablation"])
-        print(f"written to {args.output}.json and .md, and docs/figures", file=sys.stderr)
+        print(f"written to {args.output}.json and .md, and docs/figures; error bars to {ERROR_BARS.name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,15 @@ from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
 from megacore.tools.planner.calibrate import calibrate
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, links_warning, read_cluster, read_device
+from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.own_layout import fit_lines
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.plot import check_plot
-from megacore.tools.planner.profile import Profile, profile
+from megacore.tools.planner.profile import Profile, profile, unexplained
 from megacore.tools.planner.run_cost import cost_lines
+from megacore.tools.planner.search import Candidate
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
 from megacore.tools.planner.workload import setting_of
@@ -140,10 +142,22 @@ def step_report(
     for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
+    lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants)]
     tokens = config.train.steps * config.train.global_batch_size * config.train.seq_len if tokens is None else tokens
     price = config.log.price_per_device_hour if price is None else price
     lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts)]
     return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
+
+
+def worth(found: Candidate, constants: Profile) -> list[str]:
+    """How far off the prediction may be, what its terms are worth, and its MFU."""
+    error, odd = bar(found.config.world_size), unexplained(constants)
+    causal = "" if found.mfu_causal is None else f", and {found.mfu_causal:.1%} without what a causal mask hides (mfu_causal)"
+    lines = [f"error         {error.around(found.seconds)} s: {error}; none was megacore's own"]
+    lines.append("terms         are counts times constants, which also stand for what the model leaves out: no term is a measurement")
+    if odd:
+        lines.append(f"              no physics explains {', '.join(odd)}")
+    return [*lines, f"MFU           {found.mfu:.1%} over all pairs of tokens (mfu){causal}"]
 
 
 def context_note(config: Config, device: DeviceSpec, cluster: Cluster, constants: Profile) -> list[str]:

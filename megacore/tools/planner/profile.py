@@ -59,6 +59,22 @@ class Profile:
         return replace(self, **merged)
 
 
+# Between which values physics can explain a constant. Products and links stay below their datasheet's peak, and every activation is
+# written once and read once, of which fusion saves some.
+EXPLAINED = {"product_rate": (0.0, 0.92), "link_rate": (0.0, 0.95), "attention_rate": (0.0, 0.92), "passes": (0.5, 8.0)}
+EXPLAINED |= {"logit_passes": (0.5, 8.0)}
+
+
+def unexplained(profile: Profile) -> list[str]:
+    """The constants that no physics explains, with their values: what the model leaves out has gone into them."""
+    found = []
+    for name, (least, most) in EXPLAINED.items():
+        value = getattr(profile, name)
+        every = [(k, v) for k, v in value.items() if k != "measured"] if isinstance(value, Mapping) else [("", value)]
+        found += [f"{name}{f'[{key}]' if key else ''} {own:.3g}" for key, own in every if own is not None and not least <= own <= most]
+    return found
+
+
 @cache
 def fitted() -> dict[str, Any]:
     """The file of fitted constants."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config
 from megacore.optimizers.rule import RULES
+from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.parameters import parameters
 
 DAY = 86400.0
@@ -65,7 +66,9 @@ def cost_lines(
     """What a run over some tokens costs, in words."""
     world = config.world_size
     found = cost(config, step_seconds, tokens, world, host_ranks, price, power_watts)
-    days = f"{found.days:.4g} days, or {found.device_hours / world / 24:.4g} with failures and checkpoints"
+    days = (
+        f"{found.days:.4g} days ({bar(world).around(found.days)}), or {found.device_hours / world / 24:.4g} with failures and checkpoints"
+    )
     lines = [f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours"]
     if found.money is not None:
         lines.append(f"money     {found.money:,.0f}, at {price:g} a device and hour")

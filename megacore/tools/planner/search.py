@@ -82,8 +82,14 @@ class Candidate:
     def mfu(self) -> float:
         """Model FLOPs of a step, attention over all pairs, by what the devices could do."""
         flops = model_flops(self.config, causal=False)
-        assert flops is not None, "a search needs layers that run without content"
+        assert flops is not None, "a prediction needs layers that run without content"
         return self.tokens_per_second * flops / self.peak
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """The same, without the pairs that a causal mask hides. None of a model of the user's own, of which nobody says what is masked."""
+        flops = model_flops(self.config, causal=True)
+        return None if flops is None else self.tokens_per_second * flops / self.peak
 
     def overrides(self) -> list[str]:
         """The settings that make this layout of any config with the same model and batch."""

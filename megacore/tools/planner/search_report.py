@@ -5,6 +5,7 @@ import sys
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import largest_part
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.run_cost import cost_lines
@@ -63,11 +64,13 @@ def table(found: Found, limit: float) -> None:
         f"{len(found.too_large):,} as fast that do not, and {found.hopeless:,} whose state alone does not"
     )
     rows = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for name in ("", "step s", "tokens/s", "MFU", "GiB", "layout", "why not"):
+    for name in ("", "step s", "tokens/s", "MFU", "causal", "GiB", "layout", "why not"):
         rows.add_column(name, justify="left" if name in ("layout", "why not") else "right", no_wrap=name != "why not")
     best = found.fit[0]
+    error = bar(best.config.world_size)
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
-        why = "" if candidate is best else lost(best, candidate)
+        tie = "tie: " if error.ties(best.seconds, candidate.seconds) else ""
+        why = "" if candidate is best else tie + lost(best, candidate)
         rows.add_row(str(number), *figures(candidate), candidate.describe(), why)
     faster = [candidate for candidate in found.too_large if candidate.seconds < best.seconds]
     for candidate in sorted(faster, key=lambda c: c.seconds)[:2] or found.too_large[:1]:
@@ -78,8 +81,12 @@ def table(found: Found, limit: float) -> None:
     terms = sorted(best.prediction.terms.items(), key=lambda term: -term[1])
     shares = ", ".join(f"{name} {value / best.seconds:.0%}" for name, value in terms if value > 0.005 * best.seconds)
     console.print(f"The best layout's step: {shares}.")
+    ties = sum(error.ties(best.seconds, candidate.seconds) for candidate in found.fit) - 1
+    console.print(f"It takes {error.around(best.seconds)} s: {error}. {ties:,} others that fit tie with it within that error.")
 
 
 def figures(candidate: Candidate) -> list[str]:
     """A candidate's numbers as text."""
-    return [f"{candidate.seconds:.3f}", f"{candidate.tokens_per_second:,.0f}", f"{candidate.mfu:.1%}", f"{candidate.needs_gib:,.1f}"]
+    causal = "" if candidate.mfu_causal is None else f"{candidate.mfu_causal:.1%}"
+    speed = [f"{candidate.seconds:.3f}", f"{candidate.tokens_per_second:,.0f}"]
+    return [*speed, f"{candidate.mfu:.1%}", causal, f"{candidate.needs_gib:,.1f}"]
