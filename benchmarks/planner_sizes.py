@@ -41,8 +41,11 @@ def bars(found: Ratios) -> dict[str, Any]:
     for size in SIZES:
         if len(runs := of_size(size, found)) > 1:
             low, high = interval(runs)
-            covered = {"rows left out": coverage(row_folds(runs)), "models left out": coverage(model_folds(size, found))}
-            report[size] = {"rows": len(runs), "low": low, "high": high} | covered
+            covered: dict[str, float | None] = {
+                "rows left out": coverage(row_folds(runs)),
+                "models left out": coverage(model_folds(size, found)),
+            }
+            report[size] = {"rows": len(runs), "low": low, "high": high, **covered}
     return report
 
 
