@@ -53,10 +53,10 @@ def data_reduction_doubled() -> Any:
 def data_reduction_over_tensor_ranks() -> Any:
     build = native.GradientReducer
 
-    def over_tensor_ranks(buffers: Any, narrow: Any) -> Any:
+    def over_tensor_ranks(buffers: Any, *others: Any) -> Any:
         for buffer in buffers:
             buffer.sum = replace(buffer.sum, levels=Levels(SOLO, RANK.mesh.tp))
-        return build(buffers, narrow)
+        return build(buffers, *others)
 
     return both(remembered_mesh(), patch(native, "GradientReducer", over_tensor_ranks))
 
