@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from launch import plan as script
+from megacore.errors import ConfigError
 from megacore.tools.planner.devices import cluster_names, device_names, links_warning, read_cluster, read_device
 from megacore.tools.planner.memory import fullest_rank
 from megacore.tools.planner.run_cost import cost
 from megacore.tools.settings.load import load
 
 CONFIG = "configs/gpt_7b.json"
+ALONE = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.data=1", "parallel.schedule=1f1b", "train.micro_batch_size=1"]
 LARGE = ["train.global_batch_size=1024", "train.micro_batch_size=16"]
 
 
@@ -84,3 +86,23 @@ def test_every_cluster_says_whose_links_it_has(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     own.write_text('{"name": "own", "levels": [{"link": "wire", "ranks": null, "bytes_per_second": 1e9, "latency_seconds": 0}]}')
     assert links_warning(read_device("a100"), read_cluster(str(own))) == ""
+
+
+def test_what_fits_nowhere_says_how_much_lacks_and_what_would_fit() -> None:
+    """More devices, or more memory: that left it to the user to find out how many, and how much."""
+    with pytest.raises(ConfigError) as caught:
+        script.run(["--config", CONFIG, "--world", "1", "--search"])
+    line = str(caught.value)
+    (lack, needs), words = re.findall(r"in 80 GiB: ([\d.]+) lack for the one that needs least, ([\d.]+), ", line)[0], "microbatch 1, native"
+    assert float(needs) - 80 == pytest.approx(float(lack), abs=0.11) and "most of it optimizer (75." in line and words in line
+    least = load(CONFIG, [*ALONE, "train.recompute=full"], 1).config
+    assert float(needs) <= fullest_rank(least)[2] + 0.1, "a layout that needs less was left out"
+    assert f"(devices of {needs} GiB, such as h200 141, " in line and "mi300x 192" in line
+    assert re.search(r"; or --world 2: tensor 1 × pipeline 1 × data 2, .*, [\d.]+ GiB\)", line), "what does fit"
+
+
+def test_no_number_of_devices_is_promised_where_none_helps() -> None:
+    """Less than what a device keeps for CUDA: no search is made, and none is named."""
+    with pytest.raises(ConfigError) as caught:
+        script.run(["--config", "configs/gpt_124m.json", "--world", "1", "--search", "--memory-gib", "0.5"])
+    assert "--world" not in str(caught.value) and "such as t4 16" in str(caught.value)

@@ -5,7 +5,7 @@ and offload. Its time is that of `step_time.predict`, its memory that of `memory
 Nothing is sampled: all combinations that divide are counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -121,6 +121,7 @@ class Found:
     too_large: list[Candidate]
     hopeless: int  # whose parameters, gradients and optimizer state alone are too much
     counted: int  # with those whose memory was not asked for, because others are faster and fit
+    least: Candidate | None = None  # what needs least, if nothing fits
 
 
 def search(config: Config, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, memory_gib: float) -> Found:
@@ -134,7 +135,8 @@ def search(config: Config, world: int, device: DeviceSpec, cluster: Cluster, pro
     # Activations go to host memory where nothing else helps.
     none = (c.config for c in every if c.config.train.recompute == "none")
     away = (partitioned(replace_config(layout, "train", offload_activations=True)) for layout in none)
-    return fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib)
+    other = fitting([Candidate(layout, offloaded(layout, predict(setting_of(layout))), peak) for layout in away], memory_gib)
+    return other if other.fit else replace(other, least=least_of(c for c in (found.least, other.least) if c is not None))
 
 
 def fitting(candidates: list[Candidate], memory_gib: float) -> Found:
@@ -142,17 +144,31 @@ def fitting(candidates: list[Candidate], memory_gib: float) -> Found:
     candidates = sorted(candidates, key=lambda candidate: candidate.seconds)
     fit: list[Candidate] = []
     large: list[Candidate] = []
-    hopeless = 0
+    hopeless: list[Candidate] = []
     for candidate in candidates:
         if fit and candidate.seconds > SLOWEST * fit[0].seconds:
             break
         if candidate.holds_gib > memory_gib:
-            hopeless += 1
+            hopeless.append(candidate)
         else:
             (fit if candidate.needs_gib <= memory_gib else large).append(candidate)
     best = fit[0].seconds if fit else 1.0
     in_order = sorted(fit, key=lambda candidate: (round(candidate.seconds / best, 4), candidate.needs_gib))
-    return Found(in_order, sorted(large, key=lambda candidate: candidate.needs_gib), hopeless, len(candidates))
+    large.sort(key=lambda candidate: candidate.needs_gib)
+    # To ask all for their memory would take longer than the search: of those whose state is too much, least state and activations count.
+    nearest = [*large[:1], *sorted(hopeless, key=state_and_activations)[:1]]
+    return Found(in_order, large, len(hopeless), len(candidates), None if fit else least_of(nearest))
+
+
+def state_and_activations(candidate: Candidate) -> tuple[float, int, int]:
+    """What orders candidates by memory without asking for it: their state, then their microbatch and what they recompute."""
+    train = candidate.config.train
+    return round(candidate.holds_gib, 2), train.micro_batch_size, -RECOMPUTE.index(train.recompute)
+
+
+def least_of(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Of some candidates the one that needs least."""
+    return min(candidates, key=lambda candidate: candidate.needs_gib, default=None)
 
 
 def offloaded(config: Config, prediction: Prediction) -> Prediction:

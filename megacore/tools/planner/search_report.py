@@ -2,16 +2,19 @@
 
 import sys
 
+from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config
 from megacore.errors import ConfigError
-from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.devices import Cluster, DeviceSpec, device_names, read_device
 from megacore.tools.planner.error_bars import bar
-from megacore.tools.planner.memory import largest_part
+from megacore.tools.planner.memory import CONTEXT, largest_part, optimizer_bytes
+from megacore.tools.planner.parameters import parameters
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.run_cost import cost_lines
 from megacore.tools.planner.search import Candidate, Found, lost, search
 
 SHOWN = 5
+MORE = (2, 4, 8)  # times the devices, that are tried if nothing fits
 MOST_DEVICES = 2**20
 
 
@@ -34,8 +37,7 @@ def report(
         batch = config.train.global_batch_size
         if not found.counted:
             raise ConfigError("train.global_batch_size", f"{batch} divides in no layout of {world} devices", "a multiple of their number")
-        least = f"; the smallest needs {found.too_large[0].needs_gib:,.1f}" if found.too_large else ""
-        raise ConfigError("--memory-gib", f"none of {found.counted:,} layouts fits in {limit:g} GiB{least}", "more devices, or more memory")
+        raise too_small(config, found, world, device, cluster, profile, limit)
     table(found, limit)
     best = found.fit[0]
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
@@ -43,6 +45,28 @@ def report(
     if tokens is not None:
         print(*cost_lines(best.config, best.seconds, tokens, cluster.node_ranks, price, device.power_watts), sep="\n")
     return found, limit
+
+
+def too_small(
+    config: Config, found: Found, world: int, device: DeviceSpec, cluster: Cluster, profile: Profile, limit: float
+) -> ConfigError:  # fmt: skip
+    """How much memory lacks for the layout that needs least, and what would hold the run: a larger device, or more of them."""
+    least = found.least
+    assert least is not None
+    needs = least.needs_gib
+    lacks = f"{needs - limit:,.1f} lack for the one that needs least, {needs:,.1f}, most of it {largest_part(least.memory[1])}"
+    wrong = f"none of {found.counted:,} layouts fits in {limit:g} GiB: {lacks}: {least.describe()}"
+    known = ((read_device(name).memory_gib or 0.0, name) for name in device_names())
+    larger = [f"{name} {gib:g}" for gib, name in sorted(known) if gib >= needs][:SHOWN]
+    such = f", such as {', '.join(larger)}" if larger else ""
+    right = f"devices of {needs:,.1f} GiB{such}"
+    room = limit * 2**30 - CONTEXT
+    state = parameters(config) * (optimizer_bytes(config) + GRADIENT_BYTES[config.train.precision])
+    more = [n * world for n in MORE if n * world <= MOST_DEVICES] if room > 0 else []  # else no number helps
+    for devices in (n for n in more if state / n < room):
+        if fit := search(config, devices, device, cluster, profile, limit).fit:
+            return ConfigError("--memory-gib", wrong, f"{right}; or --world {devices}: {fit[0].describe()}, {fit[0].needs_gib:,.1f} GiB")
+    return ConfigError("--memory-gib", wrong, f"{right}{f'; {more[-1]:,} devices are too few as well' if more else ''}")
 
 
 def launcher(world: int, host_ranks: int) -> str:
