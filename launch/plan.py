@@ -5,7 +5,6 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,30 +15,23 @@ from megacore.config import Config
 from megacore.errors import ConfigError
 from megacore.pipeline.partition import placement_of, plan_of, stage_layers
 from megacore.tools.choices.bubble import bubble, bubble_warning
-from megacore.tools.choices.context_method import DEVICE, METHODS
+from megacore.tools.choices.context_method import DEVICE
 from megacore.tools.choices.flops import counted_layers, model_flops
 from megacore.tools.choices.partition import alternatives, partitioned, simulated, stage_costs, step_times
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
-from megacore.tools.planner.calibrate import calibrate
 from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, links_warning, read_cluster, read_device
-from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.operations import Machine
-from megacore.tools.planner.own_layout import fit_lines
+from megacore.tools.planner.own_layout import fit_text, step_report
 from megacore.tools.planner.parameters import parameters, rank_parameters
 from megacore.tools.planner.plot import check_plot
-from megacore.tools.planner.profile import Profile, profile, unexplained
-from megacore.tools.planner.run_cost import cost_lines
-from megacore.tools.planner.search import Candidate
-from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.profile import profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_by_group
-from megacore.tools.planner.workload import setting_of
 from megacore.tools.schedules.plan_file import write_plan
 from megacore.tools.schedules.simulate import Timeline
 from megacore.tools.settings.load import load, smallest_world
-from megacore.tools.settings.validation import unexchanged
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,52 +119,6 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
         console.print(note)
 
 
-def step_report(
-    config: Config, device: DeviceSpec, cluster: Cluster, run_folder: str | None, tokens: float | None, price: float | None
-) -> str:
-    """The predicted step and its terms, and what the whole run costs, as lines. Raises `ConfigError`."""
-    constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
-    if run_folder is not None:
-        constants, ran, seconds = calibrate(constants, run_folder, device, cluster)
-        source = f"calibrated by {seconds:.4g} s a step of {run_folder}, {ran.world} ranks and {ran.global_batch} sequences"
-    setting = setting_of(config)
-    found = predict(setting, device, cluster, constants)
-    speed = setting.global_batch * setting.seq / found.step
-    lines = [f"\npredicted     {found.step:.4g} s a step, {speed:,.0f} tokens/s on {device.name} over {cluster.name}; {source}"]
-    for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
-        if value > 5e-4 * found.step:
-            lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
-    lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants)]
-    tokens = config.train.steps * config.train.global_batch_size * config.train.seq_len if tokens is None else tokens
-    price = config.log.price_per_device_hour if price is None else price
-    lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts)]
-    return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
-
-
-def worth(found: Candidate, constants: Profile) -> list[str]:
-    """How far off the prediction may be, what its terms are worth, and its MFU."""
-    error, odd = bar(found.config.world_size), unexplained(constants)
-    causal = "" if found.mfu_causal is None else f", and {found.mfu_causal:.1%} without what a causal mask hides (mfu_causal)"
-    lines = [f"error         {error.around(found.seconds)} s: {error}; none was megacore's own"]
-    lines.append("terms         are counts times constants, which also stand for what the model leaves out: no term is a measurement")
-    if odd:
-        lines.append(f"              no physics explains {', '.join(odd)}")
-    return [*lines, f"MFU           {found.mfu:.1%} over all pairs of tokens (mfu){causal}"]
-
-
-def context_note(config: Config, device: DeviceSpec, cluster: Cluster, constants: Profile) -> list[str]:
-    """A line if context ranks would be faster by another method than the config's, or than `auto`, which does not know these links."""
-    setting = setting_of(config)
-    possible = [method for method in METHODS if method != "ulysses" or unexchanged(config) is None]
-    seconds = {method: predict(replace(setting, context_method=method), device, cluster, constants).step for method in possible}
-    own, best = setting.context_method, min(seconds, key=seconds.__getitem__)
-    saved = seconds[own] - seconds[best]
-    if setting.context == 1 or saved <= 5e-4 * seconds[own]:
-        return []
-    chosen = " (auto)" if config.parallel.context_method == "auto" else ""
-    return [f"Context ranks attend by {own}{chosen}; here {best} would save {saved:.3g} s a step: parallel.context_method={best}"]
-
-
 def stage_table(config: Config) -> "Table":
     """A table of what each rank of the pipeline holds and does."""
     from rich.box import SIMPLE_HEAD
@@ -235,15 +181,6 @@ def peak_text(config: Config) -> str:
         parts = ", ".join(f"{name} {getattr(extra, name) / 2**30:.2f}" for name in ("context", "communicators", "fragmentation"))
         lines.append(f"A GPU needs {(memory.total + extra.total) / 2**30:.2f} GiB: besides tensors {parts} (assumed, not measured).")
     return "\n".join(lines) + "\n"
-
-
-def fit_text(config: Config, device: DeviceSpec | None, memory_gib: float | None) -> str:
-    """Whether the layout fits the device, or `--memory-gib`, and what would; nothing if neither says how much there is."""
-    limit = memory_gib if memory_gib is not None else device.memory_gib if device else None
-    if limit is None:
-        return ""
-    of = "--memory-gib" if memory_gib is not None or device is None else device.name
-    return "\n" + "\n".join(fit_lines(config, limit, of)) + "\n"
 
 
 def one_level(config: Config, host_size: int) -> str:

@@ -1,17 +1,35 @@
-"""Whether the config's own layout fits a device, and if not, which one change would make it fit."""
+"""What the planner says of the config's own layout: whether it fits, what would, how long a step takes, and what the run costs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megacore.config.schema import Config
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
+from megacore.tools.choices.context_method import METHODS
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.planner.calibrate import calibrate
+from megacore.tools.planner.devices import Cluster, DeviceSpec
+from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.memory import fullest_rank, largest_part
-from megacore.tools.planner.search import replace_config
-from megacore.tools.settings.validation import check
+from megacore.tools.planner.profile import Profile, profile, unexplained
+from megacore.tools.planner.run_cost import cost_lines
+from megacore.tools.planner.search import Candidate, replace_config
+from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.validation import check, unexchanged
 
 Change = dict[str, Any]  # by key
+
+
+def fit_text(config: Config, device: DeviceSpec | None, memory_gib: float | None) -> str:
+    """Whether the layout fits the device, or `--memory-gib`, and what would; nothing if neither says how much there is."""
+    limit = memory_gib if memory_gib is not None else device.memory_gib if device else None
+    if limit is None:
+        return ""
+    of = "--memory-gib" if memory_gib is not None or device is None else device.name
+    return "\n" + "\n".join(fit_lines(config, limit, of)) + "\n"
 
 
 def fit_lines(config: Config, limit: float, of: str) -> list[str]:
@@ -58,3 +76,49 @@ def changes(config: Config) -> Iterator[Change]:
     if data % 2 == 0:
         yield {"parallel.tensor": 2 * parallel.tensor, "parallel.data": data // 2}
         yield {"parallel.pipeline": 2 * parallel.pipeline, "parallel.data": data // 2}
+
+
+def step_report(
+    config: Config, device: DeviceSpec, cluster: Cluster, run_folder: str | None, tokens: float | None, price: float | None
+) -> str:
+    """The predicted step and its terms, and what the whole run costs, as lines. Raises `ConfigError`."""
+    constants, source = profile("megacore"), "constants for megacore that are estimates: no GPU was at hand"
+    if run_folder is not None:
+        constants, ran, seconds = calibrate(constants, run_folder, device, cluster)
+        source = f"calibrated by {seconds:.4g} s a step of {run_folder}, {ran.world} ranks and {ran.global_batch} sequences"
+    setting = setting_of(config)
+    found = predict(setting, device, cluster, constants)
+    speed = setting.global_batch * setting.seq / found.step
+    lines = [f"\npredicted     {found.step:.4g} s a step, {speed:,.0f} tokens/s on {device.name} over {cluster.name}; {source}"]
+    for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
+        if value > 5e-4 * found.step:
+            lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
+    lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants)]
+    tokens = config.train.steps * config.train.global_batch_size * config.train.seq_len if tokens is None else tokens
+    price = config.log.price_per_device_hour if price is None else price
+    lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts)]
+    return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
+
+
+def worth(found: Candidate, constants: Profile) -> list[str]:
+    """How far off the prediction may be, what its terms are worth, and its MFU."""
+    error, odd = bar(found.config.world_size), unexplained(constants)
+    causal = "" if found.mfu_causal is None else f", and {found.mfu_causal:.1%} without what a causal mask hides (mfu_causal)"
+    lines = [f"error         {error.around(found.seconds)} s: {error}; none was megacore's own"]
+    lines.append("terms         are counts times constants, which also stand for what the model leaves out: no term is a measurement")
+    if odd:
+        lines.append(f"              no physics explains {', '.join(odd)}")
+    return [*lines, f"MFU           {found.mfu:.1%} over all pairs of tokens (mfu){causal}"]
+
+
+def context_note(config: Config, device: DeviceSpec, cluster: Cluster, constants: Profile) -> list[str]:
+    """A line if context ranks would be faster by another method than the config's, or than `auto`, which does not know these links."""
+    setting = setting_of(config)
+    possible = [method for method in METHODS if method != "ulysses" or unexchanged(config) is None]
+    seconds = {method: predict(replace(setting, context_method=method), device, cluster, constants).step for method in possible}
+    own, best = setting.context_method, min(seconds, key=seconds.__getitem__)
+    saved = seconds[own] - seconds[best]
+    if setting.context == 1 or saved <= 5e-4 * seconds[own]:
+        return []
+    chosen = " (auto)" if config.parallel.context_method == "auto" else ""
+    return [f"Context ranks attend by {own}{chosen}; here {best} would save {saved:.3g} s a step: parallel.context_method={best}"]
