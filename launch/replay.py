@@ -27,8 +27,8 @@ EXAMPLE = """python launch/replay.py runs/gpt_1b --step 4210
 MORE = """It goes on from the newest whole checkpoint before the step, in one process, whatever layout the run had, with the samples that
 the run dealt to each step, also behind its returns to a checkpoint. It writes nothing into the run's folder.
 First it says whether loss and gradient norm are those on record, within rounding. If not, a device or an environment may be to blame.
-Then it names the first tensor of the step that is not finite, or else the first that is out of line: by 10 robust deviations, against
-the steps before it and the step's other samples. Then it names the sample whose loss or gradient stands out, and its document.
+Then it names the first tensor of the step that is not finite, or else the first that is out of line: 10 robust deviations too large,
+against the steps before it and the step's other samples. Then it names the sample whose loss or gradient stands out, and its document.
 Exit status: 0 as recorded, 1 other than recorded, 2 bad arguments, records, data or checkpoints."""
 OWN = ("data.train", "data.tokenizer", "model.kernels", "model.attention")  # what may be elsewhere, or another, on this machine
 BEFORE = 24  # tokens before the costliest one from which text is shown
@@ -64,31 +64,35 @@ def changed_corpora(replay: "Replay", past: "Past") -> list[str]:
     return sorted({prefix for prefix, file in files if file.stat().st_mtime > saved})
 
 
-def compared(done: "list[Done]", past: "Past", attempt: "Attempt", precision: str) -> dict[str, Any]:
+def compared(done: "list[Done]", past: "Past", attempt: "Attempt", bound: float) -> dict[str, Any]:
     """The first step whose loss or norm is not the recorded one, and how many are on record."""
     from megacore.tools.replay.steps import apart
 
     known = [(each, record) for each in done if (record := past.recorded(each.step, attempt)) is not None]
     for each, record in known:
-        if difference := apart((each.loss, each.grad_norm), record, precision):
+        if difference := apart((each.loss, each.grad_norm), record, bound):
             found = {"step": each.step, "loss": each.loss, "grad_norm": each.grad_norm, "relative": difference}
             return {"steps": len(known), "first": found | {"recorded_loss": record[0], "recorded_grad_norm": record[1]}}
     return {"steps": len(known), "first": None}
 
 
-def said_of_record(found: dict[str, Any], step: int, precision: str) -> str:
+def said_of_record(found: dict[str, Any], step: int, precision: str, lossy: str | None) -> str:
     """The comparison in words."""
     first = found["first"]
     if first is not None:
         figures = f"loss {shown(first['loss'])}, gradient norm {shown(first['grad_norm'])}"
         record = f"loss {shown(first['recorded_loss'])}, gradient norm {shown(first['recorded_grad_norm'])}"
+        likely = "a device that computes wrongly, or another environment, is likely"
+        if lossy is not None:
+            likely = f"the replay is without the run's {lossy}, or else {likely}"
         return (
             f"NOT AS RECORDED: step {first['step']} now has {figures}, and on record is {record}.\n"
-            f"{precision} does not round so much: a device that computes wrongly, or another environment, is likely."
+            f"{precision} does not round so much: {likely}."
         )
     if not found["steps"]:
         return f"neither step {step} nor those before it since the checkpoint are on record (log.every): nothing to compare with"
-    return f"loss and gradient norm are as recorded within {precision}'s rounding, in {found['steps']} recorded steps"
+    rounding = f"{precision}'s rounding" if lossy is None else f"what {lossy} may change"
+    return f"loss and gradient norm are as recorded within {rounding}, in {found['steps']} recorded steps"
 
 
 def shown(figure: float | None) -> str:
@@ -179,7 +183,8 @@ def said_of_step(report: dict[str, Any], step: int, others: int) -> list[str]:
     if report["bad_weight"] is not None:
         lines = [f"weight {report['bad_weight']} is not finite before the step begins: look at a step before it"]
     elif tensor is None:
-        lines = [f"every tensor of step {step} is finite and in line with those of {others} steps before it and of its other samples"]
+        before = f"{others} step{'' if others == 1 else 's'} before it"
+        lines = [f"every tensor of step {step} is finite and in line with those of {before} and of its other samples"]
     elif tensor["deviations"] is None:
         lines = [f"first tensor that is not finite: the {tensor['what']} of {tensor['name']}"]
     else:
@@ -211,7 +216,7 @@ def run(argv: list[str]) -> int:
     """Runs the script. Returns its exit status, or raises `UserError`."""
     args = parse(argv)
     from megacore.tools.replay.history import History
-    from megacore.tools.replay.steps import replaying
+    from megacore.tools.replay.steps import COARSE, ROUNDING, lossy, replaying
 
     history = History(Path(args.run))
     base = history.before(args.step)
@@ -221,12 +226,13 @@ def run(argv: list[str]) -> int:
     ahead = attempt.ahead(args.step)
     print(f"from {base.path}: steps {base.step + 1} to {args.step} again, step {args.step} with batch {args.step + ahead}", flush=True)
     with replaying(base, sections, attempt, args.source, [f"train.device={args.device}", *args.overrides]) as replay:
-        precision, look = replay.config.train.precision, Look(replay, args.step + ahead)
+        precision, look, changed_by = replay.config.train.precision, Look(replay, args.step + ahead), lossy(sections)
+        bound = ROUNDING[precision] if changed_by is None else max(COARSE, ROUNDING[precision])
         for done in replay.steps(args.step - 1, lambda sizes, batch: None):
             look.before.append(done)
         bad_weight = replay.bad_weight()
         last = list(replay.steps(args.step, look))
-        found = compared([*look.before, *last], past, attempt, precision)
+        found = compared([*look.before, *last], past, attempt, bound)
         if found["first"] is not None and (changed := changed_corpora(replay, past)):
             right = "the corpus as it was then; data.train=PREFIX if it is elsewhere"
             raise DataError(changed[0], f"was changed after {base.path.name} was saved, and steps behind it have other losses now", right)
@@ -234,7 +240,7 @@ def run(argv: list[str]) -> int:
     for row in look.report["samples"]:
         row["step"] = args.step
     report = {"step": args.step, "record": found, "bad_weight": bad_weight, **look.report}
-    print(said_of_record(found, args.step, precision))
+    print(said_of_record(found, args.step, precision, changed_by))
     print(f"step {args.step}: loss {last[0].loss:.6g}, gradient norm {last[0].grad_norm:.6g}")
     print("\n".join(said_of_step(report, args.step, others)))
     if not args.skipped and any(step == args.step and own != ahead for step, own in past.skips):

@@ -17,8 +17,8 @@ from megacore.pipeline.schedule import Action, Op
 from megacore.tools.verify.trace import GradientWatch
 
 FORWARD, LOSS, BACKWARD, WEIGHT = "output", "loss", "gradient of the output", "gradient"
-LIMIT = 10.0  # robust deviations above the median that are out of line, as of `optim.spike_threshold`
-LEAST = 0.05  # of the median: the least that counts as one deviation, because sizes drift while a model learns
+LIMIT = 10.0  # robust deviations above the median that are out of line
+LEAST = 0.1  # the least that counts as one, of logarithms: what is out of line is 2.7 times the median at least
 FEW = 4  # fewer sizes say nothing of what is usual
 
 Tensors = tuple[str, str]  # what it is, and the name of its layer or parameter
@@ -118,15 +118,17 @@ class Finding:
 
 
 def deviations(x: float, usual: Sequence[float]) -> float:
-    """By how many robust deviations `x` is above the median of what is usual; 0 where that is too little to tell."""
-    usual = [size for size in usual if math.isfinite(size)]
-    if len(usual) < FEW:
+    """By how many robust deviations the logarithm of a size is above the median of what is usual; 0 where that is too little to tell.
+
+    Sizes of gradients have long tails: of themselves instead of their logarithms, every third healthy step would have one out of line.
+    """
+    logs = [math.log(size) for size in usual if math.isfinite(size) and size > 0]
+    if len(logs) < FEW or x <= 0:
         return 0.0
     if not math.isfinite(x):
         return math.inf
-    middle = median(usual)
-    spread = max(1.4826 * median(abs(size - middle) for size in usual), LEAST * abs(middle))
-    return (x - middle) / spread if spread else (math.inf if x > middle else 0.0)
+    middle = median(logs)
+    return (math.log(x) - middle) / max(1.4826 * median(abs(size - middle) for size in logs), LEAST)
 
 
 def of_microbatches(step: Mapping[int, float], before: Sequence[float]) -> dict[int, float]:

@@ -71,7 +71,7 @@ class History:
             raise LogError(str(self.folder / name), f"cannot be read: {why}", "the folder of a run, its log.dir") from None
 
     def _skipped(self) -> Iterator[Skipped]:
-        for number, line in enumerate(self._text("skipped.jsonl").splitlines(), 1):
+        for number, line in enumerate(self._text("skipped.jsonl").rpartition("\n")[0].splitlines(), 1):
             try:
                 yield Skipped.model_validate_json(line)
             except ValidationError as error:

@@ -28,7 +28,8 @@ from megacore.tools.settings.load import resolve
 from megacore.train.trainer import Trainer
 
 # What rounding explains, relative: layouts add up in another order, and each step adds its own errors to those before.
-ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+COARSE = 2e-2
+ROUNDING = {"fp64": 1e-9, "fp32": 1e-4, "bf16": COARSE, "fp16": COARSE}
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,20 @@ def replaying(base: Reader, sections: dict[str, Any], attempt: Attempt, source: 
             replay.close()
 
 
-def apart(ours: tuple[float, float], recorded: tuple[float | None, float | None], precision: str) -> float:
-    """The largest relative difference of loss and norm from the recorded ones; 0 within rounding, infinite if one alone is finite."""
+def lossy(sections: dict[str, Any]) -> str | None:
+    """How the run made its gradients smaller on their way, which a replay in one process does not."""
+    engine = sections.get("engine", {})
+    if engine.get("compression") is not None:
+        return "engine.compression"
+    return "engine.reduce_dtype=bf16" if engine.get("reduce_dtype") == "bf16" else None
+
+
+def apart(ours: tuple[float, float], recorded: tuple[float | None, float | None], bound: float) -> float:
+    """The largest relative difference of loss and norm from the recorded ones; 0 within `bound`, infinite if one alone is finite."""
     worst = 0.0
     for x, y in zip(ours, recorded, strict=True):
         if y is None or not math.isfinite(x):
             worst = worst if y is None and not math.isfinite(x) else math.inf
         else:
             worst = max(worst, abs(x - y) / max(abs(x), abs(y)) if x != y else 0.0)
-    return worst if worst > ROUNDING[precision] else 0.0
+    return worst if worst > bound else 0.0
