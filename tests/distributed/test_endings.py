@@ -120,8 +120,10 @@ IMPORTS_TORCH = {
     "verify.py": TINY,
 }
 WITHOUT_TORCH = {"figures", "heartbeats", "planner", "planner_against"}
+OTHERS = {"prepare.py", "compare.py", "instructlab.py"}  # which are asked otherwise
 IMPORTS = [  # compare.py imports nothing before it has read the runs
-    *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in {*IMPORTS_TORCH, "prepare.py", "compare.py"}),
+    *(("pydantic", [f"launch/{script}", *TINY]) for script in SCRIPTS if script not in {*IMPORTS_TORCH, *OTHERS}),
+    ("pydantic", ["launch/instructlab.py", "README.md", "--run", "none", "--data", "none", "--output", "TEMP/none.json"]),
     ("numpy", ["launch/prepare.py", "--input", "README.md", "--output", "TEMP/readme", "--tokenizer", "bytes"]),
     *(("torch", [f"launch/{script}", *arguments]) for script, arguments in IMPORTS_TORCH.items()),
     *(("torch", ["-m", f"benchmarks.{name}", "-h"]) for name in BENCHMARKS if name not in WITHOUT_TORCH),

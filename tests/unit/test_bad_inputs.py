@@ -80,7 +80,7 @@ CONTENTS: list[Row] = [
     ("prepare", ("--input", "@digits.jsonl", *TEXT[2:], "bytes"), "@digits.jsonl: line 1 holds a number of too many digits"),
     ("prepare", ("--input", "@pipe", *TEXT[2:], "bytes"), "data error: @pipe: cannot be read: Not a plain file"),
     ("prepare", ("--input", "", *TEXT[2:], "bytes"), "data error: ``: missing (a file"),
-    ("prepare", (*TEXT, "bites"), "data error: bites: cannot be read: No such file or directory (bytes, a FILE.model or a tok"),
+    ("prepare", (*TEXT, "bites"), "data error: bites: cannot be read: No such file or directory (bytes, a FILE.model, a tok"),
     ("prepare", ("--input", "@text.txt", "--output", "/proc/x", "--tokenizer", "bytes"), "data error: /proc/x: cannot be written: "),
     ("prepare", (*TEXT, "@zero"), "data error: @zero: cannot be read: Not a plain file"),
     ("prepare", ("--input", "@text.txt", "--output", "@out/x", "--tokenizer", "bytes", "--workers", HUGE), "config error: --workers: "),

@@ -125,9 +125,7 @@ def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
         "shard": summing,
         "replicate": summing[:: config.shard_size],
     }
-    machine: Any = SimpleNamespace(
-        transfer=lambda moved, distance: distance, exchange=lambda *args: args[-1], collective=lambda *args: args[-1]
-    )
+    machine: Any = SimpleNamespace(transfer=lambda moved, distance: distance, operation=lambda *args: args[-1])
     for transfers in rank_traffic(config, 8):
         calls = Counter[str]()
         for transfer in transfers:

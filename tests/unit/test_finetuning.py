@@ -68,7 +68,7 @@ COMMANDS = [shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", DOCU
 FEW = ["train.steps=40", "log.every=1", "optim.lr=1e-2"]  # so that little training shows
 
 
-TEXT, CHAT = COMMANDS[:7], COMMANDS[7:]
+TEXT, CHAT, INSTRUCTLAB = COMMANDS[:7], COMMANDS[7:11], COMMANDS[11:]
 
 
 def play(command: list[str], folder: Path, *more: str) -> str:
@@ -136,6 +136,7 @@ def test_instructions_can_be_typed(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     assert [command[1].removeprefix("launch/") for command in CHAT] == ["checkpoint.py", "prepare.py", "pretrain.py", "evaluate.py"]
+    assert [command[1].removeprefix("launch/") for command in INSTRUCTLAB] == ["checkpoint.py", "prepare.py", "instructlab.py"]
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     fast = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}, []))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -128,7 +128,7 @@ def test_eager_equals_fp64(dtype):
 
 FAULTS = [
     ("second * c + first * s", "second * c - first * s"),
-    ("            s = -s", "            s = s"),
+    ("        s = -s", "        s = s"),
     ("tl.where(is_v, second, turned_second)", "turned_second"),
     ("kv_head * GROUP + member", "kv_head + member"),
     ("position.to(tl.int64) * (2 * HALF) + pair", "(position.to(tl.int64) + 1) * (2 * HALF) + pair"),
