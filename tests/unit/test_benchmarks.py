@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,7 +126,9 @@ def test_groups_are_timed_over_the_distance_of_their_ranks(layout: str) -> None:
         "shard": summing,
         "replicate": summing[:: config.shard_size],
     }
-    machine: Any = SimpleNamespace(transfer=lambda moved, distance: distance, operation=lambda *args: args[-1])
+    links = SimpleNamespace(exchange=lambda *args: args[-1])
+    machine: Any = SimpleNamespace(links=links, transfer=lambda moved, distance: distance, collective=lambda *args: args[-1])
+    machine.operation = partial(Machine.operation, machine)
     for transfers in rank_traffic(config, 8):
         calls = Counter[str]()
         for transfer in transfers:
