@@ -18,10 +18,10 @@ setup(
     packages=find_packages(include=["megacore", "megacore.*"]),
     # kernels/ is imported as megacore.kernels, and has no __init__.py: a package on PyPI is called `kernels`.
     package_dir={"megacore.kernels": "kernels"},
-    package_data={"megacore.tools.planner": ["fitted.json", "devices/*.json", "clusters/*.json"]},
+    package_data={"megacore.tools.planner": ["errors.json", "fitted.json", "devices/*.json", "clusters/*.json"]},
     install_requires=[
         "torch>=2.11",
-        "deepspeed>=0.19.8,<0.20",  # engine/{deepspeed,zero,zero_state}.py touch private names of it
+        "deepspeed>=0.19.8,<0.20",  # tools/deepspeed touches private names of it
         "einops>=0.8",
         "jinja2>=3.1",
         "matplotlib>=3.8",

@@ -12,7 +12,7 @@ from megacore.config.source import COPY, source_of
 from megacore.errors import LogError
 from megacore.files import open_plain, write_whole
 from megacore.tools.metrics_file import as_json, recorded
-from megacore.train.logs import Monitor, Report
+from megacore.train.logs import Monitor, Monitors, Report
 
 CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 
@@ -20,9 +20,8 @@ CONSOLE_SECONDS = 5.0  # between lines if there is no terminal to redraw
 class Records(Monitor):
     """Writes them. Raises `LogError` where it cannot, and begins anew where somebody has deleted them."""
 
-    def __init__(self, others: Sequence[Monitor] = ()) -> None:
-        """`others`: those who keep files in the same folder, and then begin anew too."""
-        self.others = others
+    def __init__(self) -> None:
+        self.watchers = Monitors((), print)  # all who watch the run: some keep files in the same folder, and then begin anew too
         self.metrics: IO[str] | None = None
         self.was_deleted = False  # whether the folder or metrics.jsonl was deleted since the run began
 
@@ -83,19 +82,22 @@ class Records(Monitor):
             self.say(f"WARNING: {self.file} was deleted while the run wrote it; it begins anew with step {step}")
         self.was_deleted = True
         self.close()
-        for monitor in self.others:
-            monitor.close(quietly=True)
+        others = [monitor for monitor in self.watchers if monitor is not self]
+        for monitor in others:
+            with self.watchers.surviving(monitor):
+                monitor.close(quietly=True)
         self._open(step)
-        for monitor in self.others:
-            monitor.open(self.config, self.folder, step, self.say)
+        for monitor in others:
+            if monitor in self.watchers:
+                with self.watchers.surviving(monitor):
+                    monitor.open(self.config, self.folder, step, self.say)
 
 
 class Console(Monitor):
-    """Prints lines about steps."""
+    """Prints lines about steps; those about each step only as long as nobody draws them on the terminal."""
 
-    def __init__(self, shows_steps: bool = True) -> None:
-        """`shows_steps`: else somebody draws them on the terminal."""
-        self.shows_steps = shows_steps
+    def __init__(self) -> None:
+        self.watchers: Sequence[Monitor] = ()  # all who watch the run
         self.named: set[int] = set()  # stragglers that were reported
 
     def open(self, config: Config, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
@@ -115,7 +117,8 @@ class Console(Monitor):
                 self.say(f"step {step}: rank {rank} holds up the others, busy for {seconds:.2f} s of {figures['step_seconds']:.2f} s")
         self.named = set(report.stragglers)
         now = time.monotonic()
-        if self.shows_steps and (now - self.last_line > CONSOLE_SECONDS or step in (self.first_step, self.steps)):
+        shown = any(monitor.shows_steps for monitor in self.watchers)
+        if not shown and (now - self.last_line > CONSOLE_SECONDS or step in (self.first_step, self.steps)):
             self.last_line = now
             left = (now - self.started) / (step - self.first_step + 1) * (self.steps - step)
             self.say(f"step {step}/{self.steps}  {in_brief(figures)}  {left:.0f} s left")

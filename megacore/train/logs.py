@@ -93,13 +93,13 @@ class Monitors(list[Monitor]):
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Calls a method of `Monitor` on each."""
         for monitor in tuple(self):
-            with self._surviving(monitor):
+            with self.surviving(monitor):
                 getattr(monitor, event.__name__)(*arguments)
 
     def add_figures(self, figures: dict[str, Any], stages: Sequence["nn.Module"]) -> None:
         """Adds those that monitors have of a logged step to `figures`."""
         for monitor in tuple(self):
-            with self._surviving(monitor):
+            with self.surviving(monitor):
                 more = {name: float(figure) for name, figure in monitor.figures(figures, stages).items()}
                 if taken := sorted(more.keys() & {*FIGURES, *figures}):
                     raise ValueError(f"{taken[0]} is another figure's name")
@@ -111,7 +111,7 @@ class Monitors(list[Monitor]):
             monitor.close()
 
     @contextmanager
-    def _surviving(self, monitor: Monitor) -> Iterator[None]:
+    def surviving(self, monitor: Monitor) -> Iterator[None]:
         """A context for what a monitor does. If it fails, that is said, and it is no longer among them."""
         try:
             yield
@@ -120,5 +120,6 @@ class Monitors(list[Monitor]):
                 self.broken = error.wrong
                 self.say(f"ERROR: the run's records cannot be written any more ({error.wrong}): it saves a checkpoint and ends")
         except Exception as error:  # whatever a monitor of the user's own does wrong: no run ends for it
-            self.remove(monitor)
-            self.say(f"WARNING: {type(monitor).__name__} failed, and the run goes on without it: {type(error).__name__}: {error}")
+            if monitor in self:  # else it has failed before, at the same event
+                self.remove(monitor)
+                self.say(f"WARNING: {type(monitor).__name__} failed, and the run goes on without it: {type(error).__name__}: {error}")

@@ -1,8 +1,10 @@
 """The README stays short, links lead somewhere, lines stay readable, and the README's runs fit the devices that it names."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -130,6 +132,18 @@ def test_every_setting_that_is_named_for_newcomers_exists() -> None:
     rows = [line.split("|")[1] for line in read(ROOT / "docs/coming_from.md").splitlines() if line.startswith("| `")]
     named = [key for cell in rows for key in re.findall(r"`([a-z]+\.\w+)", cell)]
     assert len(named) > 50 and not set(named) - known.keys()
+
+
+def test_an_installed_package_has_all_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of an installed megacore would end where it reads a file that only a checkout has."""
+    said = dict[str, Any]()
+    monkeypatch.setattr("setuptools.setup", said.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    patterns = [(package, "*.py") for package in said["packages"]]
+    patterns += [(package, pattern) for package, found in said["package_data"].items() for pattern in found]
+    packed = {path for package, pattern in patterns for path in (ROOT / package.replace(".", "/")).glob(pattern)}
+    assert {path for path in (ROOT / "megacore").rglob("*") if path.is_file() and "__pycache__" not in path.parts} == packed
 
 
 def test_the_citation_is_of_this_version() -> None:

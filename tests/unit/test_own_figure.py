@@ -21,16 +21,40 @@ MONITORS = [Halved]
 """
 
 
-def run(tmp_path: Path, name: str) -> Path:
-    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": 2})
-    (tmp_path / "own.py").write_text(SOURCE.replace("NAME", repr(name)))
+# Draws the steps in place of lines; deletes the records behind the first step, and then cannot begin anew.
+FRAGILE = """
+from megacore.model.block import Block
+from megacore.train.logs import Monitor
+
+class Fragile(Monitor):
+    shows_steps = True
+
+    def open(self, config, folder, first_step, say):
+        self.file = folder / "metrics.jsonl"
+        if first_step > 1:
+            raise RuntimeError("there is nothing to write to")
+
+    def record(self, figures):
+        if figures["step"] > 1:
+            raise RuntimeError("there is still nothing")
+
+    def report(self, report):
+        self.file.unlink()
+
+MONITORS = [Fragile]
+"""
+
+
+def run(tmp_path: Path, source: str, steps: int = 2) -> Path:
+    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train=training.BASE["train"] | {"steps": steps})
+    (tmp_path / "own.py").write_text(source)
     training.run_rank(path, ["log.tensorboard=true", f"model.source={tmp_path}/own.py"], str(tmp_path / "run"))
     return tmp_path / "run"
 
 
 def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
     """Whoever adds one would find it in the file, and wait for it in TensorBoard."""
-    folder = run(tmp_path, "halved_loss")
+    folder = run(tmp_path, SOURCE.replace("NAME", "'halved_loss'"))
     logged = training.metrics(folder)
     assert [figures["halved_loss"] for figures in logged] == [figures["loss"] / 2 for figures in logged]
     assert logged[0]["parameters"] > 1000, "it is given the stages"
@@ -42,7 +66,17 @@ def test_another_figure_is_recorded_and_shown(tmp_path: Path) -> None:
 
 def test_a_figure_that_cannot_be_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A record whose loss is something else would be believed; and no run may end, before its checkpoint, for a figure."""
-    folder = run(tmp_path, "loss")
+    folder = run(tmp_path, SOURCE.replace("NAME", "'loss'"))
     assert "Halved failed, and the run goes on without it: ValueError: loss is another figure's name" in capsys.readouterr().out
     assert len(training.metrics(folder)) == 2 and "parameters" not in training.metrics(folder)[0]
     assert (folder / "checkpoints/step_00000002").is_dir()
+
+
+def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run would go on without its records, or without a line about its steps, for what another's file does wrong."""
+    folder = run(tmp_path, FRAGILE, steps=3)
+    said = capsys.readouterr().out
+    assert said.count("failed, and the run goes on without it") == 1
+    assert "Fragile failed, and the run goes on without it: RuntimeError: there is nothing to write to" in said
+    assert [figures["step"] for figures in training.metrics(folder)] == [2, 3]
+    assert "step 3/3" in said and "step 1/3" not in said, "lines begin where nobody draws the steps any more"

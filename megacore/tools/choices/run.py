@@ -25,10 +25,12 @@ def trainer_of(config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Mo
     """
     config, why = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
     utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
-    own = [Records(monitors), Console(not any(monitor.shows_steps for monitor in monitors))] if mesh.place.rank == 0 else []
+    records, console = Records(), Console()
+    own = [records, console] if mesh.place.rank == 0 else []
     folder, options = Path(resolved(config.log.dir)) / "checkpoints", config.checkpoint
     clean = retention(folder, options.keep, options.keep_every)
     trainer = Trainer(config, mesh, inputs, [*own, *monitors], apart, utilisation.both, clean)
+    records.watchers = console.watchers = trainer.monitors  # without those that fail
     if mesh.place.rank == 0 and options.resume != "auto":
         set_aside(folder, trainer.step)
     if mesh.tp.size > 1:

@@ -18,6 +18,7 @@ from megacore.tools.planner.run_cost import cost_lines
 from megacore.tools.planner.search import Candidate, replace_config
 from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import setting_of
+from megacore.tools.settings.ds_config import check_ds_config
 from megacore.tools.settings.validation import check, unexchanged
 
 Change = dict[str, Any]  # by key
@@ -56,6 +57,7 @@ def changed(config: Config) -> Iterator[tuple[str, Config]]:
             other = replace_config(other, section, **{name: value})
         try:
             check(other, config.world_size)
+            check_ds_config(other)
             yield " ".join(f"{key}={str(value).lower() if value is True else value}" for key, value in change.items()), partitioned(other)
         except ConfigError:  # it would be refused
             continue
