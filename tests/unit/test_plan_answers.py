@@ -1,5 +1,6 @@
 """What launch/plan.py answers of the config's own layout: whether it fits, what would, what it costs, and whether the links are right."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from launch import plan as script
 from megacore.errors import ConfigError
 from megacore.tools.planner.devices import cluster_names, device_names, links_warning, read_cluster, read_device
 from megacore.tools.planner.memory import fullest_rank
+from megacore.tools.planner.own_layout import changed
 from megacore.tools.planner.run_cost import cost
 from megacore.tools.settings.load import load
 
@@ -43,6 +45,17 @@ def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> 
     for words, gib in found.items():
         needs = fullest_rank(load(CONFIG, [*LARGE, *words.split()], 8).config)[2]
         assert needs <= 80 and f"{needs:.2f}" == gib, words
+
+
+def test_a_change_that_the_ds_config_excludes_is_not_named(tmp_path: Path) -> None:
+    """Advice that pretrain refuses: the ds_config says another size of microbatches."""
+    ds_config = tmp_path / "ds_config.json"
+    ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 1}}))
+    settings = [*LARGE, "engine.shard_optimizer=false", "engine.kind=deepspeed", f"engine.config={ds_config}"]
+    named = [words for words, _ in changed(load(CONFIG, settings, 8).config)]
+    assert "train.recompute=full" in named
+    for words in named:
+        load(CONFIG, [*settings, *words.split()], 8)
 
 
 def test_what_no_change_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
