@@ -77,7 +77,7 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
 
 def prompts_in(path: str, text: str) -> list[str]:
     """The prompt of each line that is not blank. Raises `DataError`."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1) if line.strip()]
     if not lines:
         raise DataError(path, "has no prompt", "a prompt in each line")
     if not path.endswith((".jsonl", ".ndjson")):

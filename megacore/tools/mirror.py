@@ -14,6 +14,7 @@ from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
+from megacore.tools.monitoring.best import FOLDER
 from megacore.tools.retention import prune, set_aside
 
 FILES = 4  # copied at a time
@@ -34,7 +35,7 @@ class Mirror:
         self.newest: Path | None = None
         self.copies = list[Future[None]]()
         if self.active:
-            if self.folder.resolve() in ((own := Path(resolved(config.log.dir)).resolve()), own / "checkpoints"):
+            if self.folder.resolve() in ((own := Path(resolved(config.log.dir)).resolve()), own / "checkpoints", own / FOLDER):
                 raise ConfigError("checkpoint.mirror", f"{self.folder} has the checkpoints themselves", "a folder in another place")
             check_folder("checkpoint.mirror", self.folder)
 

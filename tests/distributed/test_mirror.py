@@ -113,7 +113,13 @@ def test_a_copy_with_other_content_is_none(pool: Any, config: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("folder", "wrong"), [("run", "has the checkpoints themselves"), ("run/checkpoints", "has the"), ("config.json/a", "cannot write")]
+    ("folder", "wrong"),
+    [
+        ("run", "has the checkpoints themselves"),
+        ("run/checkpoints", "has the"),
+        ("run/best", "has the"),  # of which a better checkpoint would delete the copies
+        ("config.json/a", "cannot write"),
+    ],
 )
 def test_a_place_that_cannot_be_is_refused(config: str, tmp_path: Path, folder: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"checkpoint.mirror: .*{wrong}"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.generate import run
+from launch.generate import prompts_in, run
 from megacore.config import Config
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
@@ -252,6 +252,12 @@ def test_a_mistake_is_one_line(checkpoint: str, sentencepiece: str, tmp_path: Pa
     with pytest.raises(UserError) as raised:
         run([*(["--checkpoint", checkpoint] if "--checkpoint" not in arguments else []), *arguments], RankInfo())
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
+
+
+def test_only_a_newline_ends_a_prompt() -> None:
+    """JSON may hold U+2028 and U+0085 as they are, which Python counts as ends of lines."""
+    assert prompts_in("a.jsonl", '"one\u2028two"\r\n\n{"prompt": "a\x85b"}\n') == ["one\u2028two", "a\x85b"]
+    assert prompts_in("a.txt", "one\u2028two\r\nthree") == ["one\u2028two", "three"]
 
 
 @pytest.mark.parametrize(("asked", "there", "taken"), [([], True, "cuda"), ([], False, "cpu"), (["--device", "cpu"], True, "cpu")])

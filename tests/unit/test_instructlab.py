@@ -131,6 +131,7 @@ def test_no_key_is_passed_over(key: str, at: tuple[str, str]) -> None:
         ({"max_seq_len": 64, "max_batch_len": 20}, "train.max_batch_len: 20 is below max_seq_len 64"),
         ({"num_epochs": "many"}, "train.num_epochs: 'many' is not valid"),
         ({"num_epochs": True}, "train.num_epochs: True is not valid"),
+        ({"random_seed": 10**400}, "train.random_seed: 1000"),
         ({"device": "hpu"}, "train.device: 'hpu' is not known here (cuda, cpu)"),
         ({"nproc_per_node": 2, "num_gpus": 4}, "train.num_gpus: differs from nproc_per_node 2"),
         ({"effective_batch_size": 8, "gradient_accumulation_steps": 2}, "train.gradient_accumulation_steps: and effective_batch_size both"),
@@ -146,10 +147,19 @@ def test_what_is_refused(change: dict[str, Any], complaint: str, at: tuple[str, 
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "complaint"), [(b"a: [", "is no YAML"), (b"\xff", "is no YAML"), (b"a: 1", "has no section train")])
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"a: [", "is no YAML"), (b"\xff", "is no YAML"), (b"a: 2024-99-01", "is no YAML"), (b"a: 1", "has no section train")],
+)
 def test_what_is_no_recipe(content: bytes, complaint: str, at: tuple[str, str], tmp_path: Path) -> None:
     pytest.importorskip("yaml", reason="PyYAML is not installed: pip install -e '.[datasets]'")
     (tmp_path / "c.yaml").write_bytes(content)
     with pytest.raises(UserError, match=f"c.yaml: {complaint}"):
         script.run([str(tmp_path / "c.yaml"), "--run", at[0], "--data", at[1], "--output", str(tmp_path / "mine.json")])
     assert not (tmp_path / "mine.json").exists()
+
+
+def test_a_run_whose_model_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model": 5}')
+    with pytest.raises(UserError, match="--run: .*config.json is no config of a run"):
+        converted({"max_seq_len": 64}, str(tmp_path), "nowhere")

@@ -81,7 +81,7 @@ class Recipe:
             return default
         try:
             found = float(value) if not isinstance(value, bool) else math.nan  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = math.nan
         if not (math.isfinite(found) and found >= least) or (whole and found != int(found)):
             self.refuse(key, f"{value!r} is not valid", f"a {'whole ' if whole else ''}number of at least {least:g}")
@@ -109,7 +109,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         found = yaml.safe_load(read_text(path))
     except OSError as error:
         raise DataError(path, f"cannot be read: {error.strerror}", RIGHT) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(path, f"is no YAML: {' '.join(str(error).split())[:200]}", RIGHT) from None
     train = found.get("train") if isinstance(found, dict) else None
     if not isinstance(train, dict) or not all(isinstance(key, str) for key in train):
@@ -237,10 +237,9 @@ def _model_of(run: str) -> dict[str, Any]:
     """The model of an imported run."""
     path = Path(run) / "config.json"
     try:
-        model = read_json(read_text(path))["model"]
+        return dict(read_json(read_text(path))["model"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ConfigError("--run", f"{path} is no config of a run", "the folder that launch/checkpoint.py import has written") from None
-    return dict(model)
 
 
 def _tokenizer_of(run: str) -> str | None:
