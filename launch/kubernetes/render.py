@@ -66,10 +66,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def sized(option: str, size: str) -> float:
     """The bytes of a size as Kubernetes writes it."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)", size)
-    if found is None or (found[3] and not found[2]):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(i)|([kMGT]))?", size, re.ASCII)
+    if found is None:
         raise ConfigError(option, f"{size!r} is no size", "such as 64Gi")
-    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index((found[2] or found[4] or " ").upper())
 
 
 def checked(args: argparse.Namespace) -> Config:

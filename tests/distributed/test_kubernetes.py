@@ -78,6 +78,7 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
         (["--gpus", "0"], "1", "4Gi", "64Gi"),
         (["--gpus", "4", "train.global_batch_size=64"], "32", "192Gi", "64Gi"),
         (["--gpus", "0", "--cpus", "1.5", "--memory", "6G", "--shared-memory", "500Mi"], "1.5", "6G", "500Mi"),
+        (["--gpus", "0", "--memory", "6000000k"], "1", "6000000k", "64Gi"),
     ],
 )
 def test_pods_ask_for_cores_and_memory(config: str, options: list[str], cpu: str, memory: str, shared: str) -> None:
@@ -141,6 +142,7 @@ WRONG = {
     "nodes": (["--nodes", "0"], "--nodes: 0 is too few"),
     "name": (["--name", "Run_1"], "--name: 'Run_1' is no name for a job"),
     "memory": (["--memory", "much"], "--memory: 'much' is no size"),
+    "thousands": (["--memory", "6000000K"], "--memory: '6000000K' is no size"),  # Kubernetes writes them k
     "shared memory": (["--shared-memory", "64i"], "--shared-memory: '64i' is no size"),
     "cores": (["--cpus", "0"], "--cpus: 0 is no number of cores"),
 }
