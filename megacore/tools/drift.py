@@ -55,6 +55,8 @@ class Drift(Observer):
     def step_begins(self, step: int, logged: bool) -> None:
         """Ends a comparison. Raises `Drifted` on all ranks."""
         self.step = step
+        if self.found is not None and step <= self.found[0]:  # the run went back, to other weights
+            self.found = None
         if self.found is not None and step >= self.found[0] + LAG:
             self.judge()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
-from megacore.errors import LogError
+from megacore.errors import LogError, UserError
 from megacore.records import FIGURES
 
 if TYPE_CHECKING:  # the process that talks to wandb needs no torch
@@ -90,6 +90,16 @@ class Monitors(list[Monitor]):
         self.say = say
         self.broken = ""  # why the run's records cannot be written any more: the run saves a checkpoint and ends
 
+    def open(self, config: Config, folder: Path, first_step: int) -> None:
+        """Calls the method of `Monitor` on each. Raises the `UserError` of one that says what the user can mend, as records do."""
+        for monitor in tuple(self):
+            try:
+                monitor.open(config, folder, first_step, self.say)
+            except UserError:
+                raise
+            except Exception as error:
+                self._lose(monitor, error)
+
     def tell(self, event: Callable[..., None], *arguments: Any) -> None:
         """Calls a method of `Monitor` on each."""
         for monitor in tuple(self):
@@ -120,6 +130,9 @@ class Monitors(list[Monitor]):
                 self.broken = error.wrong
                 self.say(f"ERROR: the run's records cannot be written any more ({error.wrong}): it saves a checkpoint and ends")
         except Exception as error:  # whatever a monitor of the user's own does wrong: no run ends for it
-            if monitor in self:  # else it has failed before, at the same event
-                self.remove(monitor)
-                self.say(f"WARNING: {type(monitor).__name__} failed, and the run goes on without it: {type(error).__name__}: {error}")
+            self._lose(monitor, error)
+
+    def _lose(self, monitor: Monitor, error: Exception) -> None:
+        if monitor in self:  # else it has failed before, at the same event
+            self.remove(monitor)
+            self.say(f"WARNING: {type(monitor).__name__} failed, and the run goes on without it: {type(error).__name__}: {error}")

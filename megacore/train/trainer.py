@@ -80,8 +80,8 @@ class Trainer:
         self.skips = Skips(config.optim.max_skips, config.optim.max_rollbacks)
         self.step = self.started = self.resume()
         self.async_metrics = AsyncMetrics(mesh.device, mesh.observers, self.train_step.named_losses)
-        for monitor in self.monitors if self.is_writer else ():
-            monitor.open(config, Path(resolved(config.log.dir)), self.step + 1, self.say)
+        if self.is_writer:
+            self.monitors.open(config, Path(resolved(config.log.dir)), self.step + 1)
         self.saving = Saving(config, mesh, self.engine, self.say, clean)
         self.reporter = Reporter(config, mesh, self.saving, self.monitors, utilisation)
 

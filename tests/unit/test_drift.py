@@ -101,3 +101,15 @@ def test_only_sums_of_three_over_nccl_may_differ(backend: str, summing: int, fau
     """gloo adds up by the ranks' numbers, and two numbers have one sum; NCCL's rings follow each group's own places."""
     mesh: Any = SimpleNamespace(backend=backend, gradient_group=SimpleNamespace(size=summing), device=torch.device("cpu"))
     assert Drift([], mesh).is_fault is fault
+
+
+def test_a_run_that_went_back_is_not_judged_by_what_it_left(tmp_path: Path) -> None:
+    """Its weights come from a checkpoint: a difference that was seen before, and is read only now, is not theirs."""
+    compared = drift_of(torch.device("cpu"), tmp_path, 0)
+    compared.found = 50, torch.ones((), dtype=torch.float64), None
+    compared.last = torch.ones(1, 1)
+    compared.step_begins(41, logged=False)
+    compared.aside_begins("saving")
+    compared.found = 50, torch.zeros((), dtype=torch.float64), None
+    compared.step_begins(51, logged=False)
+    assert compared.found is not None, "one on its way is not dropped"

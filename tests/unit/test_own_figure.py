@@ -80,3 +80,10 @@ def test_a_monitor_that_cannot_begin_anew_takes_nothing_with_it(tmp_path: Path, 
     assert "Fragile failed, and the run goes on without it: RuntimeError: there is nothing to write to" in said
     assert [figures["step"] for figures in training.metrics(folder)] == [2, 3]
     assert "step 3/3" in said and "step 1/3" not in said, "lines begin where nobody draws the steps any more"
+
+
+def test_a_monitor_that_cannot_begin_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A figure that cannot be written, on a disk that is not there, is no reason to train nothing."""
+    folder = run(tmp_path, FRAGILE.replace("first_step > 1", "True").replace("RuntimeError(", "OSError("))
+    assert "Fragile failed, and the run goes on without it: OSError: there is nothing to write to" in capsys.readouterr().out
+    assert len(training.metrics(folder)) == 2
