@@ -90,6 +90,7 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
     from megacore.tools.monitoring.attach import monitors_of
     from megacore.tools.monitoring.best import BestKept
     from megacore.tools.monitoring.first_step import FirstStep
+    from megacore.tools.retention import set_aside
     from megacore.tools.text.vocabulary import vocabulary_warnings
 
     with own_mistakes():
@@ -100,10 +101,11 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
         lock = FolderLock(folder) if place.rank == 0 else None
         if lock is not None:
             lock.take()  # of a run that goes on: before its newest checkpoint is looked for
+        mirror = Mirror(config, place)
         inputs = Inputs(config, place.rank, scan=place.local_rank == 0)
         for line in filter(None, [*vocabulary_warnings(config), bubble_warning(config)]) if place.rank == 0 else ():
             print(line, flush=True)
-        monitors, mirror = monitors_of(config, place, device), Mirror(config, place)
+        monitors = monitors_of(config, place, device)
         if lock is not None:
             lock.take()  # of a new one, whose folder is there only now
     with joined(config, place, device, Guardians(config, place, device)) as mesh, Garbage() as garbage, mirror:
@@ -115,6 +117,8 @@ def train(config: Config, place: RankInfo, stop: StopRequest, on_saved: Callable
             backwards = trainer.config.num_microbatches * len(trainer.train_step.stages)
             mesh.observers.append(FirstStep(backwards, device.type))
         best = BestKept(folder) if config.checkpoint.best and place.rank == 0 else None
+        if best is not None and config.checkpoint.resume != "auto":
+            set_aside(best.folder, trainer.step)
         mirror.begin(trainer.step, trainer.latest)
         trainer.saving.on_saved += [hear for hear in (mirror.copy, best, on_saved) if hear is not None]
         status = trainer.run(lambda: stop.requested)

@@ -13,11 +13,12 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import CheckpointError, ConfigError
-from megacore.files import check_folder
+from megacore.files import check_folder, read_text, write_whole
 from megacore.tools.monitoring.best import FOLDER
 from megacore.tools.retention import prune, set_aside
 
 FILES = 4  # copied at a time
+OWNER = "copies_of"  # a file beside the copies, which names the run's folder
 
 
 class Mirror:
@@ -28,22 +29,28 @@ class Mirror:
     """
 
     def __init__(self, config: Config, place: RankInfo) -> None:
-        """Raises `ConfigError` if the place cannot be written."""
+        """Before anybody looks for a checkpoint. Raises `ConfigError` if the place cannot be written, or is another run's."""
         self.options, self.folder = config.checkpoint, Path(config.checkpoint.mirror or ".")
         self.active = config.checkpoint.mirror is not None and place.rank == 0
         self.thread = ThreadPoolExecutor(1, "mirror")
         self.newest: Path | None = None
         self.copies = list[Future[None]]()
         if self.active:
-            if self.folder.resolve() in ((own := Path(resolved(config.log.dir)).resolve()), own / "checkpoints", own / FOLDER):
+            own = self.run = Path(resolved(config.log.dir)).resolve()
+            if self.folder.resolve() in (own, own / "checkpoints", own / FOLDER):
                 raise ConfigError("checkpoint.mirror", f"{self.folder} has the checkpoints themselves", "a folder in another place")
             check_folder("checkpoint.mirror", self.folder)
+            owner = self.folder / OWNER
+            if owner.exists() and (other := read_text(owner).strip()) != str(own):
+                wrong = f"{self.folder} has the copies of {other}"
+                raise ConfigError("checkpoint.mirror", wrong, f"a folder of its own; if that run has moved here: rm {owner}")
 
     def begin(self, step: int, latest: Path | None) -> None:
         """Copies the checkpoint that the run goes on from, if the mirror has none of its `step`. Sets those beyond it aside where the run
         was told what to resume, as the run's own."""
         if not self.active:
             return
+        write_whole(self.folder / OWNER, f"{self.run}\n")
         if self.options.resume != "auto":
             set_aside(self.folder, step)
         if latest is not None and latest.parent.resolve() == self.folder.resolve():
@@ -74,6 +81,8 @@ class Mirror:
             sync_folder(self.folder)
             prune(self.folder, final, self.options.keep, every)
         except (OSError, CheckpointError) as error:
+            if not checkpoint.exists():
+                return  # it was deleted meanwhile, behind a newer one
             print(f"WARNING: {checkpoint.name} has no second copy in {self.folder} ({error}); training goes on", flush=True)
 
     def __enter__(self) -> Self:

@@ -117,8 +117,9 @@ class Monitors(list[Monitor]):
 
     def close(self) -> None:
         """Closes all."""
-        for monitor in self:
-            monitor.close()
+        for monitor in tuple(self):
+            with self.surviving(monitor):
+                monitor.close()
 
     @contextmanager
     def surviving(self, monitor: Monitor) -> Iterator[None]:

@@ -124,3 +124,12 @@ def test_a_copy_with_other_content_is_none(pool: Any, config: str, tmp_path: Pat
 def test_a_place_that_cannot_be_is_refused(config: str, tmp_path: Path, folder: str, wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"checkpoint.mirror: .*{wrong}"):
         one(config, tmp_path / folder)
+
+
+def test_another_runs_copies_are_not_taken(train: Any, config: str, tmp_path: Path) -> None:
+    """A new run would go on from another's weights, or say that it is done, and delete its copies."""
+    train("train.steps=2")
+    with pytest.raises(ConfigError, match=rf"checkpoint.mirror: .*second has the copies of {tmp_path}/run "):
+        one(config, tmp_path / "second", f"log.dir={tmp_path}/other")
+    (tmp_path / "second/copies_of").unlink()
+    one(config, tmp_path / "second", f"log.dir={tmp_path}/other")

@@ -66,3 +66,7 @@ def test_a_run_keeps_its_best_one(tmp_path: Path) -> None:
         assert f"best so far: {run}/best/step_{best:08}, validation loss {losses[best]:.4f}" in done.stdout
     shown = run_script("launch/checkpoint.py", "verify", str(run / "best"))
     assert shown.returncode == 0 and "step_00000002" in shown.stdout and "yes" in shown.stdout
+    done = run_script("launch/pretrain.py", "--config", config, "checkpoint.resume=never", "train.steps=2")
+    assert done.returncode == 0 and kept(run) == ["step_00000002", "step_00000002.aside1"], (
+        "the best one of a run before is deleted by nobody"
+    )

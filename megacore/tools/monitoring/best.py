@@ -33,7 +33,7 @@ class BestKept:
     """On rank 0, is told of each checkpoint, and prints what becomes of the best one."""
 
     def __init__(self, run: Path) -> None:
-        self.run = run
+        self.run, self.folder = run, run / FOLDER
 
     def __call__(self, saved: Path) -> None:
         if said := keep_if_best(self.run, saved):
