@@ -40,6 +40,9 @@ CLUSTER = "dgx_h100"  # on which --search lays out `DEVICE`, if nothing else is 
 AMOUNTS = ("memory_gib", "tokens", "price")  # options that are a number above 0
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
+KNOWN_GROUPS = ("tp", "cp", "dp", "dp within a host", "dp between hosts", "shard", "replicate", "pp", "tied")  # columns, in this order
+OF_ALL = ("loss", "norm")  # a few numbers, which have no column
+
 EXAMPLE = "python launch/plan.py --config configs/gpt_7b.json --world 8 --plot schedule.png"
 EPILOG = """FLOPs count products, and for attention those that its implementation executes. Memory is that of the fullest tensor rank at
 its peak. The bubble is simulated with each stage's FLOPs as its time."""
@@ -207,7 +210,7 @@ def traffic_table(config: Config, cluster: Cluster | None, host_size: int) -> "T
     table = Table(caption=caption, caption_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     groups = [
         name
-        for name in ("tp", "cp", "dp", "dp within a host", "dp between hosts", "shard", "replicate", "pp", "tied")
+        for name in (*KNOWN_GROUPS, *sorted({name for own in sent for name in own} - {*KNOWN_GROUPS, *OF_ALL}))
         if any(name in own for own in sent)
     ]
     table.add_column("pp", justify="right")

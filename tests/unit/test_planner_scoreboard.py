@@ -290,4 +290,4 @@ def test_a_place_for_results_is_asked_for_first(tmp_path: Path) -> None:
 
 def test_published_names_of_schedules_are_known() -> None:
     """A row of a split schedule would count as 1F1B, whose bubble is up to three times as long."""
-    assert {"zb_h1", "zb_v", "v_half", "v_min"} == set(BUBBLES) == set(SCHEDULES.values()) - {"interleaved"}
+    assert {"zb_h1", "zb_v", "v_half", "v_min"} == set(SCHEDULES.values()) - {"interleaved"} <= set(BUBBLES)
