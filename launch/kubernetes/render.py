@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def sized(option: str, size: str) -> float:
     """The bytes of a size as Kubernetes writes it."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT])(i)|([kMGT]))?", size, re.ASCII)
-    if found is None:
+    if found is None or float(found[1]) == 0:
         raise ConfigError(option, f"{size!r} is no size", "such as 64Gi")
     return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index((found[2] or found[4] or " ").upper())
 

@@ -144,6 +144,7 @@ WRONG = {
     "memory": (["--memory", "much"], "--memory: 'much' is no size"),
     "thousands": (["--memory", "6000000K"], "--memory: '6000000K' is no size"),  # Kubernetes writes them k
     "shared memory": (["--shared-memory", "64i"], "--shared-memory: '64i' is no size"),
+    "nothing": (["--memory", "0Gi"], "--memory: '0Gi' is no size"),
     "cores": (["--cpus", "0"], "--cpus: 0 is no number of cores"),
 }
 

@@ -79,3 +79,14 @@ def test_the_planner_says_nothing_of_what_it_does_not_know() -> None:
     twice = planned_hours(h100("train.steps=2000"), "h100")
     assert known and twice and twice / known == pytest.approx(2000 / h100().train.steps)
     assert planned_hours(h100(), "a card of somebody's own") is None
+
+
+def test_a_model_of_ones_own_is_planned_by_its_layers(tmp_path: Path) -> None:
+    """megacore's block, taken for the user's, costs what megacore's costs; layers that need content are not guessed at."""
+    source = tmp_path / "own.py"
+    source.write_text("from megacore.model.block import Block\n")
+    own = h100(f"model.source={source}")
+    assert planned_hours(own, "h100") == pytest.approx(planned_hours(h100(), "h100"), rel=0.03)
+    needy = "from megacore.model import block\n\nclass Block(block.Block):\n    def forward(self, x, context):\n"
+    source.write_text(f"{needy}        assert float(x.detach().sum()) > -1e30\n        return super().forward(x, context)\n")
+    assert planned_hours(h100(f"model.source={source}"), "h100") is None

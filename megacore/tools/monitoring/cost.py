@@ -13,6 +13,7 @@ from megacore.config import Config
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
+from megacore.errors import ConfigError
 from megacore.files import open_plain
 from megacore.records import Amount, Record
 from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
@@ -98,10 +99,14 @@ def spent_in(folder: Path) -> float:
 def planned_hours(config: Config, device_name: str) -> float | None:
     """The device-hours of all the run's steps by the planner, on the links that its device usually has; None for what it does not know."""
     name, device = known_as(device_name), listed_device(device_name)
-    if name is None or device is None or config.model.source is not None or config.engine.kind == "deepspeed":
+    if name is None or device is None or config.engine.kind == "deepspeed":
+        return None
+    try:
+        setting = setting_of(config)
+    except ConfigError:  # layers of the user's own that cannot be measured without content
         return None
     inside, outside = LATENCIES
     facts = KNOWN[name]
     links = Level("inside a machine", MACHINE, facts.link, inside), Level("between machines", None, facts.port, outside)
-    step = predict(setting_of(config), device, Cluster(name, links), profile()).step
+    step = predict(setting, device, Cluster(name, links), profile()).step
     return config.train.steps * step * config.world_size / HOUR

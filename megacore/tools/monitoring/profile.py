@@ -78,7 +78,7 @@ class Profile(Monitor, Observer):
                 with replaced(f"{stem}.png") as aside:
                     draw(shares.steps, title, aside)
         except OSError as error:
-            lines = [f"WARNING: the profile cannot be written ({error.strerror}); training goes on without it"]
+            lines = [f"WARNING: the profile cannot be written ({error.strerror or error}); training goes on without it"]
         if rank == min(self.settings.ranks):
             print("\n".join(lines), flush=True)
 
