@@ -225,11 +225,9 @@ def _eager_losses_and_gradients(logits: Tensor, targets: Tensor, gradient: Tenso
         if share:
             torch.sum(x, 1, keepdim=True, out=plain[block])
         top, e, total = _exponentials(x, keep=True)
-        scale = grad[block] / total
         torch.add(top, total.log_(), out=lse[block])
-        if z_loss:
-            scale *= 1.0 + 2.0 * z_loss * lse[block]
-        e.mul_(scale)
+        scale = grad[block] * (1.0 + 2.0 * z_loss * lse[block]) if z_loss else grad[block]
+        e.mul_(scale * (top - lse[block]).exp())  # and not grad / total: to the bit what backward and split vocabularies compute
         if share:
             e.sub_(grad[block] * share)
         e.scatter_add_(1, local[block], at_target[block])

@@ -94,6 +94,25 @@ def error_against_fp64(
     return max(*errors, relative_error(grad_logits, exact_grad))
 
 
+def gradients_of_one_row_block(dtype: torch.dtype, options: dict[str, float], **more: Any) -> Tensor:
+    """Of 12 losses, each with a gradient of 1/12, by eager."""
+    logits, targets = seeded((12, 61), "cpu", dtype, spread=3.0).requires_grad_(), seeded_targets(12, 61, "cpu")
+    weight = torch.tensor(1.0, dtype=dtype) / 12
+    more = {key: weight if key == "gradient" else value for key, value in more.items()}
+    loss = cross_entropy.cross_entropy(logits * 1, targets, implementation="eager", **options, **more)
+    return torch.autograd.grad(loss, logits, weight.expand(12))[0]
+
+
+@pytest.mark.parametrize("options", [PLAIN, ALL], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_forward_writes_the_bits_that_backward_would(dtype: torch.dtype, options: dict[str, float]) -> None:
+    """Otherwise a run would change its numbers with who writes the gradient: the whole vocabulary, a split one, or another release."""
+    in_backward = gradients_of_one_row_block(dtype, options)
+    assert torch.equal(gradients_of_one_row_block(dtype, options, gradient=True), in_backward)
+    alone = gradients_of_one_row_block(dtype, options, gradient=True, gather=lambda statistics: statistics, vocab_size=61)
+    assert torch.equal(alone, in_backward)
+
+
 def check_extremes(device: str) -> None:
     """Logits that overflow a naive exp and whole blocks of -inf stay exact; a NaN spoils its own row; no rows are no error."""
     for shape in (ONE_BLOCK, CROSSING):
