@@ -29,7 +29,7 @@ from benchmarks import machine
 from benchmarks.charts import ratio_bars
 from benchmarks.training import join, random_batch
 from megacore.config import Config
-from megacore.config.schema import CHUNKS
+from megacore.config.parallel import CHUNKS
 from megacore.distributed.collectives import all_reduce
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo

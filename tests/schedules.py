@@ -10,7 +10,7 @@ import random
 from collections import Counter
 
 import tests.schedules
-from megacore.config.schema import CHUNKS
+from megacore.config.parallel import CHUNKS
 from megacore.errors import ConfigError
 from megacore.files import ROOT
 from megacore.tools.cli import Parser, exit_with

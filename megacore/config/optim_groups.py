@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megacore.config.schema import OptimConfig, OptimGroup
+from megacore.config.optim import OptimConfig, OptimGroup
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES, Rule, Shape
 

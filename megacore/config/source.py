@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError, create_model
 
-from megacore.config.schema import Config, ModelConfig
+from megacore.config.model import ModelConfig
+from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.files import read_text
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megacore.config.schema import Compression, Int8Compression
+from megacore.config.engine import Compression, Int8Compression
 from megacore.distributed.collectives import all_gather_inside, own_part, reduce_scatter_inside
 from megacore.distributed.communicator import Staged, Work, side_stream
 from megacore.distributed.shard import TensorSlice, piece_key

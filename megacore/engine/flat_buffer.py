@@ -7,8 +7,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from megacore.config.engine import EngineConfig, Int8Compression
 from megacore.config.optim_groups import ParameterGroup, ParameterGroups
-from megacore.config.schema import EngineConfig, Int8Compression
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of

@@ -2,7 +2,8 @@
 
 import math
 
-from megacore.config.schema import OptimConfig, resolved
+from megacore.config.optim import OptimConfig
+from megacore.config.schema import resolved
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:

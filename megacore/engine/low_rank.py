@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.config.schema import LowRankCompression
+from megacore.config.engine import LowRankCompression
 from megacore.distributed.collectives import all_gather_inside, all_reduce_start, own_part, reduce_scatter_inside
 from megacore.distributed.communicator import Work
 from megacore.distributed.hierarchical_reduce import Levels

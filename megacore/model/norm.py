@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.config.schema import Config, ModelConfig
+from megacore.config.model import ModelConfig
+from megacore.config.schema import Config
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.kernels.layernorm import layer_norm, rms_norm

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacore.config.schema import LinearRope, Llama3Rope, NtkRope, RopeScaling, YarnRope
+from megacore.config.model import LinearRope, Llama3Rope, NtkRope, RopeScaling, YarnRope
 
 
 def rope_tables(

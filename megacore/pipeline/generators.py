@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from megacore.config.schema import CHUNKS, V_SHAPED
+from megacore.config.parallel import CHUNKS, V_SHAPED
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, looped, lower, unsplit, v_shaped
 
 Generator = Callable[..., Plan]  # (ranks, microbatches, chunks), of which the last has a default

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megacore.config.schema import CHUNKS, V_SHAPED
+from megacore.config.parallel import CHUNKS, V_SHAPED
 from megacore.distributed.mesh import Mesh
 from megacore.engine.param_all_gather import ParameterGatherer, start_gather
 from megacore.tools.choices.settle import settled_alone

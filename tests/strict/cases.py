@@ -1,6 +1,6 @@
 """The layouts that run over a strict wire: every engine but DeepSpeed, every schedule, each context method, sums, generation."""
 
-from megacore.config.schema import CHUNKS
+from megacore.config.parallel import CHUNKS
 from tests.strict.runs import Case
 
 HOSTS = "engine.reduce_levels=2"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import schema
+from megacore.config import parallel, schema
 from megacore.distributed.axes import AXES, Axis, sums_of
 from megacore.distributed.shard import AxisPlacement, Shard
 from megacore.distributed.topology import Topology, alone
@@ -101,10 +101,10 @@ def test_sizes_and_their_product(tmp_path: Path) -> None:
 def test_an_axis_of_samples_takes_part_in_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that read other samples are data ranks by another name: a product that knew `data` alone would read samples twice."""
     expert = Axis("ep", "expert", samples=True, tokens=True)
-    for module in (schema, derive):
+    for module in (parallel, schema, derive):
         monkeypatch.setattr(module, "AXES", (*AXES[:-1], expert, AXES[-1]))
 
-    class Experts(schema.ParallelConfig):
+    class Experts(parallel.ParallelConfig):
         expert: int = 2
 
     class Run(schema.Config):

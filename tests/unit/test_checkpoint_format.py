@@ -23,7 +23,7 @@ from launch.checkpoint import run
 from megacore.checkpoint import Reader, Saver, checkpoints_in, disk, locate, read
 from megacore.checkpoint.slices import COLUMNS, Slices
 from megacore.config import Config
-from megacore.config.schema import ModelConfig
+from megacore.config.model import ModelConfig
 from megacore.distributed.shard import Shard, TensorSlice
 from megacore.errors import CheckpointError, UserError
 from megacore.model.stage import whole_model

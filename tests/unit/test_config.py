@@ -10,7 +10,7 @@ import pytest
 
 from launch import pretrain, supervise
 from megacore.config import Config
-from megacore.config.schema import CHUNKS
+from megacore.config.parallel import CHUNKS
 from megacore.errors import ConfigError
 from megacore.tools.settings.load import Resolved, flatten, load
 

@@ -13,7 +13,7 @@ import pytest
 from launch import pretrain
 from launch.supervise import config_in
 from megacore.config import Config
-from megacore.config.schema import OptimConfig
+from megacore.config.optim import OptimConfig
 from megacore.engine.learning_rate import learning_rate
 from megacore.errors import ConfigError
 from megacore.tools.settings import from_ds_config

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megacore.config import Config
+from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.schema import OptimConfig, resolved
+from megacore.config.schema import resolved
 from megacore.distributed.collectives import Done
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megacore.config import Config
-from megacore.config.schema import ModelConfig
+from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.model.stage import whole_model
 from megacore.tools.interchange.families import FAMILIES, family_for_config, family_for_hf

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megacore.config import Config
-from megacore.config.schema import V_SHAPED
+from megacore.config.parallel import V_SHAPED
 from megacore.distributed.shard import shard_of
 from megacore.model.layers import LayerSpec
 from megacore.model.stage import whole_model

@@ -12,7 +12,10 @@ import torch
 
 from megacore.checkpoint.weights import recorded_sections
 from megacore.config import Config
-from megacore.config.schema import Int8Compression, LinearRope, OptimGroup, ProfileConfig, StatisticsConfig
+from megacore.config.engine import Int8Compression
+from megacore.config.model import LinearRope
+from megacore.config.optim import OptimGroup
+from megacore.config.schema import ProfileConfig, StatisticsConfig
 from megacore.errors import CheckpointError
 from megacore.optimizers.rule import Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from megacore.config.schema import RopeScaling
+from megacore.config.model import RopeScaling
 from megacore.errors import ConfigError
 from megacore.model.rotary import frequencies, rope_tables, yarn_ramp
 from megacore.tools.interchange.families import family_for_config, family_for_hf

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megacore.config.schema import CHUNKS, V_SHAPED, ParallelConfig
+from megacore.config.parallel import CHUNKS, V_SHAPED, ParallelConfig
 from megacore.pipeline.generators import GENERATORS, build, generated, placement
 from megacore.pipeline.schedule import SENDS, Placement, Plan, v_shaped
 from megacore.tools.choices import partition

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from launch.verify import changed_since
 from megacore.config import Config
-from megacore.config.schema import CHUNKS, OptimConfig
+from megacore.config.optim import OptimConfig
+from megacore.config.parallel import CHUNKS
 from megacore.data.samples import training_stream
 from megacore.distributed.shard import Shard
 from megacore.engine.learning_rate import learning_rate

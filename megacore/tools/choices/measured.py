@@ -18,8 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter
 
 from megacore.config import Config
+from megacore.config.engine import EngineConfig
 from megacore.config.implied import attention_of, splits_backward
-from megacore.config.schema import DataConfig, EngineConfig
+from megacore.config.schema import DataConfig
 from megacore.config.source import source_of
 from megacore.distributed.axes import AXES
 from megacore.distributed.collectives import Done

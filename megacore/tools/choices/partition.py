@@ -12,7 +12,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megacore.config.implied import ends_apart, splits_backward
-from megacore.config.schema import CHUNKS, Config
+from megacore.config.parallel import CHUNKS
+from megacore.config.schema import Config
 from megacore.errors import ConfigError
 from megacore.pipeline.generators import GENERATORS, build
 from megacore.pipeline.partition import Partition, plan_of, plan_options

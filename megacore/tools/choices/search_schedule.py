@@ -12,7 +12,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import product
 
-from megacore.config.schema import CHUNKS
+from megacore.config.parallel import CHUNKS
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.schedule import Action, Op, Placement, Plan, lower, unsplit
 from megacore.tools.choices.held import peak_held

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import Config
-from megacore.config.schema import ModelConfig
+from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.tools.interchange import settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors

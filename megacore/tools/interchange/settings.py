@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from megacore.config import Config
-from megacore.config.schema import ModelConfig, NtkRope
+from megacore.config.model import ModelConfig, NtkRope
 from megacore.errors import CheckpointError
 from megacore.model.rotary import stretched_base
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from megacore.config import Config
+from megacore.config.engine import LowRankCompression
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.schema import LowRankCompression, resolved
+from megacore.config.schema import resolved
 from megacore.distributed.axes import AXES
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import Levels

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from megacore.config.parallel import CHUNKS
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.config.schema import CHUNKS, Config, resolved
+from megacore.config.schema import Config, resolved
 from megacore.distributed.axes import divisors
 from megacore.errors import ConfigError
 from megacore.tools.choices.activations import layer_costs

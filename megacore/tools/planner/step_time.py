@@ -25,7 +25,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from megacore.config.schema import V_SHAPED
+from megacore.config.parallel import V_SHAPED
 from megacore.distributed.axes import AXES
 from megacore.pipeline.schedule import Op
 from megacore.tools.choices.context_method import BACKWARD_ATTENTION, exposed

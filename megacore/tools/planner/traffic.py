@@ -27,9 +27,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from megacore.config.engine import LowRankCompression
 from megacore.config.implied import masks_targets, reshards
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
-from megacore.config.schema import Config, LowRankCompression
+from megacore.config.schema import Config
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.activations import layer_costs
 from megacore.tools.choices.layer_cost import Sent

@@ -4,7 +4,8 @@ import json
 from math import prod
 from typing import Any
 
-from megacore.config.schema import CHUNKS, Config
+from megacore.config.parallel import CHUNKS
+from megacore.config.schema import Config
 from megacore.distributed.axes import AXES
 from megacore.files import read_text
 

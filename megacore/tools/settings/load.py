@@ -10,11 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megacore.config.schema import MOST_RANKS, Config
+from megacore.config.schema import Config
 from megacore.config.source import DIGEST, KEY, SETTINGS, Source, execute, source_of
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
 from megacore.records import LARGEST
+from megacore.section import MOST_RANKS
 from megacore.tools.settings.derive import derive
 from megacore.tools.settings.ds_config import check_ds_config, stated
 from megacore.tools.settings.validation import check, check_paths

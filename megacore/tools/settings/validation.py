@@ -5,9 +5,11 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 
 import re
 
+from megacore.config.model import Llama3Rope, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.schema import V_SHAPED, Config, Llama3Rope, YarnRope, resolved
+from megacore.config.parallel import V_SHAPED
+from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
 from megacore.tools.settings.derive import chunks_of
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from megacore.config import Config
-from megacore.config.schema import CHUNKS
+from megacore.config.parallel import CHUNKS
 from megacore.distributed.axes import AXES
 from megacore.errors import ConfigError
 from megacore.tools.settings.validation import check_model

@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from megacore.config import Config
+from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.schema import OptimConfig, resolved
+from megacore.config.schema import resolved
 from megacore.tools.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
 
 # fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an update less often. In bf16

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from megacore.config import Config
-from megacore.config.schema import MASK, Compression, OptimGroup, resolved
+from megacore.config.engine import Compression
+from megacore.config.optim import OptimGroup
+from megacore.config.schema import MASK, resolved
 from megacore.data.indexed import IndexedTokens
 from megacore.pipeline.partition import stage_layers
 from megacore.tools.choices.flops import head_cost, layer_cost

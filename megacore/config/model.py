@@ -1,0 +1,105 @@
+"""The section `model`: sizes and kinds of the layers, also of those in a file of a user's own."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megacore.section import Count, Epsilon, Factor, Fraction, Positions, Rows, Section, Width
+
+
+class LinearRope(Section):
+    """Divides rotary frequencies by `factor`, which interpolates positions (Chen et al. 2023)."""
+
+    type: Literal["linear"]
+    factor: Factor
+
+
+class Llama3Rope(Section):
+    """Divides low rotary frequencies by `factor` and keeps high ones, with a ramp between (Grattafiori et al. 2024, Llama 3.1).
+
+    A frequency is low if it turns fewer than `low_freq_factor` times in `original_max_position_embeddings` positions, and high if it
+    turns more than `high_freq_factor` times.
+    """
+
+    type: Literal["llama3"]
+    factor: Factor
+    low_freq_factor: Factor
+    high_freq_factor: Factor
+    original_max_position_embeddings: Positions
+
+
+class NtkRope(Section):
+    """Raises the base of the rotary frequencies so that the slowest one is divided by `factor` and the fastest one stays.
+
+    "NTK-aware" scaling (described in Peng et al. 2023, YaRN).
+    """
+
+    type: Literal["ntk"]
+    factor: Factor
+
+
+class YarnRope(Section):
+    """Divides slow rotary frequencies by `factor` and keeps fast ones, with a ramp between, and sharpens scores (Peng et al. 2023, YaRN).
+
+    The ramp starts at the feature that turns `beta_fast` times in `original_max_position_embeddings` positions and ends at the one that
+    turns `beta_slow` times; `truncate` widens it to whole features. Queries and keys are multiplied by `attention_factor`, which is
+    0.1·ln(factor) + 1 by default.
+    """
+
+    type: Literal["yarn"]
+    factor: Factor
+    original_max_position_embeddings: Positions
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    attention_factor: Factor | None = None
+    truncate: bool = True
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | NtkRope | YarnRope, Field(discriminator="type")]
+
+
+class ModelConfig(Section):
+    block: Literal["gpt"] = Field("gpt", description="kind of block: a name in `BLOCKS` of megacore/model/gpt.py")
+    source: str | None = Field(
+        None, min_length=1, description="a file of your own with the model's settings and blocks, which is executed; see docs/blocks.md"
+    )
+    source_digest: str | None = Field(None, min_length=1, description="of that file's text, SHA-256; null: what it is")
+    num_layers: Count = 12
+    hidden_size: Width = 768
+    num_heads: Width = 12
+    num_kv_heads: Width | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
+    head_size: Width | None = Field(None, description="features of one attention head; null: hidden_size / num_heads")
+    ffn_size: Rows | None = Field(
+        None, description="null: 4 × hidden_size for gelu; 8/3 × hidden_size, rounded up to a multiple of 64, for swiglu"
+    )
+    vocab_size: Rows = 50304
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    activation: Literal["gelu", "gelu_erf", "swiglu"] = Field("gelu", description="gelu: its tanh form, as in GPT-2; gelu_erf: exact")
+    position: Literal["learned", "rope"] = "learned"
+    max_positions: Positions | None = Field(
+        None, description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len"
+    )
+    rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(10000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched for longer texts")
+    norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
+    bias: bool = Field(True, description="biases in the linear layers and layernorms")
+    qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
+    qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
+    attention_scale: Factor | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
+    embedding_scale: Factor = Field(1.0, description="factor on the token vectors that enter the first block")
+    residual_scale: Factor = Field(1.0, description="factor on what each half of a block adds to the residual")
+    logit_scale: Factor = Field(1.0, description="factor on the logits")
+    tie_embeddings: bool = True
+    dropout: Fraction = Field(
+        0.0, description="on the embedding and on what each block adds to the residual; the same mask in every layout"
+    )
+    attention: Literal["auto", "sdpa", "fused", "eager"] = Field(
+        "auto", description="auto: eager for short sequences on CPUs, where it is faster; else sdpa, which keeps no scores"
+    )
+    kernels: Literal["auto", "triton", "eager"] = Field(
+        "auto", description="fused Triton kernels; auto: on GPUs. triton: also in Triton's interpreter (TRITON_INTERPRET=1)"
+    )
+    chunked_loss: bool = Field(
+        False, description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole"
+    )
+    init_std: Factor = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
