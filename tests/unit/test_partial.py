@@ -14,11 +14,10 @@ import pytest
 
 from megacore.errors import ConfigError, DataError
 from megacore.tools.prepare import prepare as prepare_module
-from megacore.tools.prepare import sources, streams
 from megacore.tools.prepare.indexed_writer import IndexedWriter
 from megacore.tools.prepare.partial import Partial, folder_of
 from megacore.tools.prepare.prepare import Prepared, prepare
-from tests.unit.test_streams import TALKS, as_lines
+from tests.unit.test_streams import TALKS, as_if_large, as_lines  # noqa: F401 (the fixture, for every test here too)
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"{n} " + "é" * (n % 90) for n in range(300)]
@@ -29,16 +28,6 @@ INPUTS = {
     "packed.jsonl.gz": gzip.compress(as_lines(TEXTS)),
     "talks.jsonl": as_lines(TALKS * 6, "messages"),
 }
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if texts were large: many tasks, of which every second puts what is done on the disk."""
-    for module, name, value in (
-        (sources, "BLOCK_BYTES", 256), (sources, "CUT_WINDOW", 128), (streams, "PART_BYTES", 300),
-        (prepare_module, "TASK_BYTES", 1000), (prepare_module, "COMMIT_BYTES", 1500),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
 
 
 def written(folder: Path) -> dict[str, bytes]:

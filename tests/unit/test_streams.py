@@ -25,11 +25,11 @@ TALKS = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content":
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if texts were large: many blocks, parts and tasks."""
+def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if texts were large: many blocks, parts and tasks, of which every second puts what is done on the disk."""
     for module, name, value in (
-        (sources, "BLOCK_BYTES", 256), (sources, "CUT_WINDOW", 128), (prepare_module, "TASK_BYTES", 1000),
-        (streams, "PART_BYTES", 300), (streams, "PART_ROWS", 2),
+        (sources, "BLOCK_BYTES", 256), (sources, "CUT_WINDOW", 128), (streams, "PART_BYTES", 300),
+        (streams, "PART_ROWS", 2), (prepare_module, "TASK_BYTES", 1000), (prepare_module, "COMMIT_BYTES", 1500),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
 
