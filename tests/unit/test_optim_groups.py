@@ -22,8 +22,8 @@ from megacore.optimizers.rule import RULES, Rule, register, unregister
 from megacore.tools.choices.check_engine import check_engine
 from megacore.tools.settings.group_table import group_table, parameter_shapes
 from megacore.tools.settings.load import load
+from tests.one_rank import CPU, accumulate, engine_of
 from tests.training import write_config
-from tests.unit.test_engine import CPU, accumulate, engine_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS: list[dict[str, Any]] = [

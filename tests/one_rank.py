@@ -1,0 +1,58 @@
+"""The native engine on one process: a small model, its batches, and steps without a trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megacore.config import Config
+from megacore.distributed.communicator import SOLO
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
+from megacore.engine.native import NativeEngine
+from megacore.model.batch import Microbatch
+from megacore.model.stage import Stage, whole_model
+from megacore.pipeline import generators
+from megacore.pipeline.runtime import Runtime
+from megacore.tools.settings.load import load
+from tests.training import VOCAB_SIZE, write_config
+
+CPU = torch.device("cpu")
+Configure = Callable[..., Config]
+
+
+def configuring(folder: Path) -> Configure:
+    """`configure(overrides)`: the tests' small config, resolved."""
+    path = write_config(folder, "unused", model={"num_layers": 2})
+    return lambda overrides="": load(path, overrides.split()).config
+
+
+def engine_of(config: Config) -> tuple[Stage, NativeEngine]:
+    stage = whole_model(config)
+    return stage, NativeEngine(config, [stage], Mesh(config, RankInfo(), CPU))
+
+
+def batch_of(config: Config, step: int) -> list[Microbatch]:
+    """A global batch: the same sequences, however they are cut into microbatches."""
+    train = config.train
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB_SIZE, (2, train.global_batch_size, train.seq_len), generator=generator)
+    parts = zip(*(t.split(train.micro_batch_size) for t in tokens), strict=True)
+    return [Microbatch(inputs, targets, key) for key, (inputs, targets) in enumerate(parts)]
+
+
+def accumulate(config: Config, stage: Stage, engine: NativeEngine, step: int) -> Tensor:
+    """Forward and backward of a step's whole batch; its mean loss."""
+    plan = generators.build(config.parallel.schedule, 1, config.num_microbatches)
+    weight = 1 / (config.train.global_batch_size * config.train.seq_len)
+    return Runtime([stage], engine, SOLO).run(plan, batch_of(config, step), {"cross_entropy": weight})["cross_entropy"] * weight
+
+
+def backward_of(engine: NativeEngine, stage: Stage, gradient: float, times: int = 1) -> None:
+    """Accumulates `times` × `gradient` into every element of every parameter, through autograd in the parameters' dtype."""
+    for i in range(times):
+        total = sum((p.sum() * 1.0 for p in stage.parameters()), torch.zeros((), dtype=next(stage.parameters()).dtype))
+        engine.backward(0, get_gradient_edge(total), torch.full_like(total, gradient), last=i == times - 1)
+    engine.reduce_gradients()
