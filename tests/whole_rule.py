@@ -27,34 +27,31 @@ class Orthogonal(Rule[OrthogonalSettings]):
 
     name, settings_type, whole, kinds = "orthogonal", OrthogonalSettings, True, ("orthogonal_m",)
 
-    @classmethod
-    def own_state(cls, shape: Shape) -> dict[str, Shape]:
-        return {"orthogonal_rows": (shape[0],)}
+    def own_state(self, shape: Shape) -> dict[str, Shape]:
+        return {"orthogonal_rows": shape[:2]}
 
-    @classmethod
-    def refuses(cls, shape: Shape) -> str | None:
-        return "it is no matrix" if len(shape) < 2 else None
+    def prepare(self, given: ParameterShard) -> tuple[Tensor, dict[str, Tensor]]:
+        momentum = self.settings.orthogonal_momentum * given.state["orthogonal_m"] + given.gradient
+        return momentum, {"orthogonal_m": momentum}
 
     def direction(self, given: ParameterShard) -> tuple[Tensor, dict[str, Tensor]]:
-        assert given.shard.global_shape == given.gradient.shape == given.read_master().shape, f"a piece of {given.name}"
-        momentum = self.settings.orthogonal_momentum * given.state["orthogonal_m"] + given.gradient
-        flat = momentum.flatten(1)
-        rows = given.state["orthogonal_rows"] + flat.square().mean(1)
-        x = flat / (rows / given.updates + 1e-12).sqrt().unsqueeze(1)
-        x = x / (x.norm() + 1e-12)
+        rows = given.state["orthogonal_rows"] + given.gradient.square().mean(2)
+        x = given.gradient / (rows / given.updates + 1e-12).sqrt().unsqueeze(2)
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-12)
         for _ in range(ROUNDS):
-            x = 1.5 * x - 0.5 * x @ (x.T @ x)
-        return x.view_as(momentum), {"orthogonal_m": momentum, "orthogonal_rows": rows}
+            x = 1.5 * x - 0.5 * x @ (x.mT @ x)
+        return x, {"orthogonal_rows": rows}
 
     def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
         momentum = self.settings.orthogonal_momentum * before["orthogonal_m"] + gradient
-        of_rows = np.mean(np.square(momentum.reshape(len(momentum), -1)), axis=1)
-        return {"orthogonal_m": momentum, "orthogonal_rows": before["orthogonal_rows"] + of_rows}
+        return {"orthogonal_m": momentum, "orthogonal_rows": before["orthogonal_rows"] + np.mean(np.square(momentum), axis=2)}
 
     def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
-        flat = state["orthogonal_m"].reshape(len(gradient), -1)
-        x = flat / np.sqrt(state["orthogonal_rows"] / step + 1e-12)[:, None]
-        x = x / (np.linalg.norm(x) + 1e-12)
-        for _ in range(ROUNDS):
-            x = 1.5 * x - 0.5 * (x @ x.T) @ x
-        return x.reshape(gradient.shape)
+        found = []
+        for momentum, rows in zip(state["orthogonal_m"], state["orthogonal_rows"], strict=True):
+            x = momentum / np.sqrt(rows / step + 1e-12)[:, None]
+            x = x / (np.linalg.norm(x) + 1e-12)
+            for _ in range(ROUNDS):
+                x = 1.5 * x - 0.5 * (x @ x.T) @ x
+            found.append(x)
+        return np.stack(found)

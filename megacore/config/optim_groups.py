@@ -1,15 +1,26 @@
 """Which optimizer each parameter has, with which settings: `optim`, and `optim.groups` by patterns of names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 from megacore.config.optim import OptimConfig, OptimGroup
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import RULES, Rule, Shape
 
 KEY = "optim.groups"
+
+
+class Placement(Protocol):
+    """What is asked of a `distributed.shard.Shard`, which this module may be read without."""
+
+    @property
+    def global_shape(self) -> Shape: ...
+
+    @property
+    def logical_matrices(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +38,17 @@ class ParameterGroup:
         """Whether a pattern of its matches a parameter's name."""
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
-    def state(self, shape: Shape) -> dict[str, Shape]:
-        """The state that the rule keeps for a parameter of this shape, by kind."""
-        return dict.fromkeys(self.rule.kinds, shape) | self.rule.own_state(shape)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds of state that the rule keeps."""
+        return *self.rule.kinds, *(self.rule.own_state((1, 1, 1)) if self.rule.whole else ())
+
+    def refuses(self, shard: "Placement") -> str | None:
+        """Why its rule cannot update a parameter with this placement, in a few words; None if it can."""
+        shape, matrices = shard.global_shape, shard.logical_matrices
+        if self.rule.whole and sum(prod(matrix.sizes(shape)) for matrix in matrices) != prod(shape):
+            return "the matrices that its layer states are not all of it" if matrices else "it is no matrix"
+        return self.rule.refuses(shape)
 
 
 class ParameterGroups:
@@ -42,16 +61,16 @@ class ParameterGroups:
         """The group of the parameter with a logical name: the first that matches."""
         return next((group for group in self.every[:-1] if group.has(name)), self.every[-1])
 
-    def check(self, shapes: Mapping[str, Shape]) -> None:
+    def check(self, shards: Mapping[str, "Placement"]) -> None:
         """Raises `ConfigError` if a pattern matches none of the model's parameters, or a rule cannot update one that it has."""
         for group in self.every[:-1]:
             for pattern in group.match:
-                if not any(fnmatchcase(name, pattern) for name in shapes):
-                    right = f"a pattern of names such as {next(iter(shapes))} and {list(shapes)[len(shapes) // 2]}"
+                if not any(fnmatchcase(name, pattern) for name in shards):
+                    right = f"a pattern of names such as {next(iter(shards))} and {list(shards)[len(shards) // 2]}"
                     raise ConfigError(KEY, f"{pattern} matches no parameter of the model", right)
-        for name, shape in shapes.items():
+        for name, shard in shards.items():
             group = self.of(name)
-            if reason := group.rule.refuses(shape):
+            if reason := group.refuses(shard):
                 right = f"an entry of {KEY} with another kind that matches it"
                 raise ConfigError(KEY if group.number else "optim.kind", f"{group.rule.name} cannot update {name}: {reason}", right)
 

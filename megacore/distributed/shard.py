@@ -4,7 +4,7 @@ Initialisation, checkpoints, gradient norms and verification use only this recor
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 
@@ -62,6 +62,12 @@ class LogicalMatrix:
     batch: tuple[int, ...] = ()  # along them there are maps of their own, such as heads
     rows: tuple[int, ...] = (0,)  # of a map's outputs
     columns: tuple[int, ...] = (1,)  # of its inputs
+    heads: tuple[int, ...] = ()  # of `batch`, those along which the maps are heads, which together are one map too
+
+    @property
+    def joined(self) -> "LogicalMatrix":
+        """The same with all heads as rows of one map."""
+        return replace(self, batch=tuple(dim for dim in self.batch if dim not in self.heads), rows=(*self.heads, *self.rows), heads=())
 
     def view(self, weight: Tensor) -> Tensor:
         """The maps ``[batch, rows, columns]`` within the whole weight, or within a piece that is not split along an indexed dim. It is
@@ -94,6 +100,7 @@ class Shard:
     init_std: float | None = None  # drawn from a normal distribution with this deviation; None: filled with `fill`
     fill: float = 0.0
     matrices: tuple[LogicalMatrix, ...] = ()  # which logical matrices it has, if it is not one itself
+    table: bool = False  # a row for each token or position: no map between hidden states
 
     @property
     def logical_matrices(self) -> tuple[LogicalMatrix, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megacore.config.optim_groups import ParameterGroup, ParameterGroups
 from megacore.distributed.shard import Shard, TensorSlice, logical_name
+from megacore.engine.whole_matrices import own_state_shapes
 
 Pieces = Mapping[str, tuple[Tensor, TensorSlice]]  # see `shard.piece_key`
 
@@ -54,7 +55,7 @@ class HeldTensors:
         self.own: dict[str, dict[str, Tensor]] = {}
         for group, names in self.names.items():
             for name in names:
-                for kind, shape in group.rule.own_state(shards[name].global_shape).items():
+                for kind, shape in own_state_shapes(group.rule, shards[name]).items():
                     self.own.setdefault(kind, {})[name] = torch.zeros(shape, dtype=ranges[0].master.dtype, device=device)
 
     def memory(self) -> Iterator[Tensor]:

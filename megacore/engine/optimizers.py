@@ -4,7 +4,7 @@ A rule with a fused form gets long flat tensors. Any other is asked for the dire
 the rank holds, or with `Rule.whole` of each logical tensor, which is then put together from the pieces of all ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,8 +15,11 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.communicator import Group
 from megacore.distributed.shard import Shard, TensorSlice
 from megacore.engine.held_tensors import HeldTensors
+from megacore.engine.whole_matrices import matrices_of, own_views
 from megacore.kernels.dispatch import Implementation
 from megacore.optimizers.rule import ParameterShard, ParameterShards, Update
+
+Pieces = Sequence[tuple[Tensor, TensorSlice]]
 
 
 class GroupedUpdate:
@@ -101,33 +104,47 @@ class WholeUpdate(Update):
     @torch.no_grad()
     def step(self, lr: float, scale: Tensor, skip: Tensor) -> None:
         """See `Update`. Collective over the ranks that hold parts of the same parameters, of which each takes them in one order."""
-        rule, taken = self.group.rule, skip == 0
+        held, taken = self.held, skip == 0
         self.updates += taken
-        pieces = {kind: self.held.of(kind, self.group) for kind in ("model", "gradient", "copy", *rule.kinds)}
-        for name in self.held.names[self.group]:
-            shard = self.held.shards[name]
-            own = {kind: tensors[name] for kind, tensors in self.held.own.items() if name in tensors}
-            held = {kind: found.get(name, []) for kind, found in pieces.items()}
-
-            def whole(kind: str, shard: Shard = shard, held: dict[str, list[tuple[Tensor, TensorSlice]]] = held) -> Tensor:
-                return self._whole(held[kind], shard)
-
-            state = {kind: whole(kind) for kind in rule.kinds} | own
-            gradient, updates = whole("gradient") / scale.to(self.dtype), self.updates.to(self.dtype)
-            direction, after = rule.direction(ParameterShard(gradient, state, updates, partial(whole, "model"), name, shard))
-            for kind, tensor in own.items():
-                tensor.copy_(torch.where(taken, after[kind], tensor))
-            for kind in rule.kinds:
-                for piece, box in held[kind]:
-                    piece.copy_(torch.where(taken, after[kind][box.slices], piece.to(self.device)))
+        pieces = {kind: held.of(kind, self.group) for kind in ("model", "gradient", "copy", *self.group.rule.kinds)}
+        for name in held.names[self.group]:
+            shard, own = held.shards[name], {kind: found.get(name, []) for kind, found in pieces.items()}
+            direction = self._direction(name, self._whole(self._prepared(own, scale, taken), shard), taken)
             decay = self.group.weight_decay if shard.decay else 0.0
-            for piece, box in held["model"]:
+            for piece, box in own["model"]:
                 before = piece.to(self.device)
                 piece.copy_(torch.where(taken, before * (1.0 - lr * decay) - lr * direction[box.slices], before))
-            for (copy, _), (piece, _) in zip(held["copy"], held["model"] if held["copy"] else [], strict=True):
+            for (copy, _), (piece, _) in zip(own["copy"], own["model"] if own["copy"] else [], strict=True):
                 copy.copy_(piece)
 
-    def _whole(self, pieces: list[tuple[Tensor, TensorSlice]], shard: Shard) -> Tensor:
+    def _prepared(self, own: Mapping[str, Pieces], scale: Tensor, taken: Tensor) -> Pieces:
+        """The elementwise part of a parameter's update, on what this rank holds of it."""
+        rule, found = self.group.rule, []
+        for i, (gradient, box) in enumerate(own["gradient"]):
+            master, state = own["model"][i][0], {kind: own[kind][i][0] for kind in rule.kinds}
+            gradient, updates = gradient.to(self.dtype) / scale.to(gradient), self.updates.to(gradient)
+            prepared, after = rule.prepare(ParameterShard(gradient, state, updates, partial(master.view_as, master)))
+            for kind, tensor in state.items():
+                tensor.copy_(torch.where(taken.to(tensor.device), after[kind], tensor))
+            found.append((prepared, box))
+        return found
+
+    def _direction(self, name: str, prepared: Tensor, taken: Tensor) -> Tensor:
+        """The update of a whole parameter: of each of its matrices."""
+        rule, shard = self.group.rule, self.held.shards[name]
+        assert prepared.shape == shard.global_shape, f"a piece of {name}"
+        direction = torch.zeros_like(prepared)
+        own = {kind: tensors[name] for kind, tensors in self.held.own.items() if name in tensors}
+        for matrix, state in zip(matrices_of(rule, shard), own_views(rule, shard, own), strict=True):
+            given = ParameterShard(matrix.view(prepared), state, self.updates.to(self.dtype), weights_elsewhere)
+            maps, after = rule.direction(given)
+            part = matrix.part(direction)
+            part.copy_(maps.reshape(part.shape))
+            for kind, tensor in state.items():
+                tensor.copy_(torch.where(taken, after[kind], tensor))
+        return direction
+
+    def _whole(self, pieces: Pieces, shard: Shard) -> Tensor:
         """A logical tensor. Of the ranks among which it is divided, one holds each element, so a sum puts it together exactly."""
         groups = self.divided_among(shard)
         if not groups:
@@ -139,3 +156,8 @@ class WholeUpdate(Update):
         for group in groups:
             all_reduce(found, group)
         return found
+
+
+def weights_elsewhere() -> Tensor:
+    """The weights, for a rule's `direction` on whole matrices."""
+    raise AssertionError("weights are on the ranks that hold them: read them in `prepare`")

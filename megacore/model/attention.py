@@ -42,7 +42,8 @@ class Attention(nn.Module):
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         heads = (config.kv_heads, self.queries + 2, config.head_size)
         named = (("q", 0, self.queries), ("k", self.queries, self.queries + 1), ("v", self.queries + 1, self.queries + 2))
-        matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), batch=(0, 1), rows=(2,), columns=(3,)) for n, *at in named)
+        dims: dict[str, Any] = {"batch": (0, 1), "rows": (2,), "columns": (3,), "heads": (0, 1)}
+        matrices = tuple(LogicalMatrix(n, (slice(None), slice(*at)), **dims) for n, *at in named)
         self.qkv = ColumnLinear(
             model.hidden_size, heads, bias=resolved(model.qkv_bias), init_std=model.init_std, matrices=matrices, **where
         )

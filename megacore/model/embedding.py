@@ -38,7 +38,7 @@ class Embedding(Layer):
         model, group = config.model, mesh.tp
         self.scale = model.embedding_scale
         shape, along = (config.max_positions, model.hidden_size), (replicated(group, partial=config.parallel.sequence),)
-        table = Shard(shape, along, decay=True, init_std=model.init_std)
+        table = Shard(shape, along, decay=True, init_std=model.init_std, table=True)
         self.position = new_parameter(table, dtype, device) if model.position == "learned" else None
         self.embedding = vocabulary(config, mesh, dtype, device)
 

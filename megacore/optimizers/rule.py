@@ -29,17 +29,17 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What a rule computes an update from: a whole logical tensor, or any range of elements of one or several.
+    """What a rule computes an update from: any range of elements of one or several parameters.
 
-    Nothing of it may be changed. `name` and `shard` are those of the logical tensor, and None for a range.
+    For `Rule.direction` of a rule with `whole`: all linear maps of one kind in a weight, such as the queries', ``[batch, rows, columns]``,
+    whatever the layout. `gradient` is then what `prepare` made of it, `state` the rule's `own_state`, and weights are not there.
+    Nothing of it may be changed.
     """
 
     gradient: Tensor  # of the mean loss over the global batch: without the loss scale, and clipped
     state: Mapping[str, Tensor]  # by kind
     updates: Tensor  # how many steps were taken, with this one; a scalar of the gradient's dtype, on its device
-    read_master: Callable[[], Tensor]  # gives the weights, fp32 or fp64; of a whole tensor it may gather them from other ranks
-    name: str | None = None
-    shard: Any = None  # its placement, a `distributed.shard.Shard`
+    read_master: Callable[[], Tensor]  # gives the weights, fp32 or fp64
 
 
 @dataclass(frozen=True)
@@ -65,30 +65,46 @@ class Update(Protocol):
 class Rule(ABC, Generic[S]):
     """An optimizer: with the rate r and the weight decay w, a parameter becomes ``(1 - r · w) · p - r · direction``.
 
-    All state is zeros at first. What has a number for each element is divided among ranks as the parameter is. State of other shapes is
-    whole on every rank that holds a part of the parameter.
+    All state is zeros at first. What has a number for each element is divided among ranks as the parameter is.
+
+    A rule with `whole` updates matrices in two parts. `prepare` is elementwise: every rank does it on what it holds. `direction` is given
+    whole logical matrices, never a shard, nor queries, keys and values as one: one rank, their owner, computes it, and has `own_state`.
     """
 
     name: ClassVar[str]  # in `optim.kind`
     settings_type: ClassVar[type[Section]] = Section  # its keys, in `optim` and in an entry of `optim.groups`
-    whole: ClassVar[bool] = False  # whether it needs whole logical tensors; otherwise it may be given any range of elements
+    whole: ClassVar[bool] = False  # whether it needs whole logical matrices; otherwise it is given any range of elements
+    by_head: bool = False  # with `whole`: whether each of attention's heads is a matrix of its own; otherwise all are rows of one
     kinds: ClassVar[tuple[str, ...]] = ()  # of its state, with a number for each element; a kind is also a prefix in checkpoints
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
 
-    @classmethod
-    def own_state(cls, shape: Shape) -> dict[str, Shape]:
-        """State of other shapes, for a rule with `whole`: by kind, for a parameter of this shape."""
+    def own_state(self, shape: Shape) -> dict[str, Shape]:
+        """State that is no number for each element, for a rule with `whole`: by kind, for maps ``[batch, rows, columns]`` of this shape.
+        The kinds are the same for every shape."""
         return {}
+
+    def cost(self, shape: Shape) -> float:
+        """How many operations `direction` takes, by which maps of this shape are dealt to ranks; for a rule with `whole`."""
+        batch, rows, columns = shape
+        return 2.0 * batch * rows * columns * min(rows, columns)
 
     @classmethod
     def refuses(cls, shape: Shape) -> str | None:
         """Why it cannot update a parameter of this shape, in a few words; None if it can."""
         return None
 
+    def prepare(self, given: ParameterShard) -> tuple[Tensor, dict[str, Tensor]]:
+        """For a rule with `whole`: what `direction` is given in the gradient's place, and the elementwise state (`kinds`) after it.
+
+        To have the same bits however elements are divided, add and multiply in operations of their own: fused ones may round otherwise
+        at the end of a range.
+        """
+        return given.gradient, {}
+
     def direction(self, given: ParameterShard) -> tuple[Tensor, dict[str, Tensor]]:
-        """The update at a rate of one, before its sign and without weight decay, and the state after it."""
+        """The update at a rate of one, before its sign and without weight decay, and the state after it; with `whole` the own state."""
         raise AssertionError(f"{self.name} has only the fused form")
 
     def fused(self, tensors: ParameterShards, implementation: Implementation) -> Update | None:
@@ -97,9 +113,10 @@ class Rule(ABC, Generic[S]):
 
     @abstractmethod
     def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
-        """For the proof: the state after step `step` (from 1), given that before it and the clipped gradient, of a whole logical tensor.
+        """For the proof: the state after step `step` (from 1), given that before it and the clipped gradient, of a whole logical tensor;
+        with `whole` of the maps ``[batch, rows, columns]`` of one kind in it.
 
-        It is written in plain numpy, independent of `direction` and `fused`.
+        It is written in plain numpy, independent of `prepare`, `direction` and `fused`.
         """
 
     @abstractmethod

@@ -131,7 +131,7 @@ class Inputs:
             if f"{kind}/" != WEIGHTS:
                 continue
             group = groups.of(parameter)
-            state = group.state(reader.manifest.tensors[name].shape)
+            state = group.kinds
             by = f"{KEY}[{group.number - 1}]" if group.number else f"optim.kind={group.rule.name}"
             right = f"the optimizer that it was saved with, or its weights alone: checkpoint.weights={reader.path}"
             if lacking := [kind for kind in state if f"{kind}/{parameter}" not in names]:

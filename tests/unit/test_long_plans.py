@@ -27,7 +27,7 @@ from megacore.tools.planner import activations, memory, parameters, traffic
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.schedules.simulate import simulate
-from megacore.tools.settings.group_table import parameter_shapes
+from megacore.tools.settings.group_table import parameter_shards
 from megacore.tools.settings.load import load
 from tests import training
 
@@ -116,11 +116,11 @@ def test_many_layers_are_counted_and_not_named(tmp_path: Path, monkeypatch: pyte
     """Names of each of 16,384 layers' parameters were made for every question."""
     config = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=500"]).config
     with calls_of(monkeypatch, parameters.Parameter, "named") as named, calls_of(monkeypatch, LayerSpec, "build") as built:
-        assert parameters.parameters(config) == sum(map(prod, parameter_shapes(config).values())) and not named
+        assert parameters.parameters(config) == sum(prod(shard.global_shape) for shard in parameter_shards(config).values()) and not named
     assert len(built) <= 6, "three layers for each"
     few = load(training.write_config(tmp_path, "nothing"), ["model.num_layers=12"]).config
     whole = [(name, shard_of(parameter).global_shape) for name, parameter in whole_model(few, "meta").named_parameters()]
-    assert list(parameter_shapes(few).items()) == whole
+    assert [(name, shard.global_shape) for name, shard in parameter_shards(few).items()] == whole
 
 
 def test_the_fullest_states_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,16 @@ import torch
 
 from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
+from megacore.distributed.shard import shard_of
 from megacore.engine.learning_rate import learning_rate
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
 from megacore.optimizers.rule import RULES, Rule, register, unregister
 from megacore.tools.choices.check_engine import check_engine
-from megacore.tools.settings.group_table import group_table, parameter_shapes
+from megacore.tools.settings.group_table import group_table, parameter_shards
 from megacore.tools.settings.load import load
+from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
 from tests.one_rank import CPU, accumulate, engine_of
 from tests.training import write_config
 
@@ -53,6 +55,7 @@ def worst_update(config: Config, rule_of: Callable[[Config, str], tuple[Rule[Any
     """The largest relative difference of a parameter or its state from each rule's own plain formula, over some steps."""
     stage, engine = engine_of(config)
     dims = {name: parameter.dim() for name, parameter in stage.named_parameters()}
+    shards = {name: shard_of(parameter) for name, parameter in stage.named_parameters()}
     state: dict[str, dict[str, np.ndarray]] = {}
     worst = 0.0
     for step in range(1, steps + 1):
@@ -67,14 +70,14 @@ def worst_update(config: Config, rule_of: Callable[[Config, str], tuple[Rule[Any
         kinds = set()
         for name, gradient in gradients.items():
             rule, factor, decay = rule_of(config, name)
-            shapes = dict.fromkeys(rule.kinds, gradient.shape) | rule.own_state(tuple(gradient.shape))
-            g, held = (gradient * clip).numpy(), state.get(name) or {kind: np.zeros(shape) for kind, shape in shapes.items()}
-            state[name] = held = rule.reference_state(held, g, step)
+            g, shard = (gradient * clip).numpy(), shards[name]
+            held = state.get(name) or zeros(rule, g.shape, shard)
+            state[name] = held = reference_state(rule, held, g, step, shard)
             own_decay = decay if dims[name] > 1 and not name.endswith("bias") else 0.0
             lr = rate * factor
             right = {f"{kind}/{name}": tensor for kind, tensor in held.items()}
             kinds |= right.keys()
-            right[f"model/{name}"] = (1 - lr * own_decay) * before[f"model/{name}"] - lr * rule.reference_direction(held, g, step)
+            right[f"model/{name}"] = (1 - lr * own_decay) * before[f"model/{name}"] - lr * reference_direction(rule, held, g, step, shard)
             for key, tensor in right.items():
                 moved = np.linalg.norm(tensor - before[key]) if key in before else 1.0
                 worst = max(worst, float(np.linalg.norm(after[key] - tensor) / (moved or 1.0)))
@@ -201,7 +204,7 @@ def test_the_table_names_every_parameter_once(configure: Callable[..., Config]) 
     assert lines[1] == "  optim.groups[0]: sgd lr=0.01 weight_decay=0.3 momentum=0.5"
     assert "    blocks.{0-1}.attention.qkv.weight" in lines and "    blocks.1.feed_forward.up.weight" in lines
     assert "    blocks.{0-1}.feed_forward.up.bias" in lines and "    embedding.weight" in lines
-    others = [name for name in parameter_shapes(config) if expected(config, name)[1] == 1.0]
+    others = [name for name in parameter_shards(config) if expected(config, name)[1] == 1.0]
     shown = lines[next(i for i, line in enumerate(lines) if line.startswith("  others: ")) + 1 :]
     assert len(others) == sum(2 if "{0-1}" in line else 1 for line in shown)
 

@@ -12,14 +12,14 @@ from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
 from megacore.pipeline.partition import layer_ranges, placement_of, shared_parameters
 from megacore.tools.deepspeed.engine import check_machine
-from megacore.tools.settings.group_table import parameter_shapes
+from megacore.tools.settings.group_table import parameter_shards
 
 
 def check_engine(config: Config, device: torch.device) -> None:
     """Raises `ConfigError` if this machine lacks what `engine.kind` needs, or the model the parameters that `optim.groups` names."""
     groups = ParameterGroups(config.optim)
     if config.optim.groups or groups.every[-1].rule.whole:
-        groups.check(parameter_shapes(config))
+        groups.check(parameter_shards(config))
     if config.model.source is not None:
         check_shared(config)
     if config.engine.kind == "deepspeed":

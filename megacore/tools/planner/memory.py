@@ -23,7 +23,6 @@ step, the whole gradients of the two parameters in which its part begins and end
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from megacore.config.implied import reshards
 from megacore.config.optim_groups import ParameterGroups
@@ -200,9 +199,10 @@ def own_state_numbers(config: Config) -> list[int]:
     placement = placement_of(partitioned(config))
 
     def numbers(rank: int) -> int:
-        shapes = {parameter.name: parameter.shape for stage in placement[rank] for parameter in stage_parameters(config, stage).all}
-        every = (groups.of(name).rule.own_state(shape) for name, shape in shapes.items())
-        return sum(prod(shape) for own in every for shape in own.values())
+        from megacore.tools.planner.on_meta import own_numbers
+
+        tensors = {parameter.name: parameter.tensor for stage in placement[rank] for parameter in stage_parameters(config, stage).all}
+        return sum(own_numbers(groups.of(name).rule, tensor) for name, tensor in tensors.items())
 
     return of_each_rank(config, numbers, "own state", config.optim.kind, config.optim.groups)
 

@@ -1,6 +1,8 @@
 """What the planner asks of the layers and the engine themselves: they are built on `meta`, without content and without other ranks."""
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ from megacore.distributed.shard import Shard, shard_of
 from megacore.distributed.topology import Topology
 from megacore.engine.flat_buffer import FlatBuffer, lay_out, travelling_unit
 from megacore.engine.low_rank import Messages
+from megacore.engine.whole_matrices import own_state_shapes
 from megacore.model.stage import Stage
+from megacore.optimizers.rule import Rule
 from megacore.tensor_parallel.linear import flatten_rows
 from megacore.tools.choices.partition import partitioned
 
@@ -50,6 +54,11 @@ def stage_of(config: Config, layers: range, tensor_rank: int) -> Stage:
 def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Of the whole tensor."""
     return shard_of(parameter).global_shape
+
+
+def own_numbers(rule: Rule[Any], parameter: nn.Parameter) -> int:
+    """The numbers of state that a rule with `Rule.whole` keeps of the parameter's matrices."""
+    return sum(map(prod, own_state_shapes(rule, shard_of(parameter)).values()))
 
 
 def summed_over_tensor_ranks(parameter: nn.Parameter) -> bool:

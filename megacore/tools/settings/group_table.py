@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from megacore.config import Config
 from megacore.config.optim_groups import KEY, ParameterGroup, ParameterGroups
-from megacore.distributed.shard import shard_of
+from megacore.distributed.shard import Shard, shard_of
 from megacore.model.stage import whole_model
 
 
@@ -13,10 +13,10 @@ def group_table(config: Config) -> str:
     """The table, or "" if all parameters have the same. Raises `ConfigError` as `check_engine`."""
     if not config.optim.groups:
         return ""
-    groups, shapes = ParameterGroups(config.optim), parameter_shapes(config)
-    groups.check(shapes)
+    groups, shards = ParameterGroups(config.optim), parameter_shards(config)
+    groups.check(shards)
     members: dict[ParameterGroup, list[str]] = {group: [] for group in groups.every}
-    for name in shapes:
+    for name in shards:
         members[groups.of(name)].append(name)
     lines = [f"{KEY}, as they apply (weight decay: to matrices alone):"]
     for group, own in members.items():
@@ -27,19 +27,19 @@ def group_table(config: Config) -> str:
     return "\n".join(lines)
 
 
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The logical shape of every parameter of a config's model, by name. Of megacore's own blocks, which differ in their names alone,
-    one is built."""
+def parameter_shards(config: Config) -> dict[str, Shard]:
+    """The placement on one process of every parameter of a config's model, by name. Of megacore's own blocks, which differ in
+    their names alone, one is built."""
     model, alike = config.model, config.model.source is None
     built = config.model_copy(update={"model": model.model_copy(update={"num_layers": 1})}) if alike else config
-    shapes = {name: shard_of(parameter).global_shape for name, parameter in whole_model(built, "meta").named_parameters()}
-    block = [name for name in shapes if alike and name.startswith("blocks.0.")]
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
+    shards = {name: shard_of(parameter) for name, parameter in whole_model(built, "meta").named_parameters()}
+    block = [name for name in shards if alike and name.startswith("blocks.0.")]
+    found: dict[str, Shard] = {}
+    for name, shard in shards.items():
         if block and name == block[0]:
-            found |= {own.replace(".0.", f".{i}.", 1): shapes[own] for i in range(model.num_layers) for own in block}
+            found |= {own.replace(".0.", f".{i}.", 1): shards[own] for i in range(model.num_layers) for own in block}
         elif name not in block:
-            found[name] = shape
+            found[name] = shard
     return found
 
 

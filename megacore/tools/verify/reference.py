@@ -37,6 +37,7 @@ from megacore.model.head import Head
 from megacore.model.layers import DTYPES, fields_of, losses_of
 from megacore.model.stage import Stage, whole_model
 from megacore.rng import key_of
+from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
 from megacore.tools.verify.record import ProofRecord, noise
 from megacore.tools.verify.replay import decays, rate
 from megacore.tools.verify.trace import Trace
@@ -69,7 +70,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     parameters, buffers = dict(model.named_parameters()), buffers_of([model])
     record.tensors("parameter 0", whole(parameters))
     groups = {name: ParameterGroups(optim).of(name) for name in parameters}
-    state = {name: {kind: np.zeros(s) for kind, s in groups[name].state(tuple(p.shape)).items()} for name, p in parameters.items()}
+    shards = {name: shard_of(p) for name, p in parameters.items()}
+    state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in parameters.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
     every = training_samples(config)
@@ -99,8 +101,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         for name, p in parameters.items():
             group, gradient = groups[name], (gradients[name] * clip).numpy()
             lr = rate(optim, step, train.steps, group.lr)
-            state[name] = group.rule.reference_state(state[name], gradient, step)
-            direction = group.rule.reference_direction(state[name], gradient, step)
+            state[name] = reference_state(group.rule, state[name], gradient, step, shards[name])
+            direction = reference_direction(group.rule, state[name], gradient, step, shards[name])
             # NumPy makes a plain number of a scalar: `as_tensor` takes that too.
             p.data.copy_(p.data * (1 - lr * group.weight_decay * decays(name, p.dim())) - lr * torch.as_tensor(direction))
             p.grad = None

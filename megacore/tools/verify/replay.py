@@ -9,6 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +19,10 @@ from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.tools.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
+from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
+
+if TYPE_CHECKING:
+    from megacore.distributed.shard import Shard
 
 # fp32 rounds to 2^-24. A sum over microbatches and ranks rounds some dozen times at most, a moment or an update less often. In bf16
 # the first addition would err by about 2^-9. This bound is half way between, in powers of two.
@@ -72,6 +78,13 @@ class Replay:
         kept = f"sums of gradients and the rounded copies of weights, which {config.engine.kind} keeps where no hook sees them"
         self.lacking = "" if self.given else kept
 
+    @cached_property
+    def shards(self) -> "dict[str, Shard]":
+        """The placements of all parameters."""
+        from megacore.tools.settings.group_table import parameter_shards
+
+        return parameter_shards(self.config)
+
     def differences(self) -> list[Difference]:
         """All differences, of kinds that begin with "own"."""
         for step in range(1, self.config.train.steps + 1):
@@ -106,11 +119,12 @@ class Replay:
         for name in self.names:
             group = self.groups.of(name)
             gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
-            shapes, lr = group.state(p.shape), rate(optim, step, steps, group.lr)
-            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", np.zeros(shape)) for kind, shape in shapes.items()}
-            states |= {f"{kind} {step}|{name}": x for kind, x in group.rule.reference_state(before, gradient, step).items()}
-            held = {kind: self.held[f"{kind} {step}|{name}"] for kind in shapes}
-            direction = group.rule.reference_direction(held, gradient, step)
+            shard, lr = self.shards[name] if group.rule.whole else None, rate(optim, step, steps, group.lr)
+            nothing = zeros(group.rule, p.shape, shard)
+            before = {kind: self.held.get(f"{kind} {step - 1}|{name}", zero) for kind, zero in nothing.items()}
+            states |= {f"{kind} {step}|{name}": x for kind, x in reference_state(group.rule, before, gradient, step, shard).items()}
+            held = {kind: self.held[f"{kind} {step}|{name}"] for kind in nothing}
+            direction = reference_direction(group.rule, held, gradient, step, shard)
             update = -lr * (direction + group.weight_decay * decays(name, p.ndim) * p)
             self.exact[f"parameter {step}|{name}"] = p + update
             updates[f"parameter {step}|{name}"] = update
