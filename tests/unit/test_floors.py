@@ -47,7 +47,7 @@ ROOMS = [
     ["megacore.tools.relaunch."],
     ["megacore.tools.verify.", "megacore.tools.preflight.", "megacore.tools.dry_run."],
     ["megacore.tools.library", "tests.drills."],
-    ["megacore.tools.replay."],
+    ["megacore.tools.replay.", "megacore.tools.sweep.", "megacore.tools.scaling."],
     ["launch.", "benchmarks."],
     ["tests."],
 ]

@@ -1,0 +1,198 @@
+"""Runs an array of trainings over settings, on this machine or under Slurm; then a table, a picture, and the best one as a config."""
+
+import argparse
+import math
+import os
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+import megacore.tools.cli  # noqa: F401  (first: Ctrl-C counts from here on)
+from megacore.distributed.processes import available_cores
+from megacore.errors import ConfigError, UserError
+from megacore.files import check_folder
+from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.sweep.folder import SweepFolder
+from megacore.tools.sweep.results import Results, Row, metric_of, rows_of, show, write
+from megacore.tools.sweep.slurm import check_job, submit, write_job
+from megacore.tools.sweep.spec import read_spec
+from megacore.tools.sweep.trials import Trial, named, trials_of
+
+EXAMPLE = "python launch/sweep.py configs/sweeps/learning_rate.json"
+MORE = """The file names a config, what is changed in it for all trials, and what is swept: every combination of a grid, or a random search.
+  {"config": "configs/gpt_tiny.json", "overrides": {"train.steps": 100},
+   "grid": {"optim.lr": [0.001, 0.002, 0.004], "size": [{"model.hidden_size": 64, "model.num_heads": 2},
+                                                        {"model.hidden_size": 128, "model.num_heads": 4}]},
+   "linked": {"optim.min_lr": {"of": "optim.lr", "times": 0.1}}, "seeds": [0, 1, 2]}
+  "random": {"trials": 20, "seed": 0, "keys": {"optim.lr": {"log_uniform": [1e-4, 1e-2]}}}  in place of "grid"
+The same command goes on: finished trials are kept, others go on from their checkpoints, and values that were added are run too.
+Exit status: 0 all trials finished, 1 some failed, 2 bad arguments, 75 stopped on request (Ctrl-C)."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+    parser.add_argument("spec", metavar="SWEEP.json", help="what is swept, see above and docs/sweeps.md")
+    parser.add_argument("--dry-run", action="store_true", help="checks every trial, says what all will take, and stops")
+    parser.add_argument("--report", action="store_true", help="only the table, the picture and the files, of what is there by now")
+    parser.add_argument(
+        "--at-once", type=count, metavar="N", help="trials at a time (default: as many as this machine has cores or GPUs for)"
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="predicts for it, and not for this machine: h100, or a file, as for launch/plan.py"
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="links of the device, as for launch/plan.py")
+    parser.add_argument("--price", type=float, metavar="P", help="of a device and hour, adds money (default: log.price_per_device_hour)")
+    parser.add_argument("--slurm", action="store_true", help="writes a job array in the sweep's folder, and starts nothing here")
+    parser.add_argument("--submit", action="store_true", help="with --slurm: hands it to sbatch")
+    parser.add_argument("--host-size", type=count, default=8, metavar="N", help="with --slurm: ranks on a host (8)")
+    args = parser.parse_args(argv)
+    if args.price is not None and not 0 <= args.price < math.inf:
+        raise ConfigError("--price", f"{args.price} is not usable", "0 or more")
+    if args.submit and not args.slurm:
+        raise ConfigError("--submit", "there is no job to submit", "also --slurm")
+    if args.submit and shutil.which("sbatch") is None:
+        raise ConfigError("--submit", "there is no sbatch here", "a machine of a Slurm cluster")
+    for option in ("dry_run", "slurm"):
+        if args.report and getattr(args, option):
+            raise ConfigError("--report", f"stands beside --{option.replace('_', '-')}", "one of the two")
+    return args
+
+
+def places(args: argparse.Namespace, trials: list[Trial]) -> tuple[int, list[str], str | None]:
+    """How many trials run at a time here, the GPUs that they share out among themselves, and what torch calls these."""
+    import torch
+
+    ranks = max(trial.ranks for trial in trials)
+    gpus: list[str] = []
+    if torch.cuda.is_available() and any(trial.config.train.device != "cpu" for trial in trials):
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    there = len(gpus) or available_cores()
+    if args.at_once is None:
+        return max(1, there // ranks), gpus, torch.cuda.get_device_name(0) if gpus else None
+    if gpus and args.at_once * ranks > there:
+        raise ConfigError("--at-once", f"{args.at_once} × {ranks} ranks need more than {there} GPUs", f"at most {there // ranks}")
+    return args.at_once, gpus, torch.cuda.get_device_name(0) if gpus else None
+
+
+def check_data(trials: list[Trial]) -> None:
+    """Opens what trials read, each corpus once for a vocabulary. Raises `UserError`, naming the trial."""
+    from megacore.tools.inputs import Inputs
+
+    seen = set()
+    for trial in trials:
+        config = trial.config
+        key = config.data.model_dump_json(), config.model.vocab_size, config.train.seq_len, config.model.source
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            Inputs(config, rank=1)  # what is rank 0's, a checkpoint and a folder, is the trial's own
+        except UserError as error:
+            raise named(trial, error) from None
+
+
+def report(folder: SweepFolder, results: Results) -> None:
+    """Prints the tables, and writes the files and the picture."""
+    from megacore.tools.output_files import replaced
+    from megacore.tools.sweep.picture import draw
+
+    show(results)
+    write(results, folder)
+    path = str(folder.path / "sweep.png")
+    try:
+        with replaced(path) as aside:
+            drawn = draw(results, aside)
+            if not drawn:
+                Path(aside).touch()
+        if not drawn:
+            Path(path).unlink()
+    except OSError as error:
+        raise ConfigError("folder", f"cannot write {path}: {error.strerror}", "a folder with room") from None
+    files = ["results.json", "results.csv", *(["sweep.png"] if drawn else [])]
+    files += ["best.json, which launch/pretrain.py --config takes"] if results.best is not None else []
+    print(f"\nin {folder.path}: {', '.join(files)}")
+
+
+def status_of(rows: list[Row]) -> int:
+    """The exit status; names the trials that failed."""
+    failed = [row for row in rows if row.status.startswith("failed")]
+    if failed:
+        names = ", ".join(row.trial.name or "the config" for row in failed[:10])
+        print(f"{len(failed)} of {len(rows)} trials failed: {names}{' …' if len(failed) > 10 else ''}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run(argv: list[str]) -> int:
+    """Everything that the script does."""
+    args = parse(argv)
+    spec = read_spec(args.spec)
+    trials = trials_of(spec)
+    metric = metric_of(trials, spec.metric)
+    folder = SweepFolder(Path(spec.folder or Path("runs") / Path(args.spec).stem), trials)
+    found = partial(rows_of, folder, spec.last)
+    if args.report:
+        if not (folder.path / "sweep.json").exists():
+            raise ConfigError("--report", f"{folder.path} holds no sweep yet", "first the sweep")
+        report(folder, Results(found(), metric, spec.last))
+        return status_of(found())
+    check_data(trials)
+    if not args.dry_run:
+        check_folder("folder", folder.path)
+
+    from megacore.tools.sweep import price
+    from megacore.tools.sweep.local import Local, Stopping
+
+    at_once, gpus, gpu = (args.at_once or len(trials), [], None) if args.slurm else places(args, trials)
+    ranks = max(trial.ranks for trial in trials)
+    if args.slurm:
+        check_job(folder, found(), args.host_size)
+    if args.slurm and args.device is None:
+        machine = None
+    else:
+        machine = price.machine_of(args.device, args.cluster, trials, max(1, available_cores() // (at_once * ranks)), gpu)
+    price.show(found(), machine, at_once, args.price)
+    if args.dry_run:
+        return 0
+
+    from megacore.tools.folder_lock import FolderLock
+
+    with Stopping() as stop:
+        lock = FolderLock(folder.path, patience=1.0)
+        try:
+            lock.take()
+        except ConfigError as error:
+            raise ConfigError("folder", error.wrong.replace("a run that", "a sweep that"), "its end, or --report") from None
+        folder.write()
+        if args.slurm:
+            return slurm(args, folder, found())
+        Local(folder, at_once, gpus, spec.last).run([row.trial for row in found() if not row.finished], stop)
+        stopped = stop.requested
+    rows = found()
+    print()
+    report(folder, Results(rows, metric, spec.last))
+    if stopped and not all(row.finished for row in rows):
+        print("stopped on request; the same command goes on")
+        return 75
+    return status_of(rows)
+
+
+def slurm(args: argparse.Namespace, folder: SweepFolder, rows: list[Row]) -> int:
+    """Writes the job, and submits it if asked."""
+    if all(row.finished for row in rows):
+        print("all trials are finished")
+        return 0
+    job = write_job(folder, rows, args.host_size, args.at_once)
+    if args.submit:
+        submit(job)
+    else:
+        print(f"sbatch {job}")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(run)
