@@ -108,6 +108,11 @@ class Shard:
         applies)."""
         return self.matrices or ((LogicalMatrix(""),) if self.decay and len(self.global_shape) == 2 else ())
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it holds linear maps between hidden states, for which there are rules of their own (Muon)."""
+        return bool(self.logical_matrices) and not self.table
+
     def interval(self, dim: int) -> tuple[int, int]:
         """The first index along `dim` that this rank holds, and the one after its last."""
         start, stop = 0, self.global_shape[dim]

@@ -74,7 +74,8 @@ class Rule(ABC, Generic[S]):
     name: ClassVar[str]  # in `optim.kind`
     settings_type: ClassVar[type[Section]] = Section  # its keys, in `optim` and in an entry of `optim.groups`
     whole: ClassVar[bool] = False  # whether it needs whole logical matrices; otherwise it is given any range of elements
-    by_head: bool = False  # with `whole`: whether each of attention's heads is a matrix of its own; otherwise all are rows of one
+    hidden_only: ClassVar[bool] = False  # with `whole`, as `optim.kind`: hidden matrices alone have it, and AdamW all other parameters
+    others_lr: ClassVar[str | None] = None  # the setting with AdamW's rate there
     kinds: ClassVar[tuple[str, ...]] = ()  # of its state, with a number for each element; a kind is also a prefix in checkpoints
 
     def __init__(self, settings: S) -> None:
@@ -89,6 +90,11 @@ class Rule(ABC, Generic[S]):
         """How many operations `direction` takes, by which maps of this shape are dealt to ranks; for a rule with `whole`."""
         batch, rows, columns = shape
         return 2.0 * batch * rows * columns * min(rows, columns)
+
+    @property
+    def by_head(self) -> bool:
+        """With `whole`: whether each of attention's heads is a matrix of its own; otherwise all are rows of one."""
+        return False
 
     @classmethod
     def refuses(cls, shape: Shape) -> str | None:

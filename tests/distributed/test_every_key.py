@@ -58,6 +58,7 @@ EVALUATED = "data.valid={corpus} train.eval_every=1 train.eval_batches=1"
 SAVES = "train.steps=4 checkpoint.every=1"
 TENSOR, PIPELINE, DATA, CONTEXT = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.context=2"
 FSDP = f"{DATA} engine.kind=fsdp"
+MUON = "optim.kind=muon train.precision=fp64"
 
 CASES: dict[str, Case] = {
     "model.block": Case("refused", "other"),
@@ -129,6 +130,13 @@ CASES: dict[str, Case] = {
     "optim.beta2": numbers(0.5),
     "optim.eps": numbers(1e-3),
     "optim.momentum": numbers(0.5, "optim.kind=sgd"),
+    "optim.muon_momentum": numbers(0.5, MUON),
+    "optim.muon_nesterov": numbers("false", MUON),
+    "optim.muon_steps": numbers(3, MUON),
+    "optim.muon_scale": numbers("original", MUON),
+    "optim.muon_precision": numbers("bf16", MUON),
+    "optim.muon_heads": numbers("apart", MUON),
+    "optim.muon_adamw_lr": numbers(1e-3, MUON),
     "data.document_mask": numbers("true", "model.attention=sdpa"),
     "data.packing": numbers("best_fit", "data.document_mask=true"),
     "data.train": numbers("{other}"),

@@ -44,6 +44,7 @@ parallel: tensor pipeline data context context_method sequence schedule chunks b
 train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches
 optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks
     beta1 beta2 eps momentum
+    muon_momentum muon_nesterov muon_steps muon_scale muon_precision muon_heads muon_adamw_lr
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every best mirror async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels compression

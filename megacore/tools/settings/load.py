@@ -5,20 +5,23 @@ import json
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.schema import Config
 from megacore.config.source import DIGEST, KEY, SETTINGS, Source, execute, source_of
 from megacore.errors import ConfigError
 from megacore.files import read_json, read_text
+from megacore.optimizers.rule import RULES
 from megacore.records import LARGEST
 from megacore.section import MOST_RANKS
 from megacore.tools.settings.derive import derive
 from megacore.tools.settings.ds_config import check_ds_config, stated
-from megacore.tools.settings.validation import check, check_paths
+from megacore.tools.settings.validation import check, check_groups, check_paths
 
 LONGEST = 200  # characters of a value in a message
 # What a JSON schema says, in words that a user knows.
@@ -83,7 +86,21 @@ def resolve(raw: dict[str, Any], overrides: list[str], name: str, world_size: in
     config = validate(raw)
     check(config, world_size)
     check_ds_config(config)
+    if RULES[config.optim.kind].hidden_only:
+        config = with_others(config, raw, origins)
     return Resolved(config, origins)
+
+
+def with_others(config: Config, raw: dict[str, Any], origins: dict[str, str]) -> Config:
+    """The config with AdamW for what `optim.kind` cannot or should not update, as one more entry of `optim.groups`."""
+    entry = import_module("megacore.tools.settings.default_groups").others_entry(config)  # which loads torch
+    if entry is None:
+        return config
+    set_value(raw, GROUPS, [*raw.get("optim", {}).get("groups", []), entry])
+    origins[GROUPS] = "derived"
+    config = validate(raw)
+    check_groups(config)
+    return config
 
 
 def smallest_world(path: str, overrides: list[str]) -> int:
