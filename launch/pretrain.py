@@ -57,7 +57,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     if args.print_config:
         if place.rank == 0:
             print(loaded.table())
-            if loaded.config.optim.groups:
+            if loaded.config.optim.groups or loaded.config.model.parametrization == "mup":
                 from megacore.tools.settings.group_table import group_table
 
                 print(f"\n{group_table(loaded.config)}")

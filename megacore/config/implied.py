@@ -1,9 +1,11 @@
 """What follows from several settings together: how attention is computed, whether backwards split, what is masked."""
 
 import os
+from fractions import Fraction
+from math import gcd
 from typing import Literal
 
-from megacore.config.schema import MASK, Config
+from megacore.config.schema import MASK, Config, resolved
 
 # Tokens of the longest sequence for which the formula is faster on a CPU than PyTorch's kernel, which holds no scores.
 # Not in fp64: the proof's reference is the formula, and would be compared with itself.
@@ -82,6 +84,27 @@ def compiles(config: Config) -> bool:
 def reshards(config: Config) -> bool:
     """Whether a block's parameters are gathered anew for each forward and backward: `engine.reshard`, or what its `auto` chooses."""
     return config.parallel.pipeline == 1 if config.engine.reshard is None else config.engine.reshard
+
+
+def base_heads(config: Config) -> Fraction:
+    """How many heads a mup model has at `model.base_width`; a whole number, or the config is refused."""
+    model, width = config.model, config.attention_sizes[0]
+    return Fraction(width * resolved(model.base_width), model.hidden_size * (model.base_head_size or config.head_size))
+
+
+def base_of(config: Config) -> Config:
+    """A mup config at `model.base_width`. Which dims of a parameter grow with the width is what differs between the two models."""
+    model = config.model
+    base, heads = resolved(model.base_width), int(base_heads(config))
+    sizes = {
+        "parametrization": "standard",
+        "hidden_size": base,
+        "num_heads": heads,
+        "num_kv_heads": gcd(heads, max(1, config.kv_heads * heads // model.num_heads)),
+        "head_size": model.base_head_size or config.head_size,
+        "ffn_size": max(1, round(Fraction(resolved(model.ffn_size) * base, model.hidden_size))),
+    }
+    return config.model_copy(update={"model": model.model_copy(update=sizes)})
 
 
 def check_settled(config: Config) -> None:

@@ -103,3 +103,12 @@ class ModelConfig(Section):
         False, description="head and loss in chunks of tokens, so that the logits of a microbatch never exist as a whole"
     )
     init_std: Factor = Field(0.02, description="of every weight; layers that write to the residual: / sqrt(2 × num_layers)")
+    parametrization: Literal["standard", "mup"] = Field(
+        "standard",
+        description="mup: first weights, rates and scales by width, so that a rate found at base_width is right at any; docs/mup.md",
+    )
+    base_width: Width | None = Field(None, description="mup: the hidden_size at which it is the standard parametrization")
+    base_head_size: Width | None = Field(None, description="mup: the head_size at base_width; null: head_size, and heads grow in number")
+    base_layers: Count | None = Field(
+        None, description="mup: the num_layers from which residuals are scaled with depth; null: they are not"
+    )

@@ -1,7 +1,7 @@
 """Which optimizer each parameter has, with which settings: `optim`, and `optim.groups` by patterns of names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Protocol
@@ -56,10 +56,18 @@ class ParameterGroups:
 
     def __init__(self, optim: OptimConfig) -> None:
         self.every = (*(_group(optim, i, entry) for i, entry in enumerate(optim.groups, 1)), _group(optim, 0, OptimGroup(match=("*",))))
+        self._by_width: dict[tuple[ParameterGroup, float], ParameterGroup] = {}
 
-    def of(self, name: str) -> ParameterGroup:
-        """The group of the parameter with a logical name: the first that matches."""
-        return next((group for group in self.every[:-1] if group.has(name)), self.every[-1])
+    def of(self, name: str, record: Any = None) -> ParameterGroup:
+        """The group of the parameter with a logical name: the first that matches. With its record, a `distributed.shard.Shard`, its rate is
+        that for its width; rate times weight decay is the same at every width."""
+        group = next((group for group in self.every[:-1] if group.has(name)), self.every[-1])
+        by = 1.0 if record is None or record.width == 1.0 else group.rule.width_factor(record.hidden, record.width)
+        assert by is not None, f"{group.rule.name} should have been refused with mup"
+        if by == 1.0:
+            return group
+        scaled = replace(group, lr=group.lr * by, factor=group.factor * by, weight_decay=group.weight_decay / by)
+        return self._by_width.setdefault((group, by), scaled)
 
     def check(self, shards: Mapping[str, "Placement"]) -> None:
         """Raises `ConfigError` if a pattern matches none of the model's parameters, or a rule cannot update one that it has."""

@@ -224,6 +224,18 @@ class Config(Section):
         return resolved(self.model.head_size)
 
     @property
+    def residual_scale(self) -> float:
+        """The factor on what each half of a block adds to the residual: `model.residual_scale`, by depth with `model.base_layers`."""
+        model = self.model
+        return model.residual_scale * ((model.base_layers or model.num_layers) / model.num_layers)
+
+    @property
+    def logit_scale(self) -> float:
+        """The factor on the logits: `model.logit_scale`, by width with mup."""
+        model = self.model
+        return model.logit_scale * ((model.base_width or model.hidden_size) / model.hidden_size)
+
+    @property
     def attention_sizes(self) -> tuple[int, int]:
         """The features of all query heads, and those of all key or value heads."""
         return self.model.num_heads * self.head_size, self.kv_heads * self.head_size

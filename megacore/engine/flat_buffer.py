@@ -225,7 +225,7 @@ def lay_out(
     for position, (name, parameter, shard, chunks) in enumerate(reversed(owned)):
         if parameter not in sums:
             sums[parameter] = mesh.gradient_sum(shard)
-        kind = chunks[0], groups.of(name), shard.decay, sums[parameter]
+        kind = chunks[0], groups.of(name, shard), shard.decay, sums[parameter]
         if kind not in buffers:
             levels = kind[-1].levels
             owners = levels.owners if sharded and levels.size > 1 else SOLO

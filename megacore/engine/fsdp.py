@@ -80,7 +80,7 @@ class FSDPEngine(OptimizerStep):
         super().__init__(config, mesh, stages, [self._range(rows) for rows in self.rows])
 
     def _range(self, rows: ShardRows) -> MasterRange:
-        return MasterRange(rows.master, rows.gradient, rows.norm_weights(), self.groups.of(rows.name), rows.shard.decay)
+        return MasterRange(rows.master, rows.gradient, rows.norm_weights(), self.groups.of(rows.name, rows.shard), rows.shard.decay)
 
     def divided_over(self, shard: Shard) -> Group:
         return self.mesh.gradient_sum(shard).levels.within

@@ -46,8 +46,8 @@ class HeldTensors:
         """`shards`: of all parameters of the rank's stages, by name. `pieces`: see `OptimizerStep`. `device`: computes."""
         self.ranges, self.shards, self.pieces = ranges, shards, pieces
         self.names: dict[ParameterGroup, list[str]] = {group: [] for group in groups.every}
-        for name in shards:
-            self.names[groups.of(name)].append(name)
+        for name, shard in shards.items():
+            self.names.setdefault(groups.of(name, shard), []).append(name)
         self.state: dict[str, list[Tensor | None]] = {
             kind: [torch.zeros_like(r.master) if kind in r.group.rule.kinds else None for r in ranges]
             for kind in dict.fromkeys(chain.from_iterable(group.rule.kinds for group, names in self.names.items() if names))

@@ -72,9 +72,9 @@ class Block(Layer):
     def __init__(self, index: int, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         model, group = config.model, mesh.tp
-        self.index, self.scale = index, model.residual_scale
+        self.index, self.scale = index, config.residual_scale
         # Each block adds twice to the residual. The scale keeps the residual's variance from growing with depth (GPT-2).
-        output_std = model.init_std / (2 * model.num_layers) ** 0.5
+        output_std = model.init_std / (2 * (model.base_layers or model.num_layers)) ** 0.5
         self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
         self.attention = Attention(config, group, dtype, device, output_std)
         self.norm2 = Norm(model, group, config.parallel.sequence, dtype, device)

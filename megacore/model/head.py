@@ -26,7 +26,7 @@ class Head(Layer):
 
     def __init__(self, config: Config, mesh: Topology, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.model, self.group = config.model, mesh.tp
+        self.model, self.group, self.scale = config.model, mesh.tp, config.logit_scale
         self.sequence = config.parallel.sequence and mesh.tp.size > 1
         self.norm = Norm(config.model, mesh.tp, self.sequence, dtype, device)
         self.head = vocabulary(config, mesh, dtype, device)  # this rank's rows
@@ -64,5 +64,4 @@ class Head(Layer):
     def scaled_norm(self, x: Tensor) -> Tensor:
         """The last hidden states, normed and scaled for the head."""
         x = self.norm(x)
-        scale = self.model.logit_scale
-        return x if scale == 1.0 else x * scale  # equal to scaling the logits, which are many more
+        return x if self.scale == 1.0 else x * self.scale  # equal to scaling the logits, which are many more

@@ -27,6 +27,7 @@ from megacore.model.flow import Flow
 from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layer, Layers, crossing
 from megacore.model.offload import ActivationOffload
+from megacore.model.parametrization import scale_by_width
 from megacore.model.rotary import rope_tables
 
 Flows = Mapping[str, Tensor]  # by name: what layers hand on
@@ -61,6 +62,8 @@ class Stage(nn.Module):
         self.losses = tuple(dict.fromkeys(loss.name for spec in layers[own.start : own.stop] for loss in spec.declared("losses")))
         self.sequence = config.parallel.sequence and mesh.tp.size > 1
         self.layers = [self._register(layers[i].name, layers[i].build(config, mesh, dtype, device)) for i in own]
+        if config.model.parametrization == "mup":
+            scale_by_width(config, zip(own, self.layers, strict=True))
         # The ends of the model, and the layers between, which are compiled, recomputed, offloaded and gathered one by one.
         self.before, self.behind = self.layers[: int(self.first)], self.layers[len(self.layers) - int(self.last) :]
         self.inner = self.layers[len(self.before) : len(self.layers) - len(self.behind)]

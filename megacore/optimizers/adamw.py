@@ -30,6 +30,7 @@ class AdamW(Rule[AdamWSettings]):
     name = "adamw"
     settings_type = AdamWSettings
     kinds = ("adam_m", "adam_v")
+    update_size = "one"
 
     def fused(self, tensors: ParameterShards, implementation: Implementation) -> Update:
         from megacore.kernels.adamw import AdamW as FusedAdamW

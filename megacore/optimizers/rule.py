@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from pydantic.fields import FieldInfo
 
@@ -78,8 +78,17 @@ class Rule(ABC, Generic[S]):
     others_lr: ClassVar[str | None] = None  # the setting with AdamW's rate there
     kinds: ClassVar[tuple[str, ...]] = ()  # of its state, with a number for each element; a kind is also a prefix in checkpoints
 
+    # How large an update's elements are: about one whatever the gradient's are, or in proportion to these. None: mup refuses the rule.
+    update_size: ClassVar[Literal["one", "gradient"] | None] = None
+
     def __init__(self, settings: S) -> None:
         self.settings = settings
+
+    def width_factor(self, hidden: bool, width: float) -> float | None:
+        """With mup, the factor on the rate of a `hidden` matrix whose fan-in is `width` times that at the base width, or of another
+        parameter with so many times as many elements (Yang et al. 2022, table 8). None: nobody knows."""
+        factors = {"one": 1.0 / width if hidden else 1.0, "gradient": 1.0 if hidden else width}
+        return None if self.update_size is None else factors[self.update_size]
 
     def own_state(self, shape: Shape) -> dict[str, Shape]:
         """State that is no number for each element, for a rule with `whole`: by kind, for maps ``[batch, rows, columns]`` of this shape.

@@ -27,6 +27,7 @@ class SGD(Rule[SGDSettings]):
     name = "sgd"
     settings_type = SGDSettings
     kinds = ("momentum",)
+    update_size = "gradient"
 
     def direction(self, given: ParameterShard) -> tuple[Tensor, dict[str, Tensor]]:
         moved = self.settings.momentum * given.state["momentum"] + given.gradient

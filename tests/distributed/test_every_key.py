@@ -56,6 +56,7 @@ def numbers(value: object, base: str = "", **more: Any) -> Case:
 ROPE = "model.position=rope model.tie_embeddings=false"
 EVALUATED = "data.valid={corpus} train.eval_every=1 train.eval_batches=1"
 SAVES = "train.steps=4 checkpoint.every=1"
+MUP = "model.parametrization=mup"
 TENSOR, PIPELINE, DATA, CONTEXT = "parallel.tensor=2", "parallel.pipeline=2", "parallel.data=2", "parallel.context=2"
 FSDP = f"{DATA} engine.kind=fsdp"
 MUON = "optim.kind=muon train.precision=fp64"
@@ -89,6 +90,10 @@ CASES: dict[str, Case] = {
     "model.kernels": Case("refused", "triton"),
     "model.chunked_loss": numbers("true"),
     "model.init_std": numbers(0.1),
+    "model.parametrization": Case("refused", "up"),
+    "model.base_width": numbers(64, f"{MUP} model.base_width=16"),
+    "model.base_head_size": numbers(16, f"{MUP} model.base_width=16"),
+    "model.base_layers": numbers(4, f"{MUP} model.base_width=16"),
     "parallel.tensor": Case("told", "2", ranks=2),
     "parallel.pipeline": Case("told", "2", ranks=2),
     "parallel.data": Case("refused", "2"),

@@ -180,6 +180,19 @@ def test_a_model_that_no_family_has_is_not_exported(model: dict[str, Any], key: 
     assert error.value.where == key
 
 
+MUP = {"parametrization": "mup", "base_width": 16, "base_layers": 1}
+
+
+def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
+    """Else a peer would compute the logits, and add to the residual, as at another width; other families refuse by the first scale."""
+    config = config_of(RMS | MUP)
+    written = FAMILIES["GraniteForCausalLM"].write(config)
+    assert family_for_config(config).architecture == "GraniteForCausalLM"
+    assert (written["logits_scaling"], written["residual_multiplier"]) == (1 / config.logit_scale, config.residual_scale) != (1.0, 1.0)
+    with pytest.raises(ConfigError, match="residual_scale and logit_scale"):
+        family_for_config(config_of(MUP))
+
+
 @pytest.mark.parametrize(
     ("model", "architecture"),
     [

@@ -93,7 +93,7 @@ def test_every_parameter_gets_the_rule_and_the_settings_of_its_group(configure: 
 def test_settings_on_the_wrong_parameters_are_noticed(configure: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the last entry that matches decides."""
 
-    def last(self: ParameterGroups, name: str) -> Any:
+    def last(self: ParameterGroups, name: str, record: Any = None) -> Any:
         return next(group for group in (*reversed(self.every[:-1]), self.every[-1]) if group.has(name))
 
     monkeypatch.setattr(ParameterGroups, "of", last)

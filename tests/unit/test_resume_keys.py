@@ -32,7 +32,7 @@ from tests.training import write_config, write_corpus
 REFUSED = """
 model: block source_digest num_layers hidden_size num_heads num_kv_heads head_size ffn_size vocab_size norm activation position
     max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
-    tie_embeddings
+    tie_embeddings parametrization base_width base_head_size base_layers
 train: seq_len global_batch_size seed
 optim: kind groups
 data: packing train

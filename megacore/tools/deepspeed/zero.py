@@ -126,7 +126,7 @@ def group_parameters(module: nn.Module, groups_of: ParameterGroups, mesh: Mesh) 
     alike: dict[tuple[ParameterGroup, bool, tuple[str, ...]], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in module.named_parameters():
         shard = shard_of(parameter)
-        alike[groups_of.of(name), shard.decay, shard.partial_over].append(parameter)
+        alike[groups_of.of(name, shard), shard.decay, shard.partial_over].append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": own, "factor": group.factor, "weight_decay": group.weight_decay if decay else 0.0} | adamw_options(group)
         for (group, decay, _), own in alike.items()

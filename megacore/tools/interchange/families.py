@@ -92,7 +92,7 @@ def unexpressed(family: Family, config: Config) -> dict[str, Any]:
     A key that `read` does not set is expressed where it has its default, so that a new one is refused until families know it.
     """
     passed_over = TRAINING_KEYS | ({"rope_theta"} if config.model.position == "learned" else set())
-    ours = settings.as_peers_have_it(config.model, config.head_size).model_dump(exclude=passed_over)
+    ours = settings.as_peers_have_it(config).model_dump(exclude=passed_over)
     theirs = ModelConfig.model_validate(family.read(family.write(config))).model_dump(exclude=passed_over)
     return {key: theirs[key] for key, value in ours.items() if not same(value, theirs[key])}
 

@@ -188,7 +188,7 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float | None:
 
 def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of their config.json."""
-    model = as_peers_have_it(config.model, config.head_size)
+    model = as_peers_have_it(config)
     scaling = model.rope_scaling
     own = {
         "num_key_value_heads": model.num_kv_heads,
@@ -203,13 +203,16 @@ def write_llama_like(config: Config, architecture: str, model_type: str, **setti
     return heading(config, architecture, model_type, LLAMA_SIZES) | own | settings
 
 
-def as_peers_have_it(model: ModelConfig, head_size: int) -> ModelConfig:
-    """The same function without NTK-aware scaling, which peers have as another base."""
-    if not isinstance(model.rope_scaling, NtkRope):
-        return model
-    return model.model_copy(
-        update={"rope_theta": stretched_base(head_size, model.rope_theta, model.rope_scaling.factor), "rope_scaling": None}
-    )
+def as_peers_have_it(config: Config) -> ModelConfig:
+    """The same function without NTK-aware scaling, which peers have as another base, and with mup's factors in the scales."""
+    model, update = config.model, dict[str, Any]()
+    if isinstance(model.rope_scaling, NtkRope):
+        theta = stretched_base(config.head_size, model.rope_theta, model.rope_scaling.factor)
+        update |= {"rope_theta": theta, "rope_scaling": None}
+    if model.parametrization == "mup":
+        update |= dict.fromkeys(("base_width", "base_head_size", "base_layers")) | {"parametrization": "standard"}
+        update |= {"residual_scale": config.residual_scale, "logit_scale": config.logit_scale}
+    return model.model_copy(update=update) if update else model
 
 
 def read_biases(hf: dict[str, Any]) -> dict[str, Any]:
@@ -277,7 +280,7 @@ def read_granite(hf: dict[str, Any]) -> dict[str, Any]:
 
 def write_granite(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    model = config.model
+    model = as_peers_have_it(config)
     scales = {
         "embedding_multiplier": model.embedding_scale,
         "attention_multiplier": model.attention_scale,

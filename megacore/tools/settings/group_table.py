@@ -11,17 +11,19 @@ from megacore.model.stage import whole_model
 
 def group_table(config: Config) -> str:
     """The table, or "" if all parameters have the same. Raises `ConfigError` as `check_engine`."""
-    if not config.optim.groups:
+    if not config.optim.groups and config.model.parametrization == "standard":
         return ""
     groups, shards = ParameterGroups(config.optim), parameter_shards(config)
     groups.check(shards)
     members: dict[ParameterGroup, list[str]] = {group: [] for group in groups.every}
-    for name in shards:
-        members[groups.of(name)].append(name)
+    for name, shard in shards.items():
+        members.setdefault(groups.of(name, shard), []).append(name)
     lines = [f"{KEY}, as they apply (weight decay: to matrices alone):"]
     for group, own in members.items():
         settings = "".join(f" {key}={value:g}" if isinstance(value, float) else f" {key}={value}" for key, value in group.rule.settings)
         title = f"{KEY}[{group.number - 1}]" if group.number else "others"
+        if group not in groups.every:
+            title += f", rate by width × {group.factor / groups.every[group.number - 1].factor:.6g}"
         lines.append(f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}")
         lines += [f"    {text}" for text in folded(own)] or ["    no parameter"]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 
 import re
 
+from megacore.config.implied import base_heads
 from megacore.config.model import Llama3Rope, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
@@ -119,6 +120,7 @@ def check_model(config: Config) -> None:
     divides("model.num_heads", model.num_heads, "parallel.tensor", parallel.tensor)
     divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
     divides("model.ffn_size", resolved(model.ffn_size), "parallel.tensor", parallel.tensor)
+    check_parametrization(config)
     check_positions(config)
     check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
@@ -237,6 +239,29 @@ def check_optim(config: Config) -> None:
     if optim.schedule == "wsd" and optim.warmup_steps < steps < optim.warmup_steps + decay_steps:
         wrong = f"warmup {optim.warmup_steps} and decay {decay_steps} do not fit in {steps} steps"
         raise ConfigError("optim.decay_steps", wrong, f"at most {max(1, steps - optim.warmup_steps)}")
+
+
+def check_parametrization(config: Config) -> None:
+    """Refuses a base width without a meaning: without mup, or where the base model could not be made."""
+    model = config.model
+    if model.parametrization == "standard":
+        for key in ("base_width", "base_head_size", "base_layers"):
+            if getattr(model, key) is not None:
+                raise ConfigError(f"model.{key}", "only model.parametrization=mup reads it", "null, or mup")
+        return
+    if model.base_width is None:
+        right = "the hidden_size at which the rate was found, such as 256"
+        raise ConfigError("model.base_width", "mup has no width at which its rates are those of the config", right)
+    if (heads := base_heads(config)).denominator > 1:
+        each = f"of base_head_size {model.base_head_size}" if model.base_head_size else f"of head_size {config.head_size}"
+        wrong = f"{model.base_width} would have {float(heads):.4g} heads {each}"
+        right = "a width with a whole number of heads, or base_head_size for heads that grow in size"
+        raise ConfigError("model.base_width", wrong, right)
+    for group in ParameterGroups(config.optim).every:
+        if group.rule.width_factor(True, 2.0) is None:
+            wrong = f"{group.rule.name} does not say how large its updates are, so mup knows no rate"
+            right = "`update_size` in its class (docs/mup.md), or model.parametrization=standard"
+            raise ConfigError(GROUPS if group.number else "optim.kind", wrong, right)
 
 
 def check_groups(config: Config) -> None:

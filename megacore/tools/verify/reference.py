@@ -69,8 +69,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     record = ProofRecord(out)
     parameters, buffers = dict(model.named_parameters()), buffers_of([model])
     record.tensors("parameter 0", whole(parameters))
-    groups = {name: ParameterGroups(optim).of(name) for name in parameters}
     shards = {name: shard_of(p) for name, p in parameters.items()}
+    groups = {name: ParameterGroups(optim).of(name, shard) for name, shard in shards.items()}
     state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in parameters.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))

@@ -117,7 +117,7 @@ class Replay:
         states: dict[str, np.ndarray] = {}
         updates = {}
         for name in self.names:
-            group = self.groups.of(name)
+            group = self.groups.of(name, None if self.config.model.parametrization == "standard" else self.shards[name])
             gradient, p = clip * self.held[f"gradient {step}|{name}"], self.held[f"parameter {step - 1}|{name}"]
             shard, lr = self.shards[name] if group.rule.whole else None, rate(optim, step, steps, group.lr)
             nothing = zeros(group.rule, p.shape, shard)

@@ -138,7 +138,17 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
         "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
         "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
         "kernels": "auto" if precision == "fp64" else model.kernels,
-    }
+    } | base_sizes(user, hidden, head_size)
+
+
+def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
+    """With mup, another base than the model's width, if the user has another; it has as many heads."""
+    base, factor = user.model.base_width, 1 if user.model.base_width == user.model.hidden_size else 2
+    return {} if base is None else {"base_width": factor * hidden, "base_head_size": factor * head_size}
+
+
+# Keys that may be null, and that nothing derives.
+UNDERIVED = ("engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers")
 
 
 def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -148,7 +158,7 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
     # Neither defaults nor derived values are written, so that another version of the code can read the config even if it does not
     # know every key.
     written = {key: value for key, value in values.items() if key in defaults and value != defaults[key]}
-    for key in [key for key in written if defaults[key] is None and key not in ("engine.config", "model.source")]:  # which nothing derives
+    for key in [key for key in written if defaults[key] is None and key not in UNDERIVED]:
         rest = {k: v for k, v in written.items() if k != key}
         if flatten(resolve(sections_of(rest), [], "verify", 1).config.model_dump(mode="json", by_alias=True))[key] == written[key]:
             written = rest
