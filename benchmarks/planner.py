@@ -18,21 +18,18 @@ import numpy as np
 
 from benchmarks import planner_memory, planner_sizes, planner_weak_scaling
 from benchmarks.planner_charts import draw_ablation, draw_measured
-from benchmarks.planner_fit import CASES, fit, steps
+from benchmarks.planner_fit import CASES, SWEEPS, fit, steps
 from benchmarks.planner_rows import Row, read
 from benchmarks.planner_score import baseline, errors, regret
 from megacore.errors import ConfigError
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.error_bars import FILE as ERROR_BARS
-from megacore.tools.planner.error_bars import SIZES, size_of
 from megacore.tools.planner.profile import FITTED, Profile, fitted, profile
 from megacore.tools.planner.step_time import predict
 
 EXAMPLE = "python -m benchmarks.planner measured_steps.csv --output benchmarks/results/planner"
 ROOT = Path(__file__).resolve().parents[1]
-SWEEPS = ("nanotron", "megatron-2023")  # of layouts; the other tables show one or a few tuned layouts of a model
-LIMIT = 0.95  # of the device's memory: what a run may fill
 SWITCHES = ("shape", "attention", "passes", "tensor", "context", "launch", "pipeline", "bubble", "data", "optimizer", "host", "stragglers")
 
 
@@ -127,67 +124,21 @@ def part_of(part: str, scored: Sequence[tuple[Row, float, float]]) -> dict[str, 
     return {part: found[0], f"{part}, baseline": found[1]}
 
 
-def held_out(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """Every row that nothing was fitted to, with its predicted seconds."""
+def predicted(rows: Sequence[Row], wanted: Callable[[str, bool], bool]) -> list[tuple[Row, float]]:
+    """Rows that ran, with their predicted seconds, of which is wanted what a framework and "it is held out" say."""
     found = []
     for name, case in CASES.items():
-        own = [row for row in of_framework(rows, name) if case.held_out(row)]
+        own = [row for row in of_framework(rows, name) if wanted(name, case.held_out(row))]
         found += [(row, float(value)) for row, value in zip(own, steps(own, profile(name)), strict=True)]
     return found
 
 
 def by(held: Sequence[tuple[Row, float]], key: Callable[[Row], Any]) -> dict[str, Any]:
-    """Errors on rows held out, by anything."""
+    """Errors of rows, by anything."""
     groups: dict[Any, list[tuple[float, Row]]] = defaultdict(list)
     for row, value in held:
         groups[key(row)].append((value, row))
     return {str(k): errors(np.array([v for v, _ in groups[k]]), [row for _, row in groups[k]]) for k in sorted(groups)}
-
-
-def memory(rows: Sequence[Row]) -> dict[str, Any]:
-    """Error of memory, and what is said of runs that failed and of runs that ran."""
-    constants = fitted().get("memory", {}).get("nanotron")
-    if constants is None:
-        return {}
-    report: dict[str, Any] = {}
-    case = CASES["nanotron"]
-    every = [row for row in rows if row.framework == "nanotron"]
-    for part, wanted in (("fitted", (False,)), ("held out", (True,)), ("all", (False, True))):
-        own = [row for row in every if case.held_out(row) in wanted]
-        sizes = np.array([planner_memory.reserved_gib(row, "nanotron", constants) for row in own])
-        needed = np.array([planner_memory.needed_gib(row, "nanotron", constants) for row in own])
-        refused = np.array([planner_memory.refused(row.setting) for row in own], dtype=bool)
-        limit = np.array([LIMIT * (row.device.memory_gib or 0.0) for row in own])
-        ran = np.array([row.fits for row in own], dtype=bool)
-        known = np.array([row.memory_gib is not None for row in own], dtype=bool)
-        measured = np.array([row.memory_gib or 1.0 for row in own])
-        relative = np.abs(sizes / measured - 1)[known & ran]
-        if len(relative):
-            over = needed > limit
-            report[part] = {
-                "rows": len(relative),
-                "median": float(np.median(relative)),
-                "p90": float(np.quantile(relative, 0.9)),
-                "refused": int((~ran & refused).sum()),
-                "refused that ran": int((ran & refused).sum()),
-                "failed": int((~ran & ~refused).sum()),
-                "recall": share(over, ~ran & ~refused),
-                # Some runs crashed for other reasons: by counting they fill less than half of the device.
-                "recall where half is full": share(over, ~ran & ~refused & (needed > limit / 2)),
-                "false alarms": share(over, ran),
-            }
-    return report
-
-
-def memory_by_size(rows: Sequence[Row]) -> dict[str, Any]:
-    """`memory` of all rows of a size."""
-    found = {size: memory([row for row in rows if size_of(row.setting.world) == size]).get("all") for size in SIZES}
-    return {size: own for size, own in found.items() if own}
-
-
-def share(yes: np.ndarray, of: np.ndarray) -> float:
-    """The part of some rows for which something holds; 0 of none."""
-    return float(yes[of].mean()) if of.any() else 0.0
 
 
 def ablation(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -267,18 +218,21 @@ def run(argv: list[str]) -> None:
     if args.fit:
         fit_all(rows, args.data)
     counts = Counter((row.source, row.why) for row in skipped)
-    held = held_out(rows)
-    ratios = planner_sizes.ratios(held)
+    held, known = predicted(rows, lambda _, out: out), predicted(rows, lambda _, out: not out)
+    ratios = planner_sizes.ratios(predicted(rows, lambda name, out: out or name in SWEEPS))
+    tails = planner_sizes.tails(ratios)
     report: dict[str, Any] = {
         "command": f"python -m benchmarks.planner {args.data.name}",
         "frameworks": score(rows),
-        "held out, by size": by(held, lambda row: size_of(row.setting.world)),
-        "held out, by framework and size": by(held, lambda row: f"{row.framework} {size_of(row.setting.world)}"),
+        "fitted, by size": by(known, lambda row: planner_sizes.row_kind(row)[0]),
+        "held out, by size": by(held, lambda row: planner_sizes.row_kind(row)[0]),
+        "held out, by framework and size": by(held, lambda row: f"{row.framework} {planner_sizes.row_kind(row)[0]}"),
         "held out, by devices": by(held, lambda row: row.setting.world),
         "held out, by source": by(held, lambda row: row.source),
-        "bars": planner_sizes.bars(ratios),
-        "memory": memory(rows),
-        "memory, by size": memory_by_size(rows),
+        "bars": planner_sizes.bars(ratios, tails),
+        "bars hold": planner_sizes.held(ratios, tails),
+        "memory": planner_memory.score(rows),
+        "memory, by size": planner_memory.by_size(rows),
         "ablation": ablation(rows),
         "worst": worst(rows),
         "skipped": list(counts.items()),
@@ -290,7 +244,7 @@ def run(argv: list[str]) -> None:
     if args.output is not None:
         args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         args.output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
-        ERROR_BARS.write_text(planner_sizes.as_text(ratios, report["command"]), encoding="utf-8")
+        ERROR_BARS.write_text(planner_sizes.as_text(ratios, tails, report["command"]), encoding="utf-8")
         points = {}
         for name, case in CASES.items():
             own = of_framework(rows, name)

@@ -25,6 +25,7 @@ FRACTIONS = (
     "compiled_passes",
     "tensor_hidden",
     "data_hidden",
+    "sharded_hidden",
     "gather_hidden",
     "pipeline_hidden",
     "product_rate",
@@ -47,6 +48,7 @@ def of(*models: str) -> Callable[[Row], bool]:
     return lambda row: row.model in models
 
 
+SWEEPS = ("nanotron", "megatron-2023")  # of layouts; the other tables show one or a few tuned layouts of a model
 LINKS = {"link_rate": {"nvlink": 0.7, "infiniband": 0.7, "efa": 0.7, "roce": 0.7, "ethernet": 0.7}}
 COMMON = {"attention_rate": 0.5, "passes": 1.5, "jitter": 0.005, "step_host": 0.02, "layer_host": 5e-4, "call_host": 3e-5, **LINKS}
 CASES: dict[str, Case] = {
@@ -56,12 +58,13 @@ CASES: dict[str, Case] = {
         {
             **COMMON, "stages": "nanotron", "product_rate": {"any": 0.7}, "accumulate_bytes": 12.0, "passes": 3.0,
             "link_latency": {"nvlink": 5e-6, "efa": 3e-4}, "layer_host": 4e-3, "hop_host": 2e-4, "transfer_host": 5e-4,
-            "data_hidden": 0.7,
+            "data_hidden": 0.7, "sharded_hidden": 0.3,
             "pipeline_hidden": 0.5, "jitter": 0.03, "step_host": 0.05,
         },
         (
             "product_rate/any", "attention_rate", "passes", "logit_passes", "link_rate/nvlink", "link_rate/efa", "link_latency/nvlink",
-            "link_latency/efa", "layer_host", "call_host", "hop_host", "transfer_host", "step_host", "jitter", "data_hidden", "call",
+            "link_latency/efa", "layer_host", "call_host", "hop_host", "transfer_host", "step_host", "jitter", "data_hidden",
+            "sharded_hidden", "call",
         ),
     ),
     "megatron-2023": Case(

@@ -14,13 +14,17 @@ What megacore itself holds is counted exactly, by `megacore/tools/planner/memory
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from benchmarks.planner_fit import CASES
 from benchmarks.planner_rows import Row
+from megacore.tools.planner.error_bars import SIZES, kind_of
+from megacore.tools.planner.layer_time import block_work
 from megacore.tools.planner.operations import Machine
-from megacore.tools.planner.profile import profile
-from megacore.tools.planner.step_time import block_work, cut
+from megacore.tools.planner.profile import fitted, profile
+from megacore.tools.planner.stages import cut
 from megacore.tools.planner.workload import Setting
 
 # What each constant multiplies, on one rank of the pipeline.
@@ -33,6 +37,7 @@ FEATURES = (
     "gigabytes",  # of the framework itself
 )
 START = np.array([1.0, 1.0, 10.0, 4.0, 4.0, 0.3])
+LIMIT = 0.95  # of the device's memory: what a run may fill
 WAITING = FEATURES.index("bytes_a_waiting_feature")
 
 
@@ -111,3 +116,49 @@ def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     full = np.zeros(matrix.shape[1])
     full[columns] = found
     return full
+
+
+def score(rows: Sequence[Row]) -> dict[str, Any]:
+    """Error of memory, and what is said of runs that failed and of runs that ran."""
+    constants = fitted().get("memory", {}).get("nanotron")
+    if constants is None:
+        return {}
+    report: dict[str, Any] = {}
+    case = CASES["nanotron"]
+    every = [row for row in rows if row.framework == "nanotron"]
+    for part, wanted in (("fitted", (False,)), ("held out", (True,)), ("all", (False, True))):
+        own = [row for row in every if case.held_out(row) in wanted]
+        sizes = np.array([reserved_gib(row, "nanotron", constants) for row in own])
+        needed = np.array([needed_gib(row, "nanotron", constants) for row in own])
+        ends = np.array([refused(row.setting) for row in own], dtype=bool)
+        limit = np.array([LIMIT * (row.device.memory_gib or 0.0) for row in own])
+        ran = np.array([row.fits for row in own], dtype=bool)
+        known = np.array([row.memory_gib is not None for row in own], dtype=bool)
+        measured = np.array([row.memory_gib or 1.0 for row in own])
+        relative = np.abs(sizes / measured - 1)[known & ran]
+        if len(relative):
+            over = needed > limit
+            report[part] = {
+                "rows": len(relative),
+                "median": float(np.median(relative)),
+                "p90": float(np.quantile(relative, 0.9)),
+                "refused": int((~ran & ends).sum()),
+                "refused that ran": int((ran & ends).sum()),
+                "failed": int((~ran & ~ends).sum()),
+                "recall": share(over, ~ran & ~ends),
+                # Some runs crashed for other reasons: by counting they fill less than half of the device.
+                "recall where half is full": share(over, ~ran & ~ends & (needed > limit / 2)),
+                "false alarms": share(over, ran),
+            }
+    return report
+
+
+def by_size(rows: Sequence[Row]) -> dict[str, Any]:
+    """`score` of all rows of a size."""
+    found = {size: score([row for row in rows if kind_of(row.setting.world, False)[0] == size]).get("all") for size in SIZES}
+    return {size: own for size, own in found.items() if own}
+
+
+def share(yes: np.ndarray, of: np.ndarray) -> float:
+    """The part of some rows for which something holds; 0 of none."""
+    return float(yes[of].mean()) if of.any() else 0.0

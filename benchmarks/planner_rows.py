@@ -8,15 +8,15 @@ from pathlib import Path
 
 from megacore.errors import ConfigError
 from megacore.files import read_text
-from megacore.tools.planner.devices import Cluster, DeviceSpec, read_cluster, read_device
+from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_of, read_cluster, read_device
 from megacore.tools.planner.workload import Setting
 
 DEVICES = {
     "A100-80GB": "a100", "A100-40GB": "a100 40gb", "H100-80GB": "h100", "H100-96GB-HBM2e-500W": "h100 96gb hbm2e", "H200-141GB": "h200",
     "B200": "b200", "B300": "b300", "GB200": "gb200", "GB300": "gb300", "MI300X": "mi300x",
 }  # fmt: skip
-# By device, the cluster of a row whose `interconnect` names no other.
-CLUSTERS = {"a100": "dgx_a100", "a100 40gb": "a100_roce", "b200": "dgx_b200", "b300": "dgx_b200", "gb200": "nvl72", "gb300": "nvl72"}
+# The cluster of a row whose `interconnect` names no other, where it is not the device's own.
+CLUSTERS = {"a100 40gb": "a100_roce"}
 # What the whole of `interconnect` says, of a machine; it counts if the cluster is one of the row's device.
 NETWORKS = (
     (r".*\bEFA", "p5"), (r"RoCE 1600.*", "a100_roce"), (r"8x HDR IB 800Gb/s/node.*", "a100_800g"), (r"800Gb/s", "h100_800g"),
@@ -118,7 +118,8 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         return Skipped(source, f"{r['framework']} has no profile")
     device = DEVICES[r["hardware"]]
     said = (name for words, name in NETWORKS if re.fullmatch(words, r["interconnect"]))
-    network = next((name for name in said if device in read_cluster(name).devices), None)
+    network = next((name for name in said if device in read_cluster(name).devices), CLUSTERS.get(device))
+    spec = read_device(device)
     precision = r["precision"]
     kind = "nvfp4" if "fp4" in precision else "fp8" if "fp8" in precision else "fp16" if precision.startswith("fp16") else "bf16"
     recompute = next((mode for mode in ("none", "selective", "full") if r["recompute"].startswith(mode)), "none")
@@ -168,8 +169,8 @@ def _row(r: dict[str, str]) -> Row | Skipped:
         framework=profile,
         model=r["model"] if r["model"] != "gpt" else f"gpt {r['layers']}x{r['hidden']}",
         setting=setting,
-        device=read_device(device),
-        cluster=read_cluster(network or CLUSTERS.get(device, "dgx_h100")),
+        device=spec,
+        cluster=read_cluster(network) if network else cluster_of(spec),
         fits=ok,
         seconds=amount("step_time_s"),
         memory_gib=amount("mem_gib"),

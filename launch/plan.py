@@ -21,7 +21,16 @@ from megacore.tools.choices.partition import alternatives, partitioned, simulate
 from megacore.tools.cli import Parser, exit_with
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.buckets import data_ranks_of_a_host
-from megacore.tools.planner.devices import Cluster, DeviceSpec, cluster_names, device_names, links_warning, read_cluster, read_device
+from megacore.tools.planner.devices import (
+    Cluster,
+    DeviceSpec,
+    cluster_names,
+    cluster_of,
+    device_names,
+    links_warning,
+    read_cluster,
+    read_device,
+)  # fmt: skip
 from megacore.tools.planner.memory import RankMemory, besides, communicators_of, rank_memory
 from megacore.tools.planner.operations import Machine
 from megacore.tools.planner.own_layout import fit_text, step_report
@@ -36,7 +45,7 @@ from megacore.tools.settings.load import load, smallest_world
 if TYPE_CHECKING:
     from rich.table import Table
 
-CLUSTER = "dgx_h100"  # on which --search lays out `DEVICE`, if nothing else is named
+CLUSTER = "dgx_h100"  # whose links one device does not use
 AMOUNTS = ("memory_gib", "tokens", "price")  # options that are a number above 0
 MOST_DRAWN = 8192  # actions of a rank in a picture
 
@@ -354,7 +363,8 @@ def search(args: argparse.Namespace) -> int:
         raise ConfigError("--price", "money is that of a whole run", "also --tokens, such as 1e12")
     if args.world is None or args.world < 1:
         raise ConfigError("--world", f"{args.world or 'no'} devices cannot be searched", "a positive number")
-    device, cluster = read_device(args.device or DEVICE), read_cluster(args.cluster or CLUSTER)
+    device = read_device(args.device or DEVICE)
+    cluster = read_cluster(args.cluster or CLUSTER) if args.cluster or args.world == 1 else cluster_of(device)
     warn_of_links(device, cluster)
     smallest_world(args.config, args.overrides)  # what is set aside must be values all the same
     alone = [f"parallel.{axis}=1" for axis in ("tensor", "pipeline", "context", "data")]

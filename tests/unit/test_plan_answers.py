@@ -90,6 +90,20 @@ def test_links_of_another_device_are_named(capsys: pytest.CaptureFixture[str]) -
     assert said(capsys, "--device", "a100", "--cluster", "dgx_a100")[1] == ""
 
 
+def test_a_search_lays_out_a_device_on_its_own_links(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every device was laid out on an H100's links, twice as fast as an A100's, unless `--cluster` said otherwise."""
+    for device, cluster in (("a100", "dgx_a100"), ("mi300x", "mi300x"), ("h200", "dgx_h100")):
+        assert script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", device]) == 0
+        out, err = capsys.readouterr()
+        assert f"2 × {device} over {cluster}\n" in out and err == ""
+    with pytest.raises(ConfigError, match="--cluster: the links of rtx 4090 are not known"):
+        script.run(["--config", "configs/gpt_1b.json", "--world", "2", "--search", "--device", "rtx 4090"])
+    assert script.run(["--config", "configs/gpt_124m.json", "--world", "1", "--search", "--device", "rtx 4090"]) == 0, "it has none"
+    for name in device_names():
+        device_spec = read_device(name)
+        assert device_spec.cluster is None or name in read_cluster(device_spec.cluster).devices
+
+
 def test_every_cluster_says_whose_links_it_has(tmp_path: Path) -> None:
     """A name that no device has would warn of every device; a file of one's own need not say."""
     for name in cluster_names():

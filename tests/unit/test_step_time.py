@@ -18,9 +18,11 @@ from megacore.tools.choices.context_method import CPU, exposed, fastest
 from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.calibrate import calibrated, read_run, slowed
 from megacore.tools.planner.devices import Cluster, DeviceSpec, Level, cluster_names, device_names, read_cluster, read_device
+from megacore.tools.planner.layer_time import SECOND
 from megacore.tools.planner.operations import START, TILES, Machine
 from megacore.tools.planner.profile import Profile, profile, profile_names
-from megacore.tools.planner.step_time import SECOND, StageWork, cut, predict
+from megacore.tools.planner.stages import StageWork, cut
+from megacore.tools.planner.step_time import predict
 from megacore.tools.planner.workload import Setting, setting_of
 from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import resolve
@@ -211,6 +213,11 @@ def test_gradients_are_summed_behind_the_backward() -> None:
     assert exact == pytest.approx(2 * (ring + 4 * parameters * 3 / 4 / 100)), "fp32 parameters are gathered as they are"
     slow = replace(SMOOTH, peak_flops={"bf16": 1.0})  # so slow that its backward hides anything
     assert predict(data, slow, CLUSTER, replace(PLAIN, data_hidden=1.0)).terms["data"] == 0.0
+    shown = replace(PLAIN, data_hidden=1.0, sharded_hidden=0.0)  # a framework may hide plain sums only
+    assert predict(data, slow, CLUSTER, shown).terms["data"] == 0.0
+    divided = replace(data, zero=1)
+    plain, kept, hidden = (predict(divided, slow, CLUSTER, p).terms["data"] for p in (PLAIN, shown, replace(PLAIN, data_hidden=1.0)))
+    assert kept == plain > hidden
 
 
 def test_the_host_and_the_slowest_rank_cost_time() -> None:

@@ -32,6 +32,7 @@ class DeviceSpec:
     multiprocessors: int | None = None  # among which a product's tiles are dealt out; None: no such grain
     power_watts: float | None = None
     overlaps: bool = True  # it computes while it sends; a CPU's cores do both
+    cluster: str | None = None  # its maker's own machines, by name; None: there are none that are known
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class DeviceFile(Record):
     multiprocessors: Count | None = None
     power_watts: Amount | None = None
     overlaps: bool = True
+    cluster: Name | None = None
 
     def device(self) -> DeviceSpec:
         """The device."""
@@ -156,6 +158,13 @@ def read_cluster(name_or_path: str, option: str = "--cluster") -> Cluster:
         wrong = f"{name_or_path} is no cluster file: its levels' ranks are {sizes[:8]}"
         raise ConfigError(option, wrong, "more ranks from level to level, and null for the last, as in megacore/tools/planner/clusters")
     return file.cluster()
+
+
+def cluster_of(device: DeviceSpec) -> Cluster:
+    """The cluster that a device is laid out on if none is named: its maker's. Raises `ConfigError` if none is known."""
+    if device.cluster is None:
+        raise ConfigError("--cluster", f"the links of {device.name} are not known", f"one of {', '.join(cluster_names())}, or a JSON file")
+    return read_cluster(device.cluster)
 
 
 def links_warning(device: DeviceSpec, cluster: Cluster) -> str:

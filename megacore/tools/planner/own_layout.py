@@ -95,16 +95,17 @@ def step_report(
     for name, value in sorted(found.terms.items(), key=lambda term: -term[1]):
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
-    lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants)]
+    lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants, cluster)]
     tokens = config.train.steps * config.train.global_batch_size * config.train.seq_len if tokens is None else tokens
     price = config.log.price_per_device_hour if price is None else price
     lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts)]
     return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
 
 
-def worth(found: Candidate, constants: Profile) -> list[str]:
+def worth(found: Candidate, constants: Profile, cluster: Cluster) -> list[str]:
     """How far off the prediction may be, what its terms are worth, and its MFU."""
-    error, odd = bar(found.config.world_size), unexplained(constants)
+    config, odd = found.config, unexplained(constants)
+    error = bar(config.world_size, config.parallel.pipeline, cluster.node_ranks)
     causal = "" if found.mfu_causal is None else f", and {found.mfu_causal:.1%} without what a causal mask hides (mfu_causal)"
     lines = [f"error         {error.around(found.seconds)} s: {error}; none was megacore's own"]
     lines.append("terms         are counts times constants, which also stand for what the model leaves out: no term is a measurement")

@@ -18,7 +18,7 @@ class Profile:
     """Constants of a framework. Rates are fractions of what the device's maker states; overlaps are fractions that are hidden."""
 
     name: str = "megacore"
-    stages: str = "cost"  # how layers are cut into stages: cost, even, or nanotron (see `step_time.cut`)
+    stages: str = "cost"  # how layers are cut into stages: cost, even, or nanotron (see `stages.cut`)
     product_rate: Mapping[str, float] = field(default_factory=dict)  # of the peak, by precision; by device, a factor on it
     attention_rate: float = 0.5  # of the 16-bit peak, in fused attention
     attention_on: Mapping[str, float] = field(default_factory=dict)  # by device, a factor: a kernel made for an older one reaches less
@@ -37,6 +37,7 @@ class Profile:
     async_hidden: float = 0.5  # of them, where they run in pieces beside products
     ring_balanced: bool = True  # whether each context rank meets as many keys; otherwise the last one meets all
     data_hidden: float = 0.8  # of the last backward, behind which gradients are summed
+    sharded_hidden: float | None = None  # the same where data ranks divide the state (stages 1 and 2); None: as much
     gather_hidden: float = 0.0  # of one forward, behind which parameters are gathered
     ring_hidden: float = 1.0  # of attention, behind which a ring of context ranks passes keys and values on
     pieces_rate: Mapping[str, float] = field(default_factory=dict)  # of attention over whole sequences: its speed over a method's pieces

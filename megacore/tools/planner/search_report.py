@@ -38,7 +38,8 @@ def report(
         if not found.counted:
             raise ConfigError("train.global_batch_size", f"{batch} divides in no layout of {world} devices", "a multiple of their number")
         raise too_small(config, found, world, device, cluster, profile, limit)
-    table(found, limit)
+    print(f"{world:,} × {device.name} over {cluster.name}")
+    table(found, limit, cluster.node_ranks)
     best = found.fit[0]
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
         print(f"{number}. {launcher(world, cluster.node_ranks)} launch/pretrain.py --config {command} {' '.join(candidate.overrides())}")
@@ -76,7 +77,7 @@ def launcher(world: int, host_ranks: int) -> str:
     return f"torchrun --nproc-per-node {world}" if world <= host_ranks else f"srun --ntasks {world} python"
 
 
-def table(found: Found, limit: float) -> None:
+def table(found: Found, limit: float, host_ranks: int) -> None:
     """Prints the best layouts, and those that just do not fit."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -91,7 +92,7 @@ def table(found: Found, limit: float) -> None:
     for name in ("", "step s", "tokens/s", "MFU", "causal", "GiB", "layout", "why not"):
         rows.add_column(name, justify="left" if name in ("layout", "why not") else "right", no_wrap=name != "why not")
     best = found.fit[0]
-    error = bar(best.config.world_size)
+    error = bar(best.config.world_size, best.config.parallel.pipeline, host_ranks)
     for number, candidate in enumerate(found.fit[:SHOWN], 1):
         tie = "tie: " if error.ties(best.seconds, candidate.seconds) else ""
         why = "" if candidate is best else tie + lost(best, candidate)
