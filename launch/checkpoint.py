@@ -13,7 +13,7 @@ from megacore.checkpoint import Reader, checkpoints_in, locate
 from megacore.checkpoint.disk import size_text
 from megacore.errors import CheckpointError, ConfigError, shown
 from megacore.model.layers import DTYPES
-from megacore.tools.cli import Parser, exit_with
+from megacore.tools.cli import Parser, add_weights, exit_with
 from megacore.tools.interchange.export_hf import export_hf
 from megacore.tools.interchange.import_model import PEERS, import_model
 from megacore.tools.settings.load import flatten
@@ -109,7 +109,7 @@ def export(args: argparse.Namespace) -> None:
     if not 0 < args.shard_gib < 1e6:
         raise ConfigError("--shard-gib", f"{args.shard_gib} is not usable", "a size above 0")
     dtype, shard_bytes = DTYPES[args.dtype], int(args.shard_gib * 2**30)
-    export_hf(args.path, args.output, dtype, shard_bytes, args.tokenizer, args.compare_layers, print)
+    export_hf(args.path, args.output, dtype, shard_bytes, args.tokenizer, args.compare_layers, print, args.weights)
 
 
 def import_(args: argparse.Namespace) -> None:
@@ -154,6 +154,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="precision of the weights (default: %(default)s)"
     )
     exporting.add_argument("--tokenizer", help="bytes, a sentencepiece .model, or a folder of tokenizer files (default: the run's)")
+    add_weights(exporting)
     exporting.add_argument(
         "--shard-gib", type=float, default=5.0, metavar="SIZE", help="largest size of a file, in GiB (default: %(default)s)"
     )

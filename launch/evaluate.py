@@ -12,7 +12,7 @@ from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import write_json
-from megacore.tools.cli import Parser, exit_rank_with
+from megacore.tools.cli import Parser, add_weights, exit_rank_with
 from megacore.tools.output_files import check_output
 from megacore.tools.settings.load import resolve
 
@@ -42,6 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     tokenizer = "bytes, a sentencepiece .model or a tokenizer.json, to count text (default: the run's data.tokenizer)"
     parser.add_argument("--tokenizer", help=tokenizer)
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    add_weights(parser)
     parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
@@ -138,7 +139,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.distributed.init import joined, own_mistakes
     from megacore.engine.choose import build_stages
     from megacore.pipeline.runtime import Runtime
-    from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.checkpoint_weights import choose_weights, load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
     from megacore.tools.corpora import check_corpora
     from megacore.tools.crowd import share_cores
@@ -149,6 +150,7 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
+        choose_weights(reader, args.weights)
         config = settled_alone(evaluation_config(sections_to_run(reader, args.source), args, place.world_size))
         check_weights(reader, config)
         check_measurable(config)

@@ -14,7 +14,7 @@ from megacore.config import Config
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError, DataError
 from megacore.files import read_json, read_text
-from megacore.tools.cli import INTERRUPTED, Parser, StdoutLost, count, exit_rank_with
+from megacore.tools.cli import INTERRUPTED, Parser, StdoutLost, add_weights, count, exit_rank_with
 from megacore.tools.settings.load import resolve
 
 EXAMPLE = "python launch/generate.py --checkpoint runs/quickstart --prompt 'def main('"
@@ -47,6 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choice (default: %(default)s)")
     parser.add_argument("--tokenizer", help="bytes, a sentencepiece .model or a tokenizer.json (default: the run's data.tokenizer)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU, if there is one (default)")
+    add_weights(parser)
     parser.add_argument("--source", metavar="FILE", help="executes this file, if the model is one of your own (model.source)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run's config, such as parallel.tensor=2")
     args = parser.parse_intermixed_args(argv)
@@ -207,7 +208,7 @@ def run(argv: list[str], place: RankInfo) -> int:
     from megacore.checkpoint.weights import check_weights
     from megacore.distributed.init import joined, own_mistakes
     from megacore.engine.choose import build_stages
-    from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.checkpoint_weights import choose_weights, load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
     from megacore.tools.crowd import share_cores
     from megacore.tools.diagnosis.guardians import Guardians
@@ -218,6 +219,7 @@ def run(argv: list[str], place: RankInfo) -> int:
 
     with own_mistakes():
         reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
+        choose_weights(reader, args.weights)
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
         config = settled_alone(text_config(sections_to_run(reader, args.source), args.overrides, kind, place.world_size))
         check_weights(reader, config)

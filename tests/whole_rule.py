@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from megacore.optimizers.rule import ParameterShard, Rule, Shape, State, register
+from megacore.optimizers.rule import ParameterShard, ReferenceStep, Rule, Shape, State, register
 from megacore.section import Fraction, Section
 
 ROUNDS = 3  # of the iteration; more would enlarge the last bits in which layouts differ
@@ -42,14 +42,14 @@ class Orthogonal(Rule[OrthogonalSettings]):
             x = 1.5 * x - 0.5 * x @ (x.mT @ x)
         return x, {"orthogonal_rows": rows}
 
-    def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
-        momentum = self.settings.orthogonal_momentum * before["orthogonal_m"] + gradient
-        return {"orthogonal_m": momentum, "orthogonal_rows": before["orthogonal_rows"] + np.mean(np.square(momentum), axis=2)}
+    def reference_state(self, step: ReferenceStep) -> State:
+        momentum = self.settings.orthogonal_momentum * step.before["orthogonal_m"] + step.gradient
+        return {"orthogonal_m": momentum, "orthogonal_rows": step.before["orthogonal_rows"] + np.mean(np.square(momentum), axis=2)}
 
-    def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
+    def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
         found = []
-        for momentum, rows in zip(state["orthogonal_m"], state["orthogonal_rows"], strict=True):
-            x = momentum / np.sqrt(rows / step + 1e-12)[:, None]
+        for momentum, rows in zip(after["orthogonal_m"], after["orthogonal_rows"], strict=True):
+            x = momentum / np.sqrt(rows / step.number + 1e-12)[:, None]
             x = x / (np.linalg.norm(x) + 1e-12)
             for _ in range(ROUNDS):
                 x = 1.5 * x - 0.5 * (x @ x.T) @ x

@@ -41,6 +41,7 @@ class Reader:
 
     def __init__(self, path: Path, trusted: bool = False, text: bytes | None = None) -> None:
         self.path, self.trusted = path, trusted
+        self.trained = False  # whether who wants weights alone wants those that were trained, where averages of them evaluate
         self.manifest: Manifest = read_manifest(path) if text is None else parsed(path, text)
         self._files: dict[str, safe_open] = {}  # opened once: parsing a header for each slice would be quadratic
         self._verified: set[tuple[str, str]] = set()

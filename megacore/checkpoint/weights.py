@@ -8,8 +8,10 @@ from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.shard import shard_of
 from megacore.errors import CheckpointError
 from megacore.model.stage import whole_model
+from megacore.optimizers.rule import AVERAGE
 
 WEIGHTS = "model/"  # the prefix of weights' names in a checkpoint; optimizer moments have others
+AVERAGES = f"{AVERAGE}/"  # of those that evaluate in their place, where a run keeps averages
 
 
 def recorded_sections(reader: Reader) -> dict[str, Any]:
@@ -22,6 +24,12 @@ def recorded_sections(reader: Reader) -> dict[str, Any]:
     if not isinstance(sections, dict) or not all(isinstance(sections.get(name), dict) for name in ("model", "train", "data")):
         raise CheckpointError(str(reader.path), "does not hold the run's config", "a checkpoint of launch/pretrain.py or of an import")
     return sections
+
+
+def weights_of(reader: Reader, name: str) -> str:
+    """The tensor with the weights of a parameter, for who takes weights alone: their average, where the run kept one."""
+    average = f"{AVERAGES}{name}"
+    return average if average in reader.manifest.tensors and not reader.trained else f"{WEIGHTS}{name}"
 
 
 def check_weights(reader: Reader, config: Config) -> None:

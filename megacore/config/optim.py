@@ -45,6 +45,9 @@ class OptimSchedule(Section):
     groups: tuple[OptimGroup, ...] = Field(
         (), description="a list of {match, and a rule or settings of its own}, for the parameters that a pattern in `match` names"
     )
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None, description="decay rate of a mean of the weights, such as 0.999, which validation and exports use; null: there is none"
+    )
     grad_clip: NonNegative = Field(1.0, description="bound on the global gradient norm; 0: no clipping")
     spike_threshold: Annotated[float, Field(ge=1e-3, le=1e12)] | None = Field(
         None,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megacore.config.optim import OptimConfig, OptimGroup
 from megacore.errors import ConfigError
-from megacore.optimizers.rule import RULES, Rule, Shape
+from megacore.optimizers.rule import AVERAGE, RULES, Rule, Shape
 
 KEY = "optim.groups"
 
@@ -33,6 +33,7 @@ class ParameterGroup:
     lr: float
     factor: float  # on the rate of `optim` in every step
     weight_decay: float  # of its matrices
+    ema: float | None = None  # `optim.ema`
 
     def has(self, name: str) -> bool:
         """Whether a pattern of its matches a parameter's name."""
@@ -41,7 +42,12 @@ class ParameterGroup:
     @property
     def kinds(self) -> tuple[str, ...]:
         """All kinds of state that the rule keeps."""
-        return *self.rule.kinds, *(self.rule.own_state((1, 1, 1)) if self.rule.whole else ())
+        return *self.rule.kinds, *self.rule.numbers, *(self.rule.own_state((1, 1, 1)) if self.rule.whole else ())
+
+    @property
+    def elementwise(self) -> tuple[str, ...]:
+        """The kinds of state with a number for each element: the rule's, and the average of `optim.ema`."""
+        return self.rule.kinds if self.ema is None else (*self.rule.kinds, AVERAGE)
 
     def refuses(self, shard: "Placement") -> str | None:
         """Why its rule cannot update a parameter with this placement, in a few words; None if it can."""
@@ -92,4 +98,4 @@ def _group(optim: OptimConfig, number: int, entry: OptimGroup) -> ParameterGroup
     settings = rule.settings_type.model_construct(**{key: value(key) for key in rule.settings_type.model_fields})
     lr = value("lr")
     factor = 1.0 if lr == optim.lr else lr / optim.lr
-    return ParameterGroup(number, entry.match, rule(settings), lr, factor, value("weight_decay"))
+    return ParameterGroup(number, entry.match, rule(settings), lr, factor, value("weight_decay"), optim.ema)

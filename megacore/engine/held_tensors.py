@@ -31,7 +31,7 @@ class HeldTensors:
 
     Attributes:
         state: by kind, a tensor of each range's shape; None where its rule has no such state.
-        own: by kind and the parameter's name, state of other shapes (`Rule.own_state`).
+        own: by kind and the parameter's name, state of other shapes (`Rule.own_state`), and `Rule.numbers`, each one tensor for a group.
         names: of the parameters of each group of which any rank with the same stages has a part.
     """
 
@@ -49,11 +49,13 @@ class HeldTensors:
         for name, shard in shards.items():
             self.names.setdefault(groups.of(name, shard), []).append(name)
         self.state: dict[str, list[Tensor | None]] = {
-            kind: [torch.zeros_like(r.master) if kind in r.group.rule.kinds else None for r in ranges]
-            for kind in dict.fromkeys(chain.from_iterable(group.rule.kinds for group, names in self.names.items() if names))
+            kind: [torch.zeros_like(r.master) if kind in r.group.elementwise else None for r in ranges]
+            for kind in dict.fromkeys(chain.from_iterable(group.elementwise for group, names in self.names.items() if names))
         }
         self.own: dict[str, dict[str, Tensor]] = {}
         for group, names in self.names.items():
+            for kind in group.rule.numbers if names else ():
+                self.own.setdefault(kind, {}).update(dict.fromkeys(names, ranges[0].master.new_zeros(())))
             for name in names:
                 for kind, shape in own_state_shapes(group.rule, shards[name]).items():
                     self.own.setdefault(kind, {})[name] = torch.zeros(shape, dtype=ranges[0].master.dtype, device=device)

@@ -34,7 +34,8 @@ class GroupedUpdate:
             if group.rule.whole and names:
                 self.parts.append((group.factor, WholeUpdate(group, held, divided_among, device)))
             elif tensors := shards_of(held, group):
-                self.parts.append((group.factor, group.rule.fused(tensors, implementation) or RangeUpdate(group, tensors)))
+                numbers = {kind: held.own[kind][names[0]] for kind in group.rule.numbers}
+                self.parts.append((group.factor, group.rule.fused(tensors, implementation) or RangeUpdate(group, tensors, numbers)))
 
     @property
     def updates(self) -> Tensor:
@@ -70,8 +71,9 @@ def shards_of(held: HeldTensors, group: ParameterGroup) -> ParameterShards | Non
 class RangeUpdate(Update):
     """Updates ranges of elements by a rule without a fused form, one after the other."""
 
-    def __init__(self, group: ParameterGroup, tensors: ParameterShards) -> None:
-        self.rule, self.tensors = group.rule, tensors
+    def __init__(self, group: ParameterGroup, tensors: ParameterShards, numbers: dict[str, Tensor]) -> None:
+        """`numbers`: see `Rule.numbers`."""
+        self.rule, self.tensors, self.numbers = group.rule, tensors, numbers
         self.updates = torch.zeros((), dtype=torch.float32, device=tensors.masters[0].device)
 
     @torch.no_grad()
@@ -82,13 +84,16 @@ class RangeUpdate(Update):
         for i, (master, gradient, decay) in enumerate(zip(tensors.masters, tensors.gradients, tensors.decays, strict=True)):
             state = {kind: held[i] for kind, held in tensors.states.items()}
             gradient, updates = gradient.to(master.dtype) / scale.to(master.dtype), self.updates.to(master.dtype)
-            direction, after = self.rule.direction(ParameterShard(gradient, state, updates, partial(master.view_as, master)))
+            given = ParameterShard(gradient, state | self.numbers, updates, partial(master.view_as, master), lr, decay)
+            direction, after = self.rule.direction(given)
             # A skipped step may have infinite gradients, so `where` selects and nothing is multiplied.
             for kind, held in state.items():
                 held.copy_(torch.where(taken, after[kind], held))
             master.copy_(torch.where(taken, master * (1.0 - lr * decay) - lr * direction, master))
             if tensors.copies is not None:
                 tensors.copies[i].copy_(master)
+        for kind, number in self.numbers.items():  # every range has given the same
+            number.copy_(torch.where(taken, after[kind], number))
 
 
 class WholeUpdate(Update):

@@ -1,6 +1,7 @@
 """The interface between the pipeline runtime, which computes gradients, and an engine, which reduces them and steps."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +60,10 @@ class Engine(Protocol):
 
     def settle(self) -> None:
         """Waits for what `step` left under way. Call it before anything but a stage reads parameters, and at the end."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Within it, parameters have the values that evaluate: averages of weights, where there are some. Collective."""
+        return nullcontext()
 
     def tensors(self) -> dict[str, tuple[Tensor, TensorSlice]]:
         """This rank's pieces of all tensors of a checkpoint, by logical name (see `shard.piece_key`). To restore, copy into them and pass

@@ -1,7 +1,8 @@
 """The step of the native and the fsdp engine: norm, clipping, loss scale and update, without a host synchronisation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.spike_detector import SpikeGuard
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
 from megacore.model.stage import Stage
+from megacore.optimizers.rule import AVERAGE
 
 
 class OptimizerStep(Engine, ABC):
@@ -47,6 +49,11 @@ class OptimizerStep(Engine, ABC):
             return [group for group in groups if group.size > 1]
 
         self.optimizer = GroupedUpdate(self.held, divided_among, mesh.device, kernels)
+        self.averages = None
+        if AVERAGE in self.held.state:
+            from megacore.engine.averages import WeightAverages  # which only such runs load
+
+            self.averages = WeightAverages(self.held, optim.ema)
         self.squares = SumOfSquares([r.gradient for r in ranges], [r.row_weights for r in ranges], implementation=kernels)
         # Gradients are of the mean over the global batch. The scale starts so that a microbatch's own would be 2^16.
         microbatches = train.global_batch_size // train.micro_batch_size
@@ -79,11 +86,28 @@ class OptimizerStep(Engine, ABC):
         skip = refused.float()
         coefficient = clip_coefficient(norm, self.clip) if self.clip else torch.ones_like(norm)
         self.optimizer.step(lr, self.loss_scale.value / coefficient, skip)
+        if self.averages is not None:
+            self.averages.update(self.optimizer.updates, skip)
         self.skipped += skip
         update_buffers(self.module_buffers, self.mesh, skip)
         self.loss_scale.update(overflow.float())
         self.behind_step(skip)
         return StepStatistics(norm, self.skipped.clone())
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        if self.averages is None:
+            yield
+            return
+        self.settle()
+        self.averages.swap()
+        self.behind_loading()
+        try:
+            yield
+        finally:
+            self.settle()
+            self.averages.swap()
+            self.behind_loading()
 
     @abstractmethod
     def divided_over(self, shard: Shard) -> Group:
@@ -108,6 +132,8 @@ class OptimizerStep(Engine, ABC):
 
     def load_state(self, state: dict[str, Any], tensors: Mapping[str, tuple[Tensor, TensorSlice]]) -> None:
         self.optimizer.set_updates(state["updates"])
+        if self.averages is not None and not state["updates"]:
+            self.averages.begin()
         self.skipped.fill_(state["skipped"])
         if self.loss_scale.dynamic and "loss_scale" in state:  # else the checkpoint is of a run that did not scale
             self.loss_scale.value.fill_(state["loss_scale"])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from megacore.optimizers.rule import ParameterShards, Rule, State, Update, register
+from megacore.optimizers.rule import ParameterShards, ReferenceStep, Rule, State, Update, register
 from megacore.section import Epsilon, Fraction, Section
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ class AdamW(Rule[AdamWSettings]):
             implementation=implementation,
         )
 
-    def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
+    def reference_state(self, step: ReferenceStep) -> State:
         beta1, beta2 = self.settings.beta1, self.settings.beta2
-        first = beta1 * before["adam_m"] + (1 - beta1) * gradient
-        return {"adam_m": first, "adam_v": beta2 * before["adam_v"] + (1 - beta2) * gradient**2}
+        first = beta1 * step.before["adam_m"] + (1 - beta1) * step.gradient
+        return {"adam_m": first, "adam_v": beta2 * step.before["adam_v"] + (1 - beta2) * step.gradient**2}
 
-    def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
-        unbiased = (state["adam_v"] / (1 - self.settings.beta2**step)) ** 0.5 + self.settings.eps
-        direction: np.ndarray = state["adam_m"] / (1 - self.settings.beta1**step) / unbiased
+    def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
+        unbiased = (after["adam_v"] / (1 - self.settings.beta2**step.number)) ** 0.5 + self.settings.eps
+        direction: np.ndarray = after["adam_m"] / (1 - self.settings.beta1**step.number) / unbiased
         return direction

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from megacore.optimizers.rule import ParameterShard, Rule, Shape, State, register
+from megacore.optimizers.rule import ParameterShard, ReferenceStep, Rule, Shape, State, register
 from megacore.section import Fraction, NonNegative, Section
 
 if TYPE_CHECKING:
@@ -80,21 +80,21 @@ class Muon(Rule[MuonSettings]):
         original = self.settings.muon_scale == "original"
         return max(1.0, rows / columns) ** 0.5 if original else 0.2 * max(rows, columns) ** 0.5
 
-    def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
-        kept = self.settings.muon_momentum
-        return {"muon_m": before["muon_m"] + (1 - kept) * (gradient - before["muon_m"])}
+    def reference_state(self, step: ReferenceStep) -> State:
+        before = step.before["muon_m"]
+        return {"muon_m": before + (1 - self.settings.muon_momentum) * (step.gradient - before)}
 
-    def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
+    def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
         """By singular values: the iteration takes each to a polynomial of it, and leaves the singular vectors."""
         import numpy as np
 
         kept = self.settings.muon_momentum
-        moved = gradient + kept * (state["muon_m"] - gradient) if self.settings.muon_nesterov else state["muon_m"]
+        moved = step.gradient + kept * (after["muon_m"] - step.gradient) if self.settings.muon_nesterov else after["muon_m"]
         u, s, v = np.linalg.svd(moved, full_matrices=False)
         s = s / np.maximum(np.sqrt(np.sum(s**2, axis=1, keepdims=True)), LEAST_NORM)
         for _ in range(self.settings.muon_steps):
             s = A * s + B * s**3 + C * s**5
-        rows, columns = gradient.shape[1:]
+        rows, columns = step.gradient.shape[1:]
         scale = {"match_rms_adamw": 0.2 * np.sqrt(max(rows, columns)), "original": max(1, rows / columns) ** 0.5}
         direction: np.ndarray = (u * s[:, None]) @ v * scale[self.settings.muon_scale]
         return direction

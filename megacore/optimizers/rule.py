@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # a config is read before torch is
 
 Shape = tuple[int, ...]
 State = dict[str, "np.ndarray"]  # by kind
+AVERAGE = "average"  # the kind of state that is weights: where a parameter has it, it evaluates in place of what is trained
 S = TypeVar("S", bound=Section)
 
 
@@ -40,6 +41,21 @@ class ParameterShard:
     state: Mapping[str, Tensor]  # by kind
     updates: Tensor  # how many steps were taken, with this one; a scalar of the gradient's dtype, on its device
     read_master: Callable[[], Tensor]  # gives the weights, fp32 or fp64
+    rate: float = 0.0  # of this step, and the weight decay that the engine applies; without `whole`
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What the proof knows of a step, in plain numpy: of a whole logical tensor; with `whole` of the maps ``[batch, rows, columns]`` of one
+    kind in it."""
+
+    number: int  # from 1
+    before: State  # the state before it
+    gradient: np.ndarray  # clipped
+    weights: np.ndarray  # before it
+    rate: float
+    weight_decay: float  # 0 where none applies
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,7 @@ class Rule(ABC, Generic[S]):
     hidden_only: ClassVar[bool] = False  # with `whole`, as `optim.kind`: hidden matrices alone have it, and AdamW all other parameters
     others_lr: ClassVar[str | None] = None  # the setting with AdamW's rate there
     kinds: ClassVar[tuple[str, ...]] = ()  # of its state, with a number for each element; a kind is also a prefix in checkpoints
+    numbers: ClassVar[tuple[str, ...]] = ()  # state, without `whole`: kinds of which all parameters of a group share one number
 
     # How large an update's elements are: about one whatever the gradient's are, or in proportion to these. None: mup refuses the rule.
     update_size: ClassVar[Literal["one", "gradient"] | None] = None
@@ -127,16 +144,12 @@ class Rule(ABC, Generic[S]):
         return None
 
     @abstractmethod
-    def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
-        """For the proof: the state after step `step` (from 1), given that before it and the clipped gradient, of a whole logical tensor;
-        with `whole` of the maps ``[batch, rows, columns]`` of one kind in it.
-
-        It is written in plain numpy, independent of `prepare`, `direction` and `fused`.
-        """
+    def reference_state(self, step: ReferenceStep) -> State:
+        """For the proof: the state after a step. It is written in plain numpy, independent of `prepare`, `direction` and `fused`."""
 
     @abstractmethod
-    def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
-        """For the proof, likewise: the update at a rate of one that follows from the state after the step."""
+    def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
+        """For the proof, likewise: the update at a rate of one, given the state after the step too."""
 
 
 RULES: dict[str, type[Rule[Any]]] = {}  # by name

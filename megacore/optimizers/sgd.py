@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from megacore.optimizers.rule import ParameterShard, Rule, State, register
+from megacore.optimizers.rule import ParameterShard, ReferenceStep, Rule, State, register
 from megacore.section import Fraction, Section
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class SGD(Rule[SGDSettings]):
         moved = self.settings.momentum * given.state["momentum"] + given.gradient
         return moved, {"momentum": moved}
 
-    def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
-        return {"momentum": self.settings.momentum * before["momentum"] + gradient}
+    def reference_state(self, step: ReferenceStep) -> State:
+        return {"momentum": self.settings.momentum * step.before["momentum"] + step.gradient}
 
-    def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
-        return state["momentum"]
+    def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
+        return after["momentum"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint import Reader
-from megacore.checkpoint.weights import WEIGHTS, recorded_sections
+from megacore.checkpoint.weights import AVERAGES, recorded_sections, weights_of
 from megacore.distributed.buffers import BUFFERS, buffers_of
 from megacore.distributed.shard import materialise, shard_of
 from megacore.errors import CheckpointError
@@ -31,6 +31,14 @@ def sections_to_run(reader: Reader, source: str | None = None) -> dict[str, Any]
     return sections | {"model": model | {"source": str(Path(source).absolute())}}
 
 
+def choose_weights(reader: Reader, choice: str | None) -> None:
+    """Decides which weights of a checkpoint are meant. Raises `CheckpointError` if it has no such ones."""
+    if choice == "average" and not any(name.startswith(AVERAGES) for name in reader.manifest.tensors):
+        wrong = "holds no average of the weights, which runs with optim.ema or optim.kind=schedule_free keep"
+        raise CheckpointError(str(reader.path), wrong, "--weights trained")
+    reader.trained = choice == "trained"
+
+
 def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
     """Fills the parameters of a rank's stages with their slices of the checkpoint's weights.
 
@@ -42,6 +50,6 @@ def load_weights(reader: Reader, stages: Iterable[Stage]) -> None:
     for stage in stages:
         materialise(stage.parameters(), stage.device)
         for name, parameter in stage.named_parameters():
-            reader.read_into(f"{WEIGHTS}{name}", shard_of(parameter), parameter.data)
+            reader.read_into(weights_of(reader, name), shard_of(parameter), parameter.data)
         for name, buffer in buffers_of([stage]).items():
             reader.read_into(f"{BUFFERS}{name}", buffer.shard, buffer.value)

@@ -70,6 +70,12 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def add_weights(parser: Parser) -> None:
+    """Adds the option `--weights`, for `checkpoint_weights.choose_weights`."""
+    what = "average: of the weights, by optim.ema or the optimizer; trained: the last step's (default: the average, where the run kept one)"
+    parser.add_argument("--weights", choices=("average", "trained"), help=what)
+
+
 def exit_with(script: Callable[[list[str]], int | None]) -> NoReturn:
     """Runs a script's body with the command line's arguments, and ends the process with what it returns (None: 0), with `INTERRUPTED`
     after Ctrl-C, or with 2 and one line on stderr for a `UserError`.

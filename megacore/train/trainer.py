@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megacore.checkpoint import Ranks, Reader
-from megacore.checkpoint.weights import WEIGHTS, recorded_sections
+from megacore.checkpoint.weights import AVERAGES, WEIGHTS, recorded_sections, weights_of
 from megacore.config import Config
 from megacore.config.implied import check_settled
 from megacore.config.schema import resolved
@@ -196,7 +196,7 @@ class Trainer:
         """The mean loss in nats a token over the validation set, or over `eval_batches` batches of it; None without one."""
         if self.inputs.validation is None:
             return None
-        with self.mesh.observers.aside("validation"):
+        with self.mesh.observers.aside("validation"), self.engine.evaluating():
             found = evaluate(self.config, self.train_step.runtime, self.mesh, self.inputs.validation, between=self.check_stop)
         if not found.targets:
             self.say(f"step {self.step}: no validation loss: of what train.eval_batches reads, no token is learned")
@@ -255,7 +255,10 @@ class Trainer:
         for key, (tensor, box) in tensors.items():
             if key.startswith((WEIGHTS, BUFFERS)) or not (weights_alone or key.startswith(STATE)):
                 self.mesh.observers.phase("reading a checkpoint")
-                reader.read_into(logical_name(key), box, tensor)
+                name = logical_name(key)
+                if name.startswith(AVERAGES) or (weights_alone and name.startswith(WEIGHTS)):  # an average may begin here
+                    name = weights_of(reader, name.partition("/")[2])
+                reader.read_into(name, box, tensor)
         # This also rounds the weights just read into the parameters that compute.
         self.engine.load_state(self.engine.state() if weights_alone else engine_state(reader), tensors)
         if weights_alone:

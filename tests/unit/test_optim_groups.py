@@ -19,7 +19,7 @@ from megacore.engine.learning_rate import learning_rate
 from megacore.engine.native import NativeEngine
 from megacore.errors import ConfigError
 from megacore.model.stage import whole_model
-from megacore.optimizers.rule import RULES, Rule, register, unregister
+from megacore.optimizers.rule import RULES, ReferenceStep, Rule, register, unregister
 from megacore.tools.choices.check_engine import check_engine
 from megacore.tools.settings.group_table import group_table, parameter_shards
 from megacore.tools.settings.load import load
@@ -72,12 +72,12 @@ def worst_update(config: Config, rule_of: Callable[[Config, str], tuple[Rule[Any
             rule, factor, decay = rule_of(config, name)
             g, shard = (gradient * clip).numpy(), shards[name]
             held = state.get(name) or zeros(rule, g.shape, shard)
-            state[name] = held = reference_state(rule, held, g, step, shard)
-            own_decay = decay if dims[name] > 1 and not name.endswith("bias") else 0.0
-            lr = rate * factor
+            lr, own_decay = rate * factor, decay if dims[name] > 1 and not name.endswith("bias") else 0.0
+            taken = ReferenceStep(step, held, g, before[f"model/{name}"], lr, own_decay)
+            state[name] = held = reference_state(rule, taken, shard)
             right = {f"{kind}/{name}": tensor for kind, tensor in held.items()}
             kinds |= right.keys()
-            right[f"model/{name}"] = (1 - lr * own_decay) * before[f"model/{name}"] - lr * reference_direction(rule, held, g, step, shard)
+            right[f"model/{name}"] = (1 - lr * own_decay) * before[f"model/{name}"] - lr * reference_direction(rule, taken, held, shard)
             for key, tensor in right.items():
                 moved = np.linalg.norm(tensor - before[key]) if key in before else 1.0
                 worst = max(worst, float(np.linalg.norm(after[key] - tensor) / (moved or 1.0)))

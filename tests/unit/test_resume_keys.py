@@ -17,7 +17,7 @@ from megacore.config.model import LinearRope
 from megacore.config.optim import OptimGroup
 from megacore.config.schema import ProfileConfig, StatisticsConfig
 from megacore.errors import CheckpointError
-from megacore.optimizers.rule import Rule, State, register, unregister
+from megacore.optimizers.rule import ReferenceStep, Rule, State, register, unregister
 from megacore.optimizers.sgd import SGDSettings
 from megacore.tools.choices.resolve_auto import resolved_auto
 from megacore.tools.inputs import Inputs, recorded_rule
@@ -43,8 +43,8 @@ parallel: tensor pipeline data context context_method sequence schedule chunks b
     heartbeat_seconds
 train: steps micro_batch_size precision recompute offload_activations device compile deterministic eval_every eval_batches
 optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks
-    beta1 beta2 eps momentum
     muon_momentum muon_nesterov muon_steps muon_scale muon_precision muon_heads muon_adamw_lr
+    beta1 beta2 eps momentum ema lion_beta1 lion_beta2 slow_beta slow_alpha slow_warmup free_beta1 free_beta2 free_eps
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every best mirror async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels compression
@@ -155,11 +155,11 @@ def namesake() -> Iterator[type[Rule[Any]]]:
     class Mean(Rule[SGDSettings]):
         name, settings_type, kinds = "mean_of_gradients", SGDSettings, ("momentum",)
 
-        def reference_state(self, before: State, gradient: np.ndarray, step: int) -> State:
-            return before
+        def reference_state(self, step: ReferenceStep) -> State:
+            return step.before
 
-        def reference_direction(self, state: State, gradient: np.ndarray, step: int) -> np.ndarray:
-            return gradient
+        def reference_direction(self, step: ReferenceStep, after: State) -> np.ndarray:
+            return step.gradient
 
     yield Mean
     unregister(Mean)

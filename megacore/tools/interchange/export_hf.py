@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint import Layout, Reader, locate
-from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
+from megacore.checkpoint.weights import check_weights, recorded_sections, weights_of
 from megacore.config import Config
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError, ConfigError
+from megacore.tools.checkpoint_weights import choose_weights
 from megacore.tools.interchange.check_conversion import check_layers, compare_logits, require_same, transformers_if_installed
 from megacore.tools.interchange.export_tokenizer import write_tokenizer
 from megacore.tools.interchange.families import family_for_config
@@ -27,6 +28,7 @@ def export_hf(
     tokenizer: str | None,
     compare_layers: int | None,
     say: Callable[[str], None],
+    weights: str | None = None,
 ) -> None:
     """Write the checkpoint at `path` (see `checkpoint.locate`) to the new folder `output`, which transformers opens.
 
@@ -37,6 +39,7 @@ def export_hf(
         shard_bytes: size of a file.
         tokenizer: see `write_tokenizer`; None: the run's.
         say: takes a line for the user.
+        weights: see `choose_weights`.
 
     Raises:
         UserError: whatever is wrong; `output` is then as it was.
@@ -46,6 +49,7 @@ def export_hf(
         wrong = "an export is compared with transformers, which is not installed"
         raise ConfigError("--format", wrong, "pip install transformers, or megacore's extra: pip install -e '.[hf]'")
     reader = Reader(locate(path))
+    choose_weights(reader, weights)
     config = config_of(reader)
     check_layers(compare_layers, config)
     check_weights(reader, config)
@@ -80,7 +84,7 @@ def config_of(reader: Reader) -> Config:
 
 
 def _read(reader: Reader, tensor: Mapped) -> Tensor:
-    return reader.read(f"{WEIGHTS}{tensor.name}", Shard(tensor.shape))
+    return reader.read(weights_of(reader, tensor.name), Shard(tensor.shape))
 
 
 def _split(reader: Reader, mapped: list[Mapped], dtype: torch.dtype) -> Iterator[Tensor]:

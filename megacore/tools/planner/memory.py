@@ -21,7 +21,7 @@ step, the whole gradients of the two parameters in which its part begins and end
 
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megacore.config.implied import reshards
@@ -48,7 +48,12 @@ def optimizer_bytes(config: Config) -> int:
     """Bytes a parameter of optimizer state: the state of `optim.kind`, and the master weight if it is not the parameter itself."""
     wide = GRADIENT_BYTES[config.train.precision]
     masters = wide if ELEMENT_BYTES[config.train.precision] < wide else 0
-    return masters + wide * max(len(group.rule.kinds) for group in ParameterGroups(config.optim).every)
+    return masters + wide * max(len(group.elementwise) for group in ParameterGroups(config.optim).every)
+
+
+def optimizer_key(config: Config) -> tuple[Hashable, ...]:
+    """What decides which state a parameter has."""
+    return config.optim.kind, config.optim.groups, config.optim.ema
 
 
 @dataclass(frozen=True)
@@ -182,13 +187,13 @@ def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int, tuple[in
     def numbers(rank: int) -> tuple[int, int, tuple[int, int]]:
         own = buffers_of(config, rank, tensor_rank)
         first, second = (sum(sum(b.messages[i::2]) for b in own) for i in (0, 1))
-        return sum(b.size for b in own), sum(b.size * len(b.group.rule.kinds) for b in own), (first, second)
+        return sum(b.size for b in own), sum(b.size * len(b.group.elementwise) for b in own), (first, second)
 
     # Where nobody divides a bucket, none has gaps of its own.
     how = engine.shard_optimizer, engine.reduce_dtype, engine.reduce_levels, engine.bucket_mib, engine.compression
     divided = engine.shard_optimizer or engine.reduce_dtype == "bf16" or engine.reduce_levels > 1 or engine.compression is not None
     divides = (config.token_ranks, *how) if divided else ()
-    return of_each_rank(config, numbers, "laid out", *divides, config.optim.kind, config.optim.groups, tensor_rank)
+    return of_each_rank(config, numbers, "laid out", *divides, *optimizer_key(config), tensor_rank)
 
 
 def own_state_numbers(config: Config) -> list[int]:
@@ -204,7 +209,7 @@ def own_state_numbers(config: Config) -> list[int]:
         tensors = {parameter.name: parameter.tensor for stage in placement[rank] for parameter in stage_parameters(config, stage).all}
         return sum(own_numbers(groups.of(name).rule, tensor) for name, tensor in tensors.items())
 
-    return of_each_rank(config, numbers, "own state", config.optim.kind, config.optim.groups)
+    return of_each_rank(config, numbers, "own state", *optimizer_key(config))
 
 
 def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
@@ -224,11 +229,11 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
         units = units_of(config, rank, tensor_rank, shard_rank)
         block = max((unit.padded for unit in units if unit.block), default=0)
         outermost, n = sum(unit.padded for unit in units if not unit.block), sum(unit.padded for unit in units)
-        state = sum(n * len(groups.of(name).rule.kinds) for unit in units for name, n in unit.own.items())
+        state = sum(n * len(groups.of(name).elementwise) for unit in units for name, n in unit.own.items())
         gathered = outermost + min(sum(unit.block for unit in units) + 1, 3) * block
         return outermost + 2 * block, gathered, n, sum(sum(unit.own.values()) for unit in units), state
 
-    key = "units", shards, tensor_rank, shard_rank, config.optim.kind, config.optim.groups
+    key = "units", shards, tensor_rank, shard_rank, *optimizer_key(config)
     memories = []
     rows = zip(of_each_rank(config, numbers, *key), own_state_numbers(config), rank_activations(config), strict=True)
     for (summed, used, n, own, state), whole, activations in rows:

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config
-from megacore.optimizers.rule import RULES
 from megacore.tools.planner.error_bars import bar
 from megacore.tools.planner.parameters import parameters
 
@@ -97,4 +97,4 @@ def loss(interval: float, delta: float, between: float) -> float:
 
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint: masters and the optimizer's state, once."""
-    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(RULES[config.optim.kind].kinds))
+    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(ParameterGroups(config.optim).every[-1].elementwise))

@@ -8,6 +8,7 @@ from megacore.config.parallel import CHUNKS
 from megacore.config.schema import Config
 from megacore.distributed.axes import AXES
 from megacore.files import read_text
+from megacore.optimizers.ademamix import AdEMAMix
 
 BUCKET_MIB, PART_MIB = 25.0, 4.0  # of a gradient bucket, and at least of each data rank's part of it
 
@@ -42,6 +43,9 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
         # A run cut short (train.steps=20) may end within its warmup.
         steps, warmup = config.train.steps, config.optim.warmup_steps
         derived["optim.decay_steps"] = max(1, min(steps // 10, steps - warmup)) if config.optim.schedule == "wsd" else max(steps, warmup)
+    kinds = {config.optim.kind, *(entry.kind for entry in config.optim.groups)}
+    if AdEMAMix.name in kinds and config.optim.model_dump()["slow_warmup"] is None:
+        derived["optim.slow_warmup"] = config.train.steps
     if config.log.dir is None:
         derived["log.dir"] = f"runs/{name}"
     return derived

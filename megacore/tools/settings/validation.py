@@ -12,6 +12,7 @@ from megacore.config.optim_groups import ParameterGroups
 from megacore.config.parallel import V_SHAPED
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
+from megacore.optimizers.rule import AVERAGE
 from megacore.tools.settings.derive import chunks_of
 
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
@@ -90,6 +91,9 @@ def check_available(config: Config) -> None:
         raise ConfigError("parallel.schedule", wrong, "1f1b, or engine.kind=native")
     if config.engine.kind == "deepspeed" and config.engine.shard_optimizer:
         raise ConfigError("engine.shard_optimizer", "is the native engine's", "false, and ZeRO stage 1")
+    if config.engine.kind == "deepspeed" and config.optim.ema is not None:
+        wrong = "DeepSpeed keeps the masters and updates them, and no average beside them"
+        raise ConfigError("optim.ema", wrong, "null, or engine.kind=native or fsdp")
     if config.engine.kind == "deepspeed" and config.optim.spike_threshold is not None:
         wrong = "DeepSpeed takes the norm and the step at once, and skips only what is not finite"
         raise ConfigError("optim.spike_threshold", wrong, "null, or engine.kind=native or fsdp")
@@ -275,6 +279,9 @@ def check_groups(config: Config) -> None:
         if group.rule.name != "adamw":
             key = GROUPS if group.number else "optim.kind"
             raise ConfigError(key, f"the deepspeed engine steps with AdamW, not {group.rule.name}", "adamw, or another engine.kind")
+    for group in groups.every if optim.ema is not None else ():
+        if AVERAGE in group.rule.kinds:
+            raise ConfigError("optim.ema", f"{group.rule.name} has an average of the weights, of its own", "null, or another optim.kind")
     for group in groups.every[:-1]:
         entry = optim.groups[group.number - 1]
         known = {"match", "kind", "lr", "weight_decay"} | group.rule.settings_type.model_fields.keys()

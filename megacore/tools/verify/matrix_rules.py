@@ -4,12 +4,13 @@ Only for rules with `whole` must the parameter's placement be known.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megacore.optimizers.rule import Rule, Shape, State
+from megacore.optimizers.rule import ReferenceStep, Rule, Shape, State
 
 if TYPE_CHECKING:  # which imports torch
     from megacore.distributed.shard import LogicalMatrix, Shard
@@ -18,32 +19,37 @@ if TYPE_CHECKING:  # which imports torch
 def zeros(rule: Rule[Any], shape: Shape, shard: "Shard | None") -> State:
     """The state of a parameter before the first step."""
     if not rule.whole:
-        return {kind: np.zeros(shape) for kind in rule.kinds}
+        return {kind: np.zeros(shape) for kind in rule.kinds} | {kind: np.zeros(()) for kind in rule.numbers}
     from megacore.engine.whole_matrices import own_state_shapes
 
     assert shard is not None
     return {kind: np.zeros(own) for kind, own in (dict.fromkeys(rule.kinds, shape) | own_state_shapes(rule, shard)).items()}
 
 
-def reference_state(rule: Rule[Any], before: State, gradient: np.ndarray, step: int, shard: "Shard | None") -> State:
+def reference_state(rule: Rule[Any], step: ReferenceStep, shard: "Shard | None") -> State:
     """`Rule.reference_state` of a parameter with this placement."""
     if not rule.whole:
-        return rule.reference_state(before, gradient, step)
-    after = zeros(rule, gradient.shape, shard)
-    for matrix, put, state in _by_matrix(rule, before, shard):
-        for kind, found in rule.reference_state(state, maps(matrix, gradient), step).items():
+        return rule.reference_state(step)
+    after = zeros(rule, step.gradient.shape, shard)
+    for matrix, put, before in _by_matrix(rule, step.before, shard):
+        for kind, found in rule.reference_state(_within(matrix, step, before)).items():
             put(after, kind, found)
     return after
 
 
-def reference_direction(rule: Rule[Any], state: State, gradient: np.ndarray, step: int, shard: "Shard | None") -> np.ndarray:
+def reference_direction(rule: Rule[Any], step: ReferenceStep, after: State, shard: "Shard | None") -> np.ndarray:
     """`Rule.reference_direction`, likewise."""
     if not rule.whole:
-        return rule.reference_direction(state, gradient, step)
-    direction = np.zeros(gradient.shape)
-    for matrix, _, own in _by_matrix(rule, state, shard):
-        write(matrix, rule.reference_direction(own, maps(matrix, gradient), step), direction)
+        return rule.reference_direction(step, after)
+    direction = np.zeros(step.gradient.shape)
+    for (matrix, _, before), (_, _, own) in zip(_by_matrix(rule, step.before, shard), _by_matrix(rule, after, shard), strict=True):
+        write(matrix, rule.reference_direction(_within(matrix, step, before), own), direction)
     return direction
+
+
+def _within(matrix: "LogicalMatrix", step: ReferenceStep, before: State) -> ReferenceStep:
+    """What is known of a step of the parameter, of one matrix alone."""
+    return replace(step, before=before, gradient=maps(matrix, step.gradient), weights=maps(matrix, step.weights))
 
 
 def maps(matrix: "LogicalMatrix", weight: np.ndarray) -> np.ndarray:

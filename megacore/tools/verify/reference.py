@@ -36,6 +36,7 @@ from megacore.model.choose import layers_of
 from megacore.model.head import Head
 from megacore.model.layers import DTYPES, fields_of, losses_of
 from megacore.model.stage import Stage, whole_model
+from megacore.optimizers.rule import AVERAGE, ReferenceStep
 from megacore.rng import key_of
 from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
 from megacore.tools.verify.record import ProofRecord, noise
@@ -71,6 +72,7 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     record.tensors("parameter 0", whole(parameters))
     shards = {name: shard_of(p) for name, p in parameters.items()}
     groups = {name: ParameterGroups(optim).of(name, shard) for name, shard in shards.items()}
+    means = {name: np.zeros(tuple(p.shape)) for name, p in parameters.items()}  # for `optim.ema`
     state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in parameters.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
@@ -100,12 +102,16 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         clip = min(1.0, optim.grad_clip / (norm + 1e-6)) if optim.grad_clip else 1.0
         for name, p in parameters.items():
             group, gradient = groups[name], (gradients[name] * clip).numpy()
-            lr = rate(optim, step, train.steps, group.lr)
-            state[name] = reference_state(group.rule, state[name], gradient, step, shards[name])
-            direction = reference_direction(group.rule, state[name], gradient, step, shards[name])
+            lr, decay = rate(optim, step, train.steps, group.lr), group.weight_decay * decays(name, p.dim())
+            taken = ReferenceStep(step, state[name], gradient, p.detach().numpy(), lr, decay)
+            state[name] = reference_state(group.rule, taken, shards[name])
+            direction = reference_direction(group.rule, taken, state[name], shards[name])
             # NumPy makes a plain number of a scalar: `as_tensor` takes that too.
-            p.data.copy_(p.data * (1 - lr * group.weight_decay * decays(name, p.dim())) - lr * torch.as_tensor(direction))
+            p.data.copy_(p.data * (1 - lr * decay) - lr * torch.as_tensor(direction))
             p.grad = None
+            if optim.ema is not None:
+                means[name] = optim.ema * means[name] + (1 - optim.ema) * p.detach().numpy()
+                state[name][AVERAGE] = means[name] / (1 - optim.ema**step)
         for buffer in buffers.values():
             buffer.value.copy_(buffer.rule(buffer.value, buffer.take()))
         record.tensors(f"parameter {step}", whole(parameters))
@@ -113,6 +119,8 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
         for name, held in state.items():
             for kind, numbers in held.items():
                 record.tensors(f"{kind} {step}", whole({name: torch.as_tensor(numbers)}))
+    for name, p in parameters.items():
+        p.data.copy_(torch.as_tensor(state[name].get(AVERAGE, p.detach().numpy())))
     record.figures(train.steps, valid_loss=validate(model, Corpus(config.data.valid, config)))
     record.close()
 

@@ -18,6 +18,7 @@ from megacore.config import Config
 from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
+from megacore.optimizers.rule import ReferenceStep
 from megacore.tools.verify.compare import Difference, Records, cut, logical, parsed, pieces_against, relative, rms, scales_of
 from megacore.tools.verify.matrix_rules import reference_direction, reference_state, zeros
 
@@ -122,10 +123,10 @@ class Replay:
             shard, lr = self.shards[name] if group.rule.whole else None, rate(optim, step, steps, group.lr)
             nothing = zeros(group.rule, p.shape, shard)
             before = {kind: self.held.get(f"{kind} {step - 1}|{name}", zero) for kind, zero in nothing.items()}
-            states |= {f"{kind} {step}|{name}": x for kind, x in reference_state(group.rule, before, gradient, step, shard).items()}
+            taken = ReferenceStep(step, before, gradient, p, lr, group.weight_decay * decays(name, p.ndim))
+            states |= {f"{kind} {step}|{name}": x for kind, x in reference_state(group.rule, taken, shard).items()}
             held = {kind: self.held[f"{kind} {step}|{name}"] for kind in nothing}
-            direction = reference_direction(group.rule, held, gradient, step, shard)
-            update = -lr * (direction + group.weight_decay * decays(name, p.ndim) * p)
+            update = -lr * (reference_direction(group.rule, taken, held, shard) + taken.weight_decay * p)
             self.exact[f"parameter {step}|{name}"] = p + update
             updates[f"parameter {step}|{name}"] = update
         self.exact |= states

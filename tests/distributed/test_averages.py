@@ -1,0 +1,141 @@
+"""Averages of weights, by `optim.ema` or by a rule: what they are, where they stand, and who uses them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.checkpoint import Reader
+from megacore.distributed.shard import Shard
+from megacore.tools.verify.layouts import parse
+from megacore.tools.verify.run import Options, prove
+from megacore.tools.verify.workers import ProofWorkers
+from tests import training
+from tests.commands import provers
+from tests.distributed.test_evaluate import figures_of
+from tests.pool import ROOT, Pool
+
+TINY = str(ROOT / "configs/gpt_tiny.json")
+# Every elementwise rule in one model; a rule that takes signs steps by noise where a gradient is zero, as that of the keys' biases.
+MIXED = (
+    "model.qkv_bias=false",
+    "optim.slow_warmup=10",
+    'optim.groups=[{"match": ["blocks.0.*", "embedding.*"], "kind": "lion"}, {"match": ["blocks.1.*", "*norm*"], "kind": "ademamix"}]',
+)
+EMA = (*MIXED, "optim.ema=0.7")
+FREE = ("optim.kind=schedule_free",)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ProofWorkers]:
+    with provers() as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("rules", [EMA, FREE], ids=["lion, ademamix, ema", "schedule_free"])
+@pytest.mark.parametrize(
+    ("layouts", "engine"),
+    [("tp2,pp2,tp2pp2", "engine.kind=native"), ("dp2,tp2dp2", "engine.shard_optimizer=true"), ("dp2,tp2dp2", "engine.kind=fsdp")],
+)
+def test_every_layout_is_the_papers_formula(workers: ProofWorkers, layouts: str, engine: str, rules: tuple[str, ...]) -> None:
+    """Weights, state, averages, and the validation loss, which is that of the averages."""
+    proof = prove(Options(TINY, [*rules, engine], list(map(parse, layouts.split(",")))), workers=workers)
+    found = {key: d for result in proof.results for key, d in result.differences.items()}
+    assert proof.holds and max(d.relative for d in found.values()) < 1e-11
+    kinds = {kind for kind, _, _ in found}
+    assert "average" in kinds and kinds >= ({"free_sum"} if rules is FREE else {"lion_m", "ademamix_slow"})
+    assert any(name == "valid_loss" for _, _, name in found)
+
+
+def trained(pool: Pool, folder: Path, name: str, ranks: int, *overrides: str) -> Path:
+    assert set(pool.run(ranks, training.run_rank, str(folder / "config.json"), list(overrides), str(folder / name))) <= {0}
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("averages")
+    prefix = training.write_corpus(folder)
+    training.write_corpus(folder, "valid", tokens=300, seed=1)
+    train = {"steps": 8, "eval_every": 2, "eval_batches": 0}
+    more = {"data": {"valid": str(folder / "valid")}, "checkpoint": {"every": 4, "keep": 9}}
+    config = json.loads(Path(training.write_config(folder, prefix, train=train, optim={"decay_steps": 8}, **more)).read_text())
+    config["data"]["train"] = prefix
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tensors(run: Path, step: int, kind: str) -> dict[str, np.ndarray]:
+    reader = Reader(run / f"checkpoints/step_{step:08d}")
+    names = [name for name in reader.names if name.startswith(f"{kind}/")]
+    return {name: reader.read(name, Shard(reader.manifest.tensors[name].shape)).numpy() for name in names}
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and bool(a) and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+SHARDED = ("parallel.data=2", "engine.shard_optimizer=true")
+RESUMED = {"ema": ("optim.ema=0.9",), "schedule_free": ("optim.kind=schedule_free",)}
+
+
+@pytest.fixture(scope="module", params=RESUMED)
+def whole(request: pytest.FixtureRequest, pool: Pool, folder: Path) -> tuple[str, Path]:
+    """A run that keeps averages, on two data ranks that divide them."""
+    return request.param, trained(pool, folder, f"whole_{request.param}", 2, *RESUMED[request.param], *SHARDED)
+
+
+def test_a_run_that_goes_on_in_another_layout_has_the_same_average(whole: tuple[str, Path], pool: Pool, folder: Path) -> None:
+    """Bit by bit where nothing else differs; an average that begins anew, or stays as its old rank had it, would be another."""
+    kind, run = whole
+    trained(pool, folder, f"resumed_{kind}", 2, *RESUMED[kind], "train.steps=4", "parallel.data=2")
+    resumed = trained(pool, folder, f"resumed_{kind}", 2, *RESUMED[kind], "parallel.data=2", "engine.kind=fsdp")
+    assert same(tensors(run, 4, "average"), tensors(resumed, 4, "average"))
+    apart = tensors(resumed, 8, "average")
+    for name, average in tensors(run, 8, "average").items():
+        np.testing.assert_allclose(apart[name], average, rtol=1e-4, atol=1e-6)
+    trained(pool, folder, f"again_{kind}", 2, *RESUMED[kind], "train.steps=4", *SHARDED)
+    again = trained(pool, folder, f"again_{kind}", 2, *RESUMED[kind], *SHARDED)
+    assert same(tensors(run, 8, "average"), tensors(again, 8, "average")) and same(tensors(run, 8, "model"), tensors(again, 8, "model"))
+
+
+def test_validation_and_evaluation_are_of_the_average(whole: tuple[str, Path], pool: Pool, folder: Path, tmp_path: Path) -> None:
+    """And what was trained is as if nobody had evaluated; `--weights trained` measures that."""
+    kind, run = whole
+    unseen = trained(pool, folder, f"unseen_{kind}", 2, *RESUMED[kind], *SHARDED, "train.eval_every=0")
+    assert same(tensors(run, 8, "model"), tensors(unseen, 8, "model"))
+    logged = {line["step"]: line["valid_loss"] for line in training.lines(run) if "valid_loss" in line}
+
+    def measured(*choice: str) -> float:
+        return float(pool.run(1, figures_of, ["--checkpoint", str(run), *choice], f"{tmp_path}/figures.json")[0]["nats_per_token"])
+
+    assert measured() == measured("--weights", "average") == pytest.approx(logged[8], rel=1e-6)
+    assert measured("--weights", "trained") != pytest.approx(logged[8], rel=1e-4)
+
+
+def test_ema_changes_nothing_that_is_trained(pool: Pool, folder: Path) -> None:
+    """It is the mean of the weights behind each step, the later ones with more weight; and may begin in the middle of a run."""
+    plain = trained(pool, folder, "plain", 1, "checkpoint.every=1")
+    ema = trained(pool, folder, "ema", 1, "checkpoint.every=1", "optim.ema=0.6")
+    assert same(tensors(plain, 8, "model"), tensors(ema, 8, "model")) and not tensors(plain, 8, "average")
+    parts = [0.6 ** (8 - step) for step in range(1, 9)]
+    steps = [tensors(ema, step, "model") for step in range(1, 9)]
+    for name, average in tensors(ema, 8, "average").items():
+        right = sum(part * step[name.replace("average/", "model/")] for part, step in zip(parts, steps, strict=True)) / sum(parts)
+        np.testing.assert_allclose(average, right, rtol=1e-5, atol=1e-7)
+    begun = trained(pool, folder, "plain", 1, "train.steps=9", "optim.decay_steps=9", "optim.ema=0.6")
+    part = (1 - 0.6) / (1 - 0.6**9)
+    before, after = tensors(begun, 8, "model"), tensors(begun, 9, "model")
+    for name, average in tensors(begun, 9, "average").items():
+        model = name.replace("average/", "model/")
+        np.testing.assert_allclose(average, before[model] + part * (after[model] - before[model]), rtol=1e-5, atol=1e-7)
+
