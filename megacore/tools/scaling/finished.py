@@ -16,7 +16,7 @@ from megacore.records import Record, complaint
 from megacore.tools.choices.flops import model_flops
 from megacore.tools.metrics_file import read_metrics
 from megacore.tools.planner.parameters import parameters
-from megacore.tools.settings.load import load, read, smallest_world
+from megacore.tools.settings.load import load, smallest_world
 
 SWEEP = "sweep.json"  # a sweep's folder has it; its runs are in trials/
 ALIKE = ("data.train", "data.valid", "data.tokenizer", "data.document_mask", "train.seq_len", "model.vocab_size")  # in runs of one law
@@ -73,8 +73,8 @@ def folders(paths: Sequence[str]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[str], loss: str | None, last: int) -> list[Run]:
-    """The runs, all with the same kind of loss: `valid` (the last validation's; where nothing is said, if all have one) or `train` (the mean
-    of so many last logged steps). Raises `UserError` for a run that has not finished, or that cannot stand beside the others."""
+    """The runs, all with the same kind of loss: `valid` (the last validation's; by default, if all have one) or `train` (the mean of so
+    many last logged steps). Raises `UserError` for a run that has not finished, or that cannot stand beside the others."""
     every = [read_one(folder, last) for folder in folders(paths)]
     kind = loss or ("valid" if all(valid is not None for _, valid, _ in every) else "train")
     runs = []
@@ -95,8 +95,7 @@ def read_one(folder: Path, last: int) -> tuple[Run, float | None, float]:
     path = str(folder / "config.json")
     try:
         if json.loads(read_text(path)).get("model", {}).get("source") is not None:  # to be executed only if somebody names it
-            raise ConfigError("model.source", f"{folder}: nobody says what a model of the user's own computes", "runs of megacore's model")
-        read(path)
+            raise ConfigError("model.source", "nobody says what a model of the user's own computes", "runs of megacore's model")
         config = load(path, [], smallest_world(path, [])).config
         training, validations = read_metrics(read_text(metrics))
     except UserError as error:

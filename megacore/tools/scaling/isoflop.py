@@ -75,7 +75,9 @@ def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> IsoFlop:
     if len(groups) < LEAST_GROUPS:
         flat = len(candidates) - len(groups)
         inside = f"; {flat} more have no minimum between their sizes" if flat else ""
-        wrong = f"{len(groups)} groups of equal compute (within {WIDTH - 1:.0%}) have {LEAST_SIZES} sizes and a minimum between them{inside}"
+        wrong = (
+            f"{len(groups)} groups of equal compute (within {WIDTH - 1:.0%}) have {LEAST_SIZES} sizes and a minimum between them{inside}"
+        )
         raise ConfigError("arguments", wrong, f"at least {LEAST_GROUPS}, with sizes on both sides of each minimum")
     kept = [group.runs for group in groups]
     source = np.random.default_rng(seed)

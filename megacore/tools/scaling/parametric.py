@@ -5,6 +5,7 @@ a usual tolerance ends too early, which is what went wrong in the first estimate
 Hoffmann's grid of starts. Logarithms of N and D are counted from their means, which changes nothing but the speed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,28 +19,41 @@ from megacore.tools.scaling.minimise import Array, Numbers, minimise
 DELTA = 1e-3  # of the Huber loss
 TOLERANCE = 1e-11  # of a gradient's components, where a fit has converged
 ITERATIONS = 3000
-FIRST = 40  # iterations of all starts, behind which the best go on
-BEST = 40
+BEGUN = 300  # starts of the grid that are begun: those of the least loss
+FIRST = 40  # iterations of these, behind which the best go on
+BEST = 20
 GRID = {"e": (-1.0, -0.5, 0.0, 0.5, 1.0), "log": (0.0, 5.0, 10.0, 15.0, 20.0, 25.0), "exponent": (0.0, 0.5, 1.0, 1.5, 2.0)}
 RESAMPLED_STARTS = 6  # of a resampled fit: the best fits of all runs
 LEAST_RUNS = 8
+LARGEST = 700.0  # logarithm, of a float
 LEAST_DIFFERENT = 3  # sizes, and numbers of tokens
 TOGETHER = 0.98  # correlation of log N and log D, from which nobody can tell them apart
 
 
 @dataclass(frozen=True)
 class Law:
-    """The constants."""
+    """The constants; A and B by their logarithms, because those of a bad fit are too large for a float."""
 
     E: float
-    A: float
-    B: float
+    log_A: float
+    log_B: float
     alpha: float
     beta: float
 
+    @property
+    def A(self) -> float:
+        """The constant itself."""
+        return float(np.exp(min(self.log_A, LARGEST)))
+
+    @property
+    def B(self) -> float:
+        """The constant itself."""
+        return float(np.exp(min(self.log_B, LARGEST)))
+
     def loss(self, parameters: float, tokens: float) -> float:
         """Of a run."""
-        return float(self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta)
+        terms = self.log_A - self.alpha * math.log(parameters), self.log_B - self.beta * math.log(tokens)
+        return self.E + sum(math.exp(min(term, LARGEST)) for term in terms)
 
     @property
     def exponent(self) -> float:
@@ -48,8 +62,8 @@ class Law:
 
     def best_parameters(self, compute: float, factor: float) -> float:
         """N of the least loss where compute = factor · N · D."""
-        g = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
-        return float(g * (compute / factor) ** self.exponent)
+        ratio = math.log(self.alpha / self.beta) + self.log_A - self.log_B
+        return math.exp(min(LARGEST, ratio / (self.alpha + self.beta) + self.exponent * math.log(compute / factor)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class Fit:
     def predicted(self, parameters: float, tokens: float, level: float, seed: int = 0) -> tuple[float, float, float]:
         """A run's loss, and the interval in which it would lie: of resampled laws, each with some run's residual."""
         source = np.random.default_rng(seed)
-        noise = source.choice(self.residuals, len(self.resampled)) if self.resampled else []
+        noise = source.choice(self.residuals, len(self.resampled))
         every = [law.loss(parameters, tokens) * float(np.exp(own)) for law, own in zip(self.resampled, noise, strict=True)]
         return self.law.loss(parameters, tokens), *between(every, level)
 
@@ -90,7 +104,9 @@ def check(runs: Sequence[Run]) -> None:
             raise ConfigError("arguments", wrong, f"at least {LEAST_DIFFERENT}")
     n, d = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
     if abs(float(np.corrcoef(n, d)[0, 1])) > TOGETHER:
-        raise ConfigError("arguments", "sizes and tokens grow together: nobody can tell what each does", "sizes with several numbers of tokens")
+        raise ConfigError(
+            "arguments", "sizes and tokens grow together: nobody can tell what each does", "sizes with several numbers of tokens"
+        )
 
 
 def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> Fit:
@@ -99,15 +115,18 @@ def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> Fit:
     n, d, loss = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens", "loss"))
     means = float(n.mean()), float(d.mean())
     problem = Problem(n - means[0], d - means[1], loss)
-    starts = problem.starts(means)
-    points, values = problem.solve(starts, np.ones((1, len(runs))), FIRST)
+    starts, once = problem.starts(means), np.ones((1, len(runs)))
+    order = np.argsort(problem.evaluate(starts, once)[0], kind="stable")[:BEGUN]
+    points, values = problem.solve(starts[order], once, FIRST)
     order = np.argsort(values, kind="stable")[:BEST]
-    points, values = problem.solve(points[order], np.ones((1, len(runs))), ITERATIONS)
+    points, values = problem.solve(points[order], once, ITERATIONS)
     order = np.argsort(values, kind="stable")
     best = law_of(points[order[0]], means)
     if not (best.alpha > 0 and best.beta > 0):
         name = "N" if best.alpha <= 0 else "D"
-        raise ConfigError("arguments", f"the loss does not fall with {name} in these runs: they determine no law", "runs over a wider range")
+        raise ConfigError(
+            "arguments", f"the loss does not fall with {name} in these runs: they determine no law", "runs over a wider range"
+        )
     laws = []
     if samples:
         weights = resampled(runs, samples, seed)
@@ -121,7 +140,8 @@ def fit(runs: Sequence[Run], samples: int, seed: int = 0) -> Fit:
 
 def resampled(runs: Sequence[Run], samples: int, seed: int) -> Array:
     """How often each run is in each resampled set, [samples, runs]; only sets that still determine a law."""
-    source, found = np.random.default_rng(seed), []
+    source = np.random.default_rng(seed)
+    found: list[Array] = []
     while len(found) < samples:
         counts = source.multinomial(len(runs), [1 / len(runs)] * len(runs))
         own = [run for run, count in zip(runs, counts, strict=True) if count]
@@ -168,5 +188,4 @@ class Problem:
 def law_of(point: Array, means: tuple[float, float]) -> Law:
     """The constants of a point."""
     a, b, e, alpha, beta = (float(value) for value in point)
-    with np.errstate(over="ignore"):
-        return Law(float(np.exp(e)), float(np.exp(a + alpha * means[0])), float(np.exp(b + beta * means[1])), alpha, beta)
+    return Law(math.exp(min(e, LARGEST)), a + alpha * means[0], b + beta * means[1], alpha, beta)
