@@ -86,25 +86,24 @@ def reshards(config: Config) -> bool:
     return config.parallel.pipeline == 1 if config.engine.reshard is None else config.engine.reshard
 
 
-def base_heads(config: Config) -> Fraction:
-    """How many heads a mup model has at `model.base_width`; a whole number, or the config is refused."""
-    model, width = config.model, config.attention_sizes[0]
-    return Fraction(width * resolved(model.base_width), model.hidden_size * (model.base_head_size or config.head_size))
+def heads_at(config: Config, width: int, head_size: int) -> Fraction:
+    """How many heads of this size the model would have at another width; a whole number, or there is no such model."""
+    return Fraction(config.attention_sizes[0] * width, config.model.hidden_size * head_size)
+
+
+def sizes_at(config: Config, width: int, head_size: int) -> dict[str, int]:
+    """The settings of `model` at another width, where everything else is in proportion to it."""
+    model, heads = config.model, int(heads_at(config, width, head_size))
+    kv_heads = gcd(heads, max(1, config.kv_heads * heads // model.num_heads))
+    ffn_size = max(1, round(Fraction(resolved(model.ffn_size) * width, model.hidden_size)))
+    return {"hidden_size": width, "num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "ffn_size": ffn_size}
 
 
 def base_of(config: Config) -> Config:
     """A mup config at `model.base_width`. Which dims of a parameter grow with the width is what differs between the two models."""
     model = config.model
-    base, heads = resolved(model.base_width), int(base_heads(config))
-    sizes = {
-        "parametrization": "standard",
-        "hidden_size": base,
-        "num_heads": heads,
-        "num_kv_heads": gcd(heads, max(1, config.kv_heads * heads // model.num_heads)),
-        "head_size": model.base_head_size or config.head_size,
-        "ffn_size": max(1, round(Fraction(resolved(model.ffn_size) * base, model.hidden_size))),
-    }
-    return config.model_copy(update={"model": model.model_copy(update=sizes)})
+    sizes = sizes_at(config, resolved(model.base_width), model.base_head_size or config.head_size)
+    return config.model_copy(update={"model": model.model_copy(update={"parametrization": "standard", **sizes})})
 
 
 def check_settled(config: Config) -> None:

@@ -10,7 +10,7 @@ from megacore.distributed import collectives as comm
 from megacore.distributed.communicator import SOLO
 from megacore.distributed.shard import TensorSlice
 from megacore.engine import choose, reduce
-from megacore.model import context, head, norm, stage
+from megacore.model import context, head, norm, parametrization, stage
 from megacore.tensor_parallel import cross_entropy, embedding, linear
 from megacore.train import step, trainer
 from tests.faults import both, fault
@@ -195,6 +195,17 @@ def rope_offset_by_rank() -> Any:
             self.rope = tuple(table.roll(-self.group.rank * len(table) // self.group.size, 0) for table in self.rope)
 
     return patch(stage.Stage, "compute_on", rolled)
+
+
+@fault(
+    "muP takes the fan-in from a rank's shard, not from the logical matrix",
+    "tp2",
+    "initialisation depends on the layout: first blocks.0.attention.output.weight",
+    "model.parametrization=mup",
+    "model.base_width=64",
+)
+def fan_in_of_the_shard() -> Any:
+    return patch(parametrization, "fan_ins", lambda shard: [matrix.sizes(shard.local_shape)[2] for matrix in shard.logical_matrices])
 
 
 @fault("weights are drawn from the rank's own generator", "tp2", "initialisation depends on the layout: first embedding.weight")

@@ -5,7 +5,7 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 
 import re
 
-from megacore.config.implied import base_heads
+from megacore.config.implied import heads_at
 from megacore.config.model import Llama3Rope, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
@@ -256,8 +256,9 @@ def check_parametrization(config: Config) -> None:
     if model.base_width is None:
         right = "the hidden_size at which the rate was found, such as 256"
         raise ConfigError("model.base_width", "mup has no width at which its rates are those of the config", right)
-    if (heads := base_heads(config)).denominator > 1:
-        each = f"of base_head_size {model.base_head_size}" if model.base_head_size else f"of head_size {config.head_size}"
+    head_size = model.base_head_size or config.head_size
+    if (heads := heads_at(config, model.base_width, head_size)).denominator > 1:
+        each = f"of {'base_head_size' if model.base_head_size else 'head_size'} {head_size}"
         wrong = f"{model.base_width} would have {float(heads):.4g} heads {each}"
         right = "a width with a whole number of heads, or base_head_size for heads that grow in size"
         raise ConfigError("model.base_width", wrong, right)

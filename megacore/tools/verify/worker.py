@@ -50,11 +50,14 @@ def serve(argv: list[str]) -> None:
 def perform(task: dict[str, Any]) -> None:
     """Runs a task."""
     from megacore.tools.settings.load import load
+    from megacore.tools.verify.coordinate_statistics import run_measured
     from megacore.tools.verify.record import run_layout
     from megacore.tools.verify.reference import PLAIN, run_reference
 
     out = Path(task["out"])
-    if task["kind"] == "reference":
+    if task["kind"] == "coordinates":
+        run_measured(task["config"], task["overrides"], out)
+    elif task["kind"] == "reference":
         run_reference(load(task["config"], [*PLAIN]).config, out, task["rounding"], task["traced_step"])
     else:
         run_layout(task["config"], task["overrides"], out, task["traced_step"])

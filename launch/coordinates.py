@@ -1,0 +1,84 @@
+"""Checks that muP is right for a model: sizes of activations and updates after some steps, over the width, standard beside muP."""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a checkout runs without being installed
+
+from megacore.errors import ConfigError
+from megacore.tools.cli import Parser, exit_with
+
+EXAMPLE = "python launch/coordinates.py --config configs/gpt_tiny.json --widths 64,128,256 --layouts one,tp2 optim.lr=0.01"
+MORE = """The config's model is trained for some steps at each width, by real gloo ranks on this machine's CPU, with few layers and
+tokens: with model.parametrization=standard, and with mup from model.base_width or the smallest width. Its heads grow in number; all else
+is in proportion. A slope is d log(size) / d log(width): with muP about 0, also for logits, which may shrink at first.
+Every layout must have the sizes of the first one.
+
+docs/mup.md says more.
+
+Exit status: 0 no slope of muP is beyond the limit, and layouts agree; 1 not so; 2 bad arguments."""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(EXAMPLE, f"{__doc__}\n\n{MORE}")
+    parser.add_argument("--config", required=True, metavar="FILE", help="a JSON file, such as configs/gpt_tiny.json")
+    parser.add_argument("--widths", default="64,128,256", metavar="WIDTHS", help="hidden sizes (default: %(default)s)")
+    parser.add_argument("--layouts", default="one", metavar="NAMES", help="such as one,tp2,pp2 (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="of each run (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=0.4, metavar="SLOPE", help="muP's largest slope (default: %(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="draws the sizes, such as coordinates.png")
+    plant = "enter this context manager in every process: a mistake made on purpose, to see how it is found"
+    parser.add_argument("--plant", metavar="MODULE:FUNCTION", help=plant)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="JSON values over the file's, such as optim.lr=0.01")
+    return parser.parse_intermixed_args(argv)
+
+
+def numbers(text: str) -> list[int]:
+    """The widths. Raises `ConfigError`."""
+    parts = [part for part in text.split(",") if part]
+    if wrong := next((part for part in parts if not part.isascii() or not part.isdigit() or not 0 < int(part) <= 2**16), None):
+        raise ConfigError("--widths", f"{wrong!r} is no width", f"whole numbers from 1 to {2**16}, such as 64,128,256")
+    return list(map(int, parts))
+
+
+def main(argv: list[str]) -> int:
+    """Runs the check, and returns the exit status."""
+    args = parse(argv)
+    widths = numbers(args.widths)
+    if not 1 <= args.steps <= 1000:
+        raise ConfigError("--steps", f"{args.steps} is no number of steps", "from 1 to 1000")
+    if not 0 < args.limit < float("inf"):
+        raise ConfigError("--limit", f"{args.limit} is no slope", "a number above 0, such as 0.4")
+    if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
+        raise ConfigError("--plot", f"{args.plot} is in no folder that exists", "a picture's path, such as coordinates.png")
+
+    from rich.console import Console
+
+    from megacore.tools.verify.coordinate_report import plot, show
+    from megacore.tools.verify.coordinates import measure
+    from megacore.tools.verify.layouts import parse as parse_layout
+    from megacore.tools.verify.workers import RankFailed
+
+    layouts = [parse_layout(name) for name in dict.fromkeys(name for name in args.layouts.split(",") if name)]
+    if not layouts:
+        raise ConfigError("--layouts", "names none", "such as one,tp2")
+    try:
+        with Console(stderr=True).status("starting") as status:
+            check = measure(
+                args.config, args.overrides, widths, layouts, args.steps, args.limit, args.plant, lambda done: status.update(f"{done} done")
+            )
+    except RankFailed as failure:
+        print(f"{failure.report.strip()}\nthe model does not run: {failure}", file=sys.stderr)
+        return 1
+    if args.plot is not None:
+        plot(check, args.plot, args.steps)
+    show(check, args.steps)
+    return 1 if check.faults() else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks and files go with this process
+    exit_with(main)
