@@ -68,8 +68,9 @@ class ParameterGroups:
         """The group of the parameter with a logical name: the first that matches. With its record, a `distributed.shard.Shard`, its rate is
         that for its width; rate times weight decay is the same at every width."""
         group = next((group for group in self.every[:-1] if group.has(name)), self.every[-1])
-        by = 1.0 if record is None or record.width == 1.0 else group.rule.width_factor(record.hidden, record.width)
-        assert by is not None, f"{group.rule.name} should have been refused with mup"
+        by = 1.0 if record is None or record.width == 1.0 else group.rule.width_factor(record.is_hidden, record.width)
+        if by is None:
+            raise ConfigError(KEY, f"mup knows no rate of {group.rule.name} for {name}", "another kind, or model.parametrization=standard")
         if by == 1.0:
             return group
         scaled = replace(group, lr=group.lr * by, factor=group.factor * by, weight_decay=group.weight_decay / by)

@@ -101,12 +101,7 @@ class Shard:
     fill: float = 0.0
     matrices: tuple[LogicalMatrix, ...] = ()  # which logical matrices it has, if it is not one itself
     table: bool = False  # a row for each token or position: no map between hidden states
-    width: float = 1.0  # with mup: its fan-in over that at the base width, if it is `hidden`; else its elements over those
-
-    @property
-    def hidden(self) -> bool:
-        """Whether it is a map between hidden states, or has such."""
-        return self.decay and not self.table
+    width: float = 1.0  # with mup: its fan-in over that at the base width, if it `is_hidden`; else its elements over those
 
     @property
     def logical_matrices(self) -> tuple[LogicalMatrix, ...]:

@@ -38,7 +38,7 @@ def scale_by_width(config: Config, layers: Iterable[tuple[int, nn.Module]]) -> N
 def scaled(name: str, shard: Shard, base: Shard) -> Shard:
     """A parameter's record, given the one at the base width. A hidden matrix is drawn with a variance in proportion to 1 / fan-in, all else
     as it is at the base width."""
-    if not shard.hidden:
+    if shard.table or not shard.decay:
         return replace(shard, width=prod(shard.global_shape) / prod(base.global_shape))
     found = {own / other for own, other in zip(fan_ins(shard), fan_ins(base), strict=True)}
     if len(found) != 1:

@@ -55,6 +55,13 @@ class Muon(Rule[MuonSettings]):
     def by_head(self) -> bool:
         return self.settings.muon_heads == "apart"
 
+    def width_factor(self, hidden: bool, width: float) -> float | None:
+        """An update's largest singular value is its scale, and should not depend on the width (Yang, Simon and Bernstein 2023): `original`
+        does not, and the root of the longer side grows with the root of the width. A head by itself has rows that do not grow."""
+        if self.by_head or not hidden:
+            return None
+        return 1.0 if self.settings.muon_scale == "original" else width**-0.5
+
     def cost(self, shape: Shape) -> float:
         batch, rows, columns = shape
         short, long = min(rows, columns), max(rows, columns)

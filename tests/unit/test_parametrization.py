@@ -74,6 +74,19 @@ def test_with_sgd_the_other_parameters_have_the_larger_rate(variant: str, config
         assert ParameterGroups(config.optim).of(name, shard_of(parameter)).factor == right, name
 
 
+@pytest.mark.parametrize(("scale", "right"), [("original", 1.0), ("match_rms_adamw", 0.5)])
+def test_with_muon_a_hidden_update_has_the_same_largest_singular_value(scale: str, right: float, configure: Callable[..., Config]) -> None:
+    """Yang, Simon and Bernstein 2023. The scale that is as large as AdamW's updates grows with the root of the longer side, here twofold.
+    AdamW has the rest, which muP leaves as it is."""
+    config = configure(*WIDE, "optim.kind=muon", f"optim.muon_scale={scale}", "model.bias=false")
+    groups = ParameterGroups(config.optim)
+    for name, parameter in parameters(config).items():
+        group = groups.of(name, shard_of(parameter))
+        assert (group.rule.name, group.factor) == (("muon", right) if is_hidden(name) else ("adamw", 1.0)), name
+    with pytest.raises(ConfigError, match=r"optim\.groups: mup knows no rate of muon for embedding\.weight"):
+        group_table(configure(*WIDE, 'optim.groups=[{"match": ["embedding.weight"], "kind": "muon"}]'))
+
+
 def test_depth(configure: Callable[..., Config]) -> None:
     """CompleteP (Dey et al. 2025): what blocks add is divided by the depth over that of the base, and not once more at first."""
     config = configure(*WIDE, "model.num_layers=8", "model.base_layers=2")
@@ -181,8 +194,12 @@ REFUSED = [
     ([*WIDE, "model.base_head_size=0"], "model.base_head_size: "),
     ([*WIDE, "model.base_layers=0"], "model.base_layers: "),
     ([*WIDE, "model.base_layers=1.5"], "model.base_layers: "),
-    ([*WIDE, "optim.kind=orthogonal"], "optim.kind: orthogonal does not say how large its updates are, so mup knows no rate"),
-    ([*WIDE, 'optim.groups=[{"match": ["*up*"], "kind": "orthogonal"}]'], "optim.groups: orthogonal does not say how large"),
+    (
+        [*WIDE, "optim.kind=orthogonal"],
+        "optim.kind: orthogonal, as it is set, does not say how large its updates are, so mup",
+    ),
+    ([*WIDE, "optim.kind=muon", "optim.muon_heads=apart"], "optim.kind: muon, as it is set, does not say how large its updates are"),
+    ([*WIDE, 'optim.groups=[{"match": ["*up*"], "kind": "orthogonal"}]'], "optim.groups: orthogonal, as it is set, does not say how large"),
 ]
 
 

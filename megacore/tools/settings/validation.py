@@ -264,7 +264,7 @@ def check_parametrization(config: Config) -> None:
         raise ConfigError("model.base_width", wrong, right)
     for group in ParameterGroups(config.optim).every:
         if group.rule.width_factor(True, 2.0) is None:
-            wrong = f"{group.rule.name} does not say how large its updates are, so mup knows no rate"
+            wrong = f"{group.rule.name}, as it is set, does not say how large its updates are, so mup knows no rate"
             right = "`update_size` in its class (docs/mup.md), or model.parametrization=standard"
             raise ConfigError(GROUPS if group.number else "optim.kind", wrong, right)
 

@@ -59,7 +59,7 @@ class Coordinates(Statistics):
         squared, counted = Counter[str](), Counter[str]()  # by layer
         for name, entries in self.named.matrices.items():
             shard = self.shards[name]
-            fan_ins = [matrix.sizes(shard.global_shape)[2] for matrix in shard.logical_matrices] if shard.hidden else [1]
+            fan_ins = [matrix.sizes(shard.global_shape)[2] for matrix in shard.logical_matrices] if shard.is_hidden else [1]
             for _, matrix in entries if shard.decay else ():
                 elements, size = prod(matrix.shape), found[f"update_rms/{matrix.name}"] * max(fan_ins)
                 squared[matrix.layer] += elements * size**2  # type: ignore[assignment]
