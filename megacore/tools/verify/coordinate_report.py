@@ -84,10 +84,10 @@ def panel(axes: "Axes", check: Check, kind: str, parametrization: str) -> None:
         colour = "#c0392b" if layer == LOGITS else colours(0.9 * number / max(1, inner - 1))
         for place, layout in enumerate(check.layouts):
             sizes = check.over_widths(layout, parametrization, (kind, layer))
-            style = {"linestyle": "-" if place == 0 else "none", "marker": MARKERS[min(place, len(MARKERS) - 1)]}
             slope = check.slope(layout, parametrization, (kind, layer))
             label = f"{layer} ({said(slope)})" if place == 0 else None
-            axes.plot(check.widths, sizes, color=colour, markersize=5 if place == 0 else 9, label=label, **style)
+            (line,) = axes.plot(check.widths, sizes, color=colour, label=label)
+            line.set(linestyle="-" if place == 0 else "none", marker=MARKERS[min(place, 3)], markersize=5 if place == 0 else 9)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(check.widths, [str(width) for width in check.widths])

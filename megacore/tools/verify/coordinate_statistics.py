@@ -42,7 +42,7 @@ class Coordinates(Statistics):
         """See `Statistics`."""
         super().gave(layer, flow)
         if hasattr(layer, "logits"):
-            logits = layer.logits(flow["hidden"])
+            logits = layer.logits(flow["hidden"])  # type: ignore[operator]
             if self.mesh.counts(self.mesh.tp.name):
                 self.logits += torch.stack([squares(logits), self.logits.new_tensor(logits.numel())])
 
