@@ -19,6 +19,7 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
 Seconds = Annotated[float, Field(ge=1e-3, le=1e8)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):

@@ -28,6 +28,12 @@ STRETCHED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "beta_fast": 2.0, "beta_slow": 0.125}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.4, "logits_scaling": 3.0}
 
+NEOX = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rope_theta")} | {
+    "rotary_emb_base": 100.0, "rotary_pct": 0.5, "pad_token_id": None,
+}  # fmt: skip
+
+SERIAL = {"use_parallel_residual": False, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
 # model_type and settings. Every setting that changes what is computed is somewhere off its default.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
@@ -41,6 +47,11 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16, "num_attention_heads": 6}),
     "qwen3, yarn": ("qwen3", LLAMA | {"head_dim": 16, "rope_scaling": YARN}),
+    "phi3": ("phi3", LLAMA | {"hidden_size": 64, "partial_rotary_factor": 0.75, "pad_token_id": None}),
+    "smollm3": ("smollm3", LLAMA | {"no_rope_layer_interval": 2, "pad_token_id": None}),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox, serial": ("gpt_neox", NEOX | SERIAL),
+    "starcoder2": ("starcoder2", LLAMA | {"pad_token_id": None}),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 
@@ -99,7 +110,8 @@ class Reference:
         logits = model(inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        parameters = dict(model.named_parameters())
+        renamed = {"lm_head.weight": "embed_out.weight"} if settings["model_type"] == "gpt_neox" else {}  # as it is stored
+        parameters = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
         weights = {name: parameter.detach() for name, parameter in parameters.items()}
         return cls(settings, weights, logits.detach(), loss.item(), {name: p.grad for name, p in parameters.items() if p.grad is not None})
 

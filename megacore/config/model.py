@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megacore.section import Count, Epsilon, Factor, Fraction, Positions, Rows, Section, Width
+from megacore.section import Count, Epsilon, Factor, Fraction, Positions, Rows, Section, Share, Width
 
 
 class LinearRope(Section):
@@ -70,17 +70,30 @@ class ModelConfig(Section):
     num_kv_heads: Width | None = Field(None, description="key/value heads; null: num_heads (no grouping)")
     head_size: Width | None = Field(None, description="features of one attention head; null: hidden_size / num_heads")
     ffn_size: Rows | None = Field(
-        None, description="null: 4 × hidden_size for gelu; 8/3 × hidden_size, rounded up to a multiple of 64, for swiglu"
+        None, description="null: 4 × hidden_size; where it is gated, as by swiglu, 8/3 × hidden_size, rounded up to a multiple of 64"
     )
     vocab_size: Rows = 50304
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    activation: Literal["gelu", "gelu_erf", "swiglu"] = Field("gelu", description="gelu: its tanh form, as in GPT-2; gelu_erf: exact")
+    norm_place: Literal["pre", "post", "both"] = Field(
+        "pre", description="where a block's norms stand: before each branch, behind it (OLMo 2), or both (Gemma 2)"
+    )
+    branches: Literal["serial", "parallel", "shared_norm"] = Field(
+        "serial",
+        description="serial: the feed-forward layer reads what attention added; parallel: both read the same (GPT-NeoX); "
+        "shared_norm: the same norm of it (GPT-J)",
+    )
+    embedding_norm: bool = Field(False, description="a norm of the hidden states that enter the first block")
+    activation: Literal["gelu", "gelu_erf", "swiglu", "geglu", "geglu_erf", "relu2"] = Field(
+        "gelu", description="gelu: its tanh form, as in GPT-2; gelu_erf: exact; geglu: as swiglu, with gelu; relu2: a ReLU's square"
+    )
     position: Literal["learned", "rope"] = "learned"
     max_positions: Positions | None = Field(
         None, description="rows of the learned position table, and the longest text that generation may make; null: train.seq_len"
     )
     rope_theta: Annotated[float, Field(ge=1e-3, le=1e15)] = Field(10000.0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched for longer texts")
+    rotary_share: Share = Field(1.0, description="of a head's features, how many rotary positions turn")
+    nope_every: Count | None = Field(None, description="every n-th block has no rotary positions (NoPE); null: none")
     norm_eps: Epsilon = Field(1e-5, description="added to the variance inside the square root of every norm")
     bias: bool = Field(True, description="biases in the linear layers and layernorms")
     qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
@@ -112,3 +125,22 @@ class ModelConfig(Section):
     base_layers: Count | None = Field(
         None, description="mup: the num_layers from which residuals are scaled with depth; null: they are not"
     )
+    zero_init: bool = Field(False, description="the layers that write to the residual begin at zero")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer multiplies what it makes by a gate."""
+        return self.activation in ("swiglu", "geglu", "geglu_erf")
+
+    @property
+    def arranged(self) -> bool:
+        """Whether a block's norms or branches stand otherwise than in GPT-2."""
+        return self.norm_place != "pre" or self.branches != "serial"
+
+    def rotates(self, block: int) -> bool:
+        """Whether a block has rotary positions, by its number from 0."""
+        return self.position == "rope" and (self.nope_every is None or (block + 1) % self.nope_every > 0)
+
+    def alike(self, block: int) -> int:
+        """The first block that is of the same kind; their parameters are alike in all."""
+        return next(other for other in range(block + 1) if self.rotates(other) == self.rotates(block))

@@ -32,12 +32,13 @@ class Attention(nn.Module):
     (Ainslie et al. 2023, grouped-query attention; group = 1 is multi-head).
     """
 
-    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
+    def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float, index: int = 0) -> None:
         super().__init__()
         model = config.model
         self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
         self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
+        self.rotates = model.rotates(index)
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         heads = (config.kv_heads, self.queries + 2, config.head_size)
@@ -59,13 +60,14 @@ class Attention(nn.Module):
         """``[tokens, hidden]`` → the same (with sequence parallelism this rank's tokens)."""
         # [batch, seq, kv heads, queries + 2, head]
         qkv = self.qkv(x).view(context.batch_size, context.seq_len, -1, self.queries + 2, self.head_size)
+        tables = context.rope if self.rotates else None
         if context.sequences is not None and context.sequences.documents is not None:  # positions differ between sequences
             q, k, v = (
                 x.transpose(1, 2).unflatten(1, qkv.shape[:2]).squeeze(0).transpose(1, 2)
-                for x in self.heads(qkv.flatten(0, 1)[None], context.rope)
+                for x in self.heads(qkv.flatten(0, 1)[None], tables)
             )
         else:
-            q, k, v = self.heads(qkv, context.rope)
+            q, k, v = self.heads(qkv, tables)
         if context.watch is not None:
             context.watch.attends(self, q, k, context)
         if context.cache is not None:

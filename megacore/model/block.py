@@ -20,6 +20,7 @@ from megacore.distributed.topology import Topology
 from megacore.kernels.dispatch import use_triton
 from megacore.kernels.gelu import bias_gelu
 from megacore.kernels.swiglu import swiglu
+from megacore.model.activations import geglu, relu2
 from megacore.model.attention import Attention
 from megacore.model.context import Context
 from megacore.model.layers import Layer
@@ -31,24 +32,28 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": partial(bias_gelu, approximate="tanh"),
     "gelu_erf": partial(bias_gelu, approximate="none"),
     "swiglu": swiglu,
+    "geglu": partial(geglu, approximate="tanh"),
+    "geglu_erf": partial(geglu, approximate="none"),
+    "relu2": relu2,
 }
 
 
 class FeedForward(nn.Module):
     """Two linear layers around `model.activation`: column-parallel, then row-parallel.
 
-    For swiglu the first weight is ``[2, ffn, hidden]``, split along ffn: a rank holds gate and up of the same features.
+    With a gate (swiglu) the first weight is ``[2, ffn, hidden]``, split along ffn: a rank holds gate and up of the same features.
     """
 
     def __init__(self, config: Config, group: Group, dtype: torch.dtype, device: torch.device, output_std: float) -> None:
         super().__init__()
         model, ffn_size = config.model, resolved(config.model.ffn_size)
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
-        up, dim = ((2, ffn_size), 1) if model.activation == "swiglu" else ((ffn_size,), 0)
-        # ZeRO-3 frees a bias outside of its layer, and swiglu takes none.
-        self.kernels, self.folds = model.kernels, model.bias and model.activation != "swiglu" and config.engine.kind != "deepspeed"
+        up, dim = ((2, ffn_size), 1) if model.gated else ((ffn_size,), 0)
+        # ZeRO-3 frees a bias outside of its layer, and other activations take none.
+        self.kernels, takes = model.kernels, model.activation in ("gelu", "gelu_erf")
+        self.folds = model.bias and takes and config.engine.kind != "deepspeed"
         gated = (LogicalMatrix(n, (slice(at, at + 1),), (0,), (1,), (2,)) for at, n in enumerate(("gate", "up")))
-        matrices = tuple(gated) if model.activation == "swiglu" else ()
+        matrices = tuple(gated) if model.gated else ()
         self.up = ColumnLinear(model.hidden_size, up, dim=dim, bias=model.bias, init_std=model.init_std, matrices=matrices, **where)
         activation, again = partial(ACTIVATIONS[model.activation], implementation=model.kernels), config.train.recompute == "selective"
         self.down = RowLinear(
@@ -74,9 +79,9 @@ class Block(Layer):
         model, group = config.model, mesh.tp
         self.index, self.scale = index, config.residual_scale
         # Each block adds twice to the residual. The scale keeps the residual's variance from growing with depth (GPT-2).
-        output_std = model.init_std / (2 * (model.base_layers or model.num_layers)) ** 0.5
+        output_std = 0.0 if model.zero_init else model.init_std / (2 * (model.base_layers or model.num_layers)) ** 0.5
         self.norm1 = Norm(model, group, config.parallel.sequence, dtype, device)
-        self.attention = Attention(config, group, dtype, device, output_std)
+        self.attention = Attention(config, group, dtype, device, output_std, index)
         self.norm2 = Norm(model, group, config.parallel.sequence, dtype, device)
         self.feed_forward = FeedForward(config, group, dtype, device, output_std)
 

@@ -10,6 +10,7 @@ from megacore.distributed.shard import Shard, new_parameter, replicated
 from megacore.distributed.topology import Topology
 from megacore.model.context import Context
 from megacore.model.layers import Layer
+from megacore.model.norm import Norm
 from megacore.tensor_parallel.embedding import VocabParallelEmbedding
 
 
@@ -28,7 +29,7 @@ def vocabulary(config: Config, mesh: Topology, dtype: torch.dtype, device: torch
 
 
 class Embedding(Layer):
-    """Tokens to hidden states, scaled, with learned positions added."""
+    """Tokens to hidden states, scaled, with learned positions added; normed if the model wants it."""
 
     reads = ()
     bare = True
@@ -41,6 +42,7 @@ class Embedding(Layer):
         table = Shard(shape, along, decay=True, init_std=model.init_std, table=True)
         self.position = new_parameter(table, dtype, device) if model.position == "learned" else None
         self.embedding = vocabulary(config, mesh, dtype, device)
+        self.embedding_norm = Norm(model, group, config.parallel.sequence, dtype, device) if model.embedding_norm else None
 
     def forward(self, context: Context) -> Tensor:
         """→ ``[batch · seq, hidden]`` (with sequence parallelism this rank's tokens)."""
@@ -53,4 +55,6 @@ class Embedding(Layer):
             else:
                 positions = F.embedding(context.positions.flatten(), self.position)
             x = x + (own_part(positions, context.group) if context.sequence else positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         return context.drop(x, "embedding")

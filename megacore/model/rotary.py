@@ -4,25 +4,35 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import LinearRope, Llama3Rope, NtkRope, RopeScaling, YarnRope
 
 
 def rope_tables(
-    positions: np.ndarray, head_size: int, theta: float, dtype: torch.dtype, device: torch.device, scaling: RopeScaling | None = None
+    positions: np.ndarray,
+    head_size: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
+    share: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[positions, head]`` of rotary positions; feature i is paired with i + head/2.
+    """cos and sin ``[positions, head]`` of rotary positions; feature i is paired with i + head/2. The first `share` of the pairs turn.
 
     Computed in fp64: at long contexts fp32 angles are off by more than bf16 resolves.
     """
     if device.type == "meta":  # tables of long texts take most of the time in which a plan measures layers
         cos, sin = (torch.empty(len(positions), head_size, dtype=dtype, device=device) for _ in range(2))
         return cos, sin
-    angles = torch.outer(torch.from_numpy(positions).double(), frequencies(head_size, theta, scaling)).repeat(1, 2)
+    turning = frequencies(int(head_size * share), theta, scaling)
+    still = head_size // 2 - len(turning)
+    angles = torch.outer(torch.from_numpy(positions).double(), F.pad(turning, (0, still))).repeat(1, 2)
     # YaRN multiplies queries and keys by one factor, and their rotation is linear: so the tables can carry it.
     factor = attention_factor(scaling) if isinstance(scaling, YarnRope) else 1.0
-    return (factor * angles.cos()).to(device, dtype), (factor * angles.sin()).to(device, dtype)
+    factors = F.pad(torch.full_like(turning, factor), (0, still), value=1.0).repeat(2)
+    return (factors * angles.cos()).to(device, dtype), (factors * angles.sin()).to(device, dtype)
 
 
 def frequencies(head_size: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:

@@ -119,7 +119,7 @@ class Stage(nn.Module):
         if model.position == "rope":
             at_least_fp32 = torch.float64 if train.precision == "fp64" else torch.float32
             in_tables = np.arange(train.seq_len) if self.config.data.document_mask else own
-            self.rope = rope_tables(in_tables, self.config.head_size, model.rope_theta, at_least_fp32, device, model.rope_scaling)
+            self.rope = self.rope_tables(in_tables, at_least_fp32)
 
     @cached_property
     def text_rope(self) -> tuple[Tensor, Tensor]:
@@ -127,9 +127,13 @@ class Stage(nn.Module):
         assert self.rope is not None
         if self.cp.size == 1:
             return self.rope
-        model, dtype = self.config.model, self.rope[0].dtype
-        every = np.arange(self.config.max_positions)
-        return rope_tables(every, self.config.head_size, model.rope_theta, dtype, self.device, model.rope_scaling)
+        return self.rope_tables(np.arange(self.config.max_positions), self.rope[0].dtype)
+
+    def rope_tables(self, positions: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The rotary tables of some positions, on the stage's device."""
+        model = self.config.model
+        where = self.config.head_size, model.rope_theta, dtype, self.device, model.rope_scaling, model.rotary_share
+        return rope_tables(positions, *where)
 
     @cached_property
     def offload(self) -> ActivationOffload:

@@ -231,7 +231,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.group, self.sequence = group, sequence
         self.activation, self.recompute = activation, recompute
-        self.weight = new_parameter(Shard((out_size, in_size), (split(group, 1),), decay=True, init_std=init_std), dtype, device)
+        self.weight = new_parameter(Shard((out_size, in_size), (split(group, 1),), decay=True, init_std=init_std or None), dtype, device)
         self.bias = new_parameter(Shard((out_size,), (replicated(group, partial=sequence),)), dtype, device) if bias else None
 
     def forward(self, *x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.inputs import Inputs
 from megacore.train.trainer import Trainer
 
-UNHEARD = ("model.init_std", "checkpoint.weights")  # settings of first weights: a run that goes on has its own
+UNHEARD = ("model.init_std", "model.zero_init", "checkpoint.weights")  # settings of first weights: a run that goes on has its own
 HOW = ("checkpoint.resume", "log.dir")  # settings by which the checkpoint was found
 
 

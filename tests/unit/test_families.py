@@ -22,6 +22,10 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 RMS = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope", "bias": False}
@@ -83,7 +87,8 @@ def test_transformers_reads_what_is_written(name: str) -> None:
     passed_over = {"bos_token_id", "eos_token_id", "dtype", "architectures", "n_inner", "head_dim", "sliding_window"}
     assert {key for key in theirs if theirs[key] != back[key]} <= passed_over
     assert str(back["dtype"]).removeprefix("torch.") == "float32" and back["bos_token_id"] is None
-    assert (back.get("head_dim"), back.get("n_inner")) in {(config.head_size, None), (None, config.model.ffn_size)}
+    sizes = {"head_dim": config.head_size, "n_inner": config.model.ffn_size}
+    assert all(back[key] == size for key, size in sizes.items() if key in written)
 
 
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 2.0}, LLAMA3])
@@ -128,6 +133,16 @@ def test_granite_divides_its_logits() -> None:
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("granite", {"logits_scaling": 0}, "logits_scaling"),
+        ("phi3", {"sliding_window": 4}, "sliding_window"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+        ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "rope_type"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1]}, "no_rope_layers"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias"),
+        ("gpt_neox", {"rotary_pct": 0.1}, "partial_rotary_factor"),
+        ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),
+        ("starcoder2", {"use_bias": False}, "use_bias"),
+        ("starcoder2", {"sliding_window": 4}, "sliding_window"),
         ("granite", {"vocab_size": None}, "vocab_size"),
         ("llama", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration"),
         ("llama", {"architectures": None}, "architecture"),
@@ -164,7 +179,11 @@ def test_a_missing_setting_is_what_transformers_takes() -> None:
     [
         ({"bias": False}, "model.bias"),  # layernorms without biases
         ({"norm": "rmsnorm"}, "model.norm"),
-        ({"position": "rope"}, "model.position"),
+        ({"position": "rope", "embedding_norm": True}, "model.embedding_norm"),
+        ({"position": "rope", "rotary_share": 0.5, "num_kv_heads": 2}, "model.num_kv_heads"),
+        (RMS | {"nope_every": 2, "embedding_scale": 2.0}, "model.nope_every"),
+        (RMS | {"norm_place": "post"}, "model.norm_place"),
+        (RMS | {"zero_init": True, "activation": "relu2"}, "model.activation"),
         ({"logit_scale": 0.5}, "model.logit_scale"),
         ({"num_kv_heads": 2}, "model.num_kv_heads"),
         (RMS | {"qk_norm": True, "qkv_bias": True}, "model.qk_norm"),
@@ -203,6 +222,11 @@ def test_mup_is_folded_into_the_scales_of_a_family_that_has_some() -> None:
         (RMS | {"qkv_bias": True}, "Qwen2ForCausalLM"),
         (RMS | {"qk_norm": True, "head_size": 64}, "Qwen3ForCausalLM"),
         (RMS | {"attention_scale": 0.1}, "GraniteForCausalLM"),
+        (RMS | {"rotary_share": 0.5}, "Phi3ForCausalLM"),
+        (RMS | {"nope_every": 2}, "SmolLM3ForCausalLM"),
+        ({"position": "rope"}, "GPTNeoXForCausalLM"),
+        ({"position": "rope", "branches": "parallel", "rotary_share": 0.25}, "GPTNeoXForCausalLM"),
+        ({"position": "rope", "num_kv_heads": 2}, "Starcoder2ForCausalLM"),
         (RMS | {"hidden_size": 34, "head_size": 8}, "MistralForCausalLM"),  # LlamaConfig wants hidden sizes that heads divide
         (RMS | {"dropout": 0.3, "attention": "eager", "kernels": "eager", "chunked_loss": True}, "LlamaForCausalLM"),  # free
     ],

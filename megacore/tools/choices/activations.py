@@ -25,7 +25,8 @@ def layer_costs(config: Config, own: range) -> list[tuple[LayerCost, int]]:
     """What each layer of a stage costs, given its inner ones: runs of equal layers, in order."""
     cost_of: Callable[[Config, int], LayerCost] = import_module("megacore.tools.choices.measured").cost_of
     last = config.model.num_layers
-    alike = [(own[0], len(own))] if config.model.source is None else [(layer, 1) for layer in own]
+    kinds = own if config.model.source is not None else [config.model.alike(layer) for layer in own]
+    alike = [(kind, len([*same])) for kind, same in groupby(kinds)]
     runs = [*([(-1, 1)] if own.start == 0 else []), *alike, *([(last, 1)] if own.stop == last else [])]
     costs = ((cost_of(config, layer + 1), count) for layer, count in runs)
     return [(cost, sum(count for _, count in same)) for cost, same in groupby(costs, key=itemgetter(0))]
@@ -36,7 +37,8 @@ def stage_activations(config: Config, stages: Sequence[range]) -> list[StageActi
     found, alike = [], dict[Hashable, StageActivations]()
     for own in stages:
         behind = own.stop == config.model.num_layers
-        kind = own if config.model.source is not None else (own.start == 0, len(own), behind)
+        blocks = own if config.model.source is not None else tuple(map(config.model.alike, own))
+        kind = (own.start == 0, blocks, behind)
         if kind in alike:
             found.append(alike[kind])
             continue

@@ -55,7 +55,7 @@ def context_of(config: Config, layers: Layers) -> Context:
     """The context of one sequence without content."""
     seq_len, tables, zeros = config.train.seq_len, None, np.zeros((1, config.train.seq_len), np.int64)
     if config.model.position == "rope":
-        where = (config.head_size, config.model.rope_theta, torch.float32, META, config.model.rope_scaling)
+        where = (config.head_size, config.model.rope_theta, torch.float32, META, config.model.rope_scaling, config.model.rotary_share)
         tables = rope_tables(np.arange(seq_len), *where)
     more = {name: torch.from_numpy(of(Samples(zeros, zeros))).to(META) for name, of in fields_of(layers).items()}
     tokens = torch.from_numpy(zeros).to(META)

@@ -28,11 +28,11 @@ def attention_flops(config: Config, causal: bool) -> float:
 def block_flops(config: Config, causal: bool) -> float:
     """Forward operations of one transformer block.
 
-    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two (gelu) or three (swiglu)
+    2·h·(a + 2k) for query, key and value, 2·a·h for the output projection, 2·h·f for each of the two or, with a gate (swiglu), three
     feed-forward products, and `attention_flops`. Norms, activations and residuals are not products, and not counted.
     """
     h, f, (a, k) = config.model.hidden_size, resolved(config.model.ffn_size), config.attention_sizes
-    ffn_products = 3 if config.model.activation == "swiglu" else 2
+    ffn_products = 3 if config.model.gated else 2
     return 2 * h * (a + 2 * k) + 2 * a * h + ffn_products * 2 * h * f + attention_flops(config, causal)
 
 

@@ -167,8 +167,8 @@ def cost_of(config: Config, layer: int) -> LayerCost:
     own = by_itself(config)
     if config.model.source is not None:
         layer = _alike(on_one_rank(own))[layer]
-    elif 0 < layer <= config.model.num_layers:  # megacore's own between the ends are alike
-        layer = 1
+    elif 0 < layer <= config.model.num_layers:
+        layer = 1 + config.model.alike(layer - 1)
     return _measured(own, layer, splits_backward(config) and config.parallel.schedule not in WHOLE)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 from megacore.config import Config
 from megacore.config.model import ModelConfig
 from megacore.errors import CheckpointError, ConfigError
-from megacore.tools.interchange import settings
+from megacore.tools.interchange import gelu_families, llama_kin, settings
 from megacore.tools.interchange.mapped import Mapped, gpt2_tensors, llama_tensors
 
-TRAINING_KEYS = {"dropout", "attention", "init_std", "kernels", "chunked_loss"}  # of our model section: no part of the function
+TRAINING_KEYS = {"dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss"}  # no part of the function
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Family:
 
 
 OLD_ROTARY = (re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),)
+OLD_NEOX = (re.compile(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),)
 OLD_MASKS = (re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),)
 
 # In the order in which `family_for_config` tries them: the plain ones first.
@@ -46,6 +47,10 @@ FAMILIES: dict[str, Family] = {
         Family("Qwen2ForCausalLM", settings.read_qwen2, settings.write_qwen2, llama_tensors, OLD_ROTARY),
         Family("Qwen3ForCausalLM", settings.read_qwen3, settings.write_qwen3, llama_tensors, OLD_ROTARY),
         Family("GraniteForCausalLM", settings.read_granite, settings.write_granite, llama_tensors, OLD_ROTARY),
+        Family("Phi3ForCausalLM", llama_kin.read_phi3, llama_kin.write_phi3, llama_kin.phi3_tensors, OLD_ROTARY),
+        Family("SmolLM3ForCausalLM", llama_kin.read_smollm3, llama_kin.write_smollm3, llama_tensors, OLD_ROTARY),
+        Family("GPTNeoXForCausalLM", gelu_families.read_neox, gelu_families.write_neox, gelu_families.neox_tensors, OLD_NEOX),
+        Family("Starcoder2ForCausalLM", gelu_families.read_starcoder2, gelu_families.write_starcoder2, gelu_families.starcoder2_tensors),
     )
 }
 

@@ -136,7 +136,7 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
         raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
     sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
     head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
-    theta, scaling = read_rope(hf)
+    theta, scaling = read_rope(hf, partial="rotary_share" in settings)
     own = {
         "num_kv_heads": whole(hf, "num_key_value_heads", None) or sizes["num_heads"],
         "head_size": head_size,
@@ -155,11 +155,15 @@ def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
     return sizes | own | settings
 
 
-def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+def read_rope(hf: dict[str, Any], *, partial: bool = False) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    `partial`: whether the family may turn a part of a head's features, see `rotary_share`.
+    """
     rope = get(hf, "rope_parameters", None, dict) or get(hf, "rope_scaling", None, dict) or {}
     theta = number({"rope_theta": 10000.0} | hf | rope, "rope_theta")
-    require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
+    if not partial:
+        require(hf | rope, "partial_rotary_factor", 1.0, 1.0, None)
     kind = {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
     require(kind, "rope_type", None, "default", "linear", "llama3", "dynamic", "yarn")
     # "dynamic" changes the frequencies of texts that are longer than all positions only, which our models refuse.
@@ -177,6 +181,15 @@ def read_rope(hf: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, scaling | {"attention_factor": yarn_attention_factor(rope), "truncate": flag(rope, "truncate", True)}
 
 
+def rotary_share(hf: dict[str, Any], head_size: int) -> float:
+    """The share of a head's features that turn, of which there are whole ones."""
+    rope = get(hf, "rope_parameters", None, dict) or get(hf, "rope_scaling", None, dict) or {}
+    share = number({"partial_rotary_factor": 1.0} | hf | rope, "partial_rotary_factor")
+    if share > 1 or int(head_size * share) % 2 or not int(head_size * share):
+        raise CheckpointError(CONFIG, f"partial_rotary_factor is {share} of {head_size} features", "an even number of features")
+    return float(share)
+
+
 def yarn_attention_factor(rope: dict[str, Any]) -> float | None:
     """What queries and keys are multiplied by: given, or by the ratio of DeepSeek's two scales. None leaves it to `factor`."""
     own, both = number(rope, "attention_factor", None), [number(rope, key, None) for key in ("mscale", "mscale_all_dim")]
@@ -189,7 +202,6 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float | None:
 def write_llama_like(config: Config, architecture: str, model_type: str, **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of their config.json."""
     model = as_peers_have_it(config)
-    scaling = model.rope_scaling
     own = {
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_size,
@@ -198,9 +210,15 @@ def write_llama_like(config: Config, architecture: str, model_type: str, **setti
         "attention_dropout": 0.0,
         # Rotary settings as transformers 4 has them, which 5 reads as well.
         "rope_theta": model.rope_theta,
-        "rope_scaling": scaling and {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True),
+        "rope_scaling": written_scaling(model),
     }
     return heading(config, architecture, model_type, LLAMA_SIZES) | own | settings
+
+
+def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """How rotary frequencies are stretched, as transformers 4 has it."""
+    scaling = model.rope_scaling
+    return scaling and {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True)
 
 
 def as_peers_have_it(config: Config) -> ModelConfig:

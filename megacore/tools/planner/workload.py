@@ -146,7 +146,7 @@ def setting_of(config: Config) -> Setting:
         head_size=config.head_size,
         vocab=model.vocab_size,
         seq=train.seq_len,
-        gated=model.activation == "swiglu",
+        gated=model.gated,
         tied=model.tie_embeddings,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,

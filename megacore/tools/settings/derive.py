@@ -29,7 +29,7 @@ def derive(config: Config, name: str, world_size: int) -> dict[str, Any]:
         derived["model.max_positions"] = config.train.seq_len
     if model.ffn_size is None:
         gated = -(-8 * model.hidden_size // 3)
-        derived["model.ffn_size"] = -(-gated // 64) * 64 if model.activation == "swiglu" else 4 * model.hidden_size
+        derived["model.ffn_size"] = -(-gated // 64) * 64 if model.gated else 4 * model.hidden_size
     if parallel.chunks is None and parallel.schedule != "auto":
         derived["parallel.chunks"] = chunks_of(config)
     if parallel.data == "auto":

@@ -125,6 +125,9 @@ def check_model(config: Config) -> None:
     divides("model.num_kv_heads", config.kv_heads, "parallel.tensor", parallel.tensor)
     divides("model.ffn_size", resolved(model.ffn_size), "parallel.tensor", parallel.tensor)
     check_parametrization(config)
+    if model.norm_place == "post" and model.branches == "shared_norm":
+        wrong = "shared_norm is a norm before both branches, and model.norm_place=post has none there"
+        raise ConfigError("model.branches", wrong, "parallel, or another model.norm_place")
     check_positions(config)
     check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.
@@ -181,6 +184,12 @@ def check_positions(config: Config) -> None:
     if model.position == "rope" and config.head_size % 2:
         wrong = f"rotary positions turn pairs of features, and model.head_size {config.head_size} is odd"
         raise ConfigError("model.position", wrong, "an even head size, or learned")
+    if model.position == "rope" and (turned := int(config.head_size * model.rotary_share)) % 2 + (turned == 0):
+        wrong = f"{model.rotary_share} of model.head_size {config.head_size} is {turned} features, and rotary positions turn pairs"
+        raise ConfigError("model.rotary_share", wrong, "an even number of features")
+    for key, plain in (("rotary_share", 1.0), ("nope_every", None)):
+        if model.position == "learned" and model.source is None and getattr(model, key) != plain:
+            raise ConfigError(f"model.{key}", "learned positions turn no features", f"{plain or 'null'}, or model.position=rope")
     if model.position == "learned" and model.rope_scaling is not None:
         raise ConfigError("model.rope_scaling", "learned positions have no frequencies to scale", "null, or model.position=rope")
     if isinstance(model.rope_scaling, Llama3Rope) and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor:

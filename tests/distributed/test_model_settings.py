@@ -1,0 +1,36 @@
+"""What published models do otherwise than GPT-2 is the same in every layout: each setting in some product of layouts, to 1e-9 in fp64."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from megacore.files import ROOT
+from megacore.tools.verify.layouts import parse
+from megacore.tools.verify.run import Options, prove
+from megacore.tools.verify.workers import ProofWorkers
+from tests.commands import provers
+
+TINY = str(ROOT / "configs/gpt_tiny.json")  # rotary positions, swiglu, RMS norms
+NEOX = ["model.branches=parallel", "model.rotary_share=0.5", "model.norm=layernorm", "model.activation=gelu_erf", "model.bias=true"]
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[ProofWorkers]:
+    with provers() as workers:
+        yield workers
+
+
+@pytest.mark.parametrize(
+    ("layouts", "overrides"),
+    [
+        ("one,tp2sp,pp2,cp2", NEOX),
+        ("tp2pp2dp2", ["model.branches=shared_norm", "model.activation=relu2", "model.zero_init=true", "model.embedding_norm=true"]),
+        ("tp2sp,dp2", ["model.norm_place=both", "model.activation=geglu", "model.nope_every=2", "model.dropout=0.1"]),
+        ("tp2pp2dp2", ["model.norm_place=post", "model.activation=geglu_erf", "model.embedding_norm=true", "train.recompute=selective"]),
+    ],
+)
+def test_equals_one_process(workers: ProofWorkers, layouts: str, overrides: list[str]) -> None:
+    """A norm's partial gradient that nobody sums, or a block that has another one's positions, would train on, worse."""
+    proof = prove(Options(TINY, overrides, [parse(name) for name in layouts.split(",")]), workers=workers)
+    assert proof.holds, [(r.layout.name, r.failure, r.impossible, r.beyond[:1]) for r in proof.results]
+    assert max(d.relative for result in proof.results for d in result.differences.values()) < 1e-9
