@@ -119,11 +119,10 @@ def test_blocks_without_positions_are_every_nth() -> None:
 def test_the_planner_tells_kinds_of_blocks_apart() -> None:
     """One without positions keeps other tensors; taken for the first, the plan of its stage would be wrong."""
     parts = [range(3)]
-    config = config_of(position="rope", nope_every=2, qk_norm=True)
+    config = config_of(position="rope", nope_every=2)
     assert [config.model.alike(block) for block in range(3)] == [0, 1, 0]
     mixed, rotating, still = (
-        stage_activations(config_of(position="rope", qk_norm=True, **own), parts)[0].kept
-        for own in ({"nope_every": 3}, {}, {"nope_every": 1})
+        stage_activations(config_of(position="rope", **own), parts)[0].kept for own in ({"nope_every": 3}, {}, {"nope_every": 1})
     )
     assert still < rotating and mixed == rotating - (rotating - still) // 3
 

@@ -218,7 +218,7 @@ def write_llama_like(config: Config, architecture: str, model_type: str, **setti
 def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
     """How rotary frequencies are stretched, as transformers 4 has it."""
     scaling = model.rope_scaling
-    return scaling and {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True)
+    return None if scaling is None else {"rope_type": scaling.type} | scaling.model_dump(exclude={"type"}, exclude_defaults=True)
 
 
 def as_peers_have_it(config: Config) -> ModelConfig:
