@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-TAKEN = ("shard", "replicate", "world")  # groups that follow from the axes: those of FSDP2, and of all ranks
+TAKEN = ("shard", "replicate", "holders", "world")  # groups that follow from the axes: those of FSDP2, and of all ranks
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ A compiled block calls a collective as one operation of its graph, `megacore::â€
 graph there. Such an operation gets its group's key and runs the same code.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -178,6 +179,28 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     if group.communicator is not None:
         group.communicator.broadcast(x, group.ranks[source])
     return x
+
+
+def broadcast_start(x: Tensor, group: Group, source: int) -> Work:
+    """Begins to copy `x` of the group's rank `source` into `x` of every rank."""
+    return Done() if group.communicator is None else group.communicator.start_broadcast(x, group.ranks[source])
+
+
+def exchange_start(parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], group: Group, empty: Tensor) -> tuple[list[Tensor], Work]:
+    """Begins to send the elements of `parts[i]` to rank i, and to receive `sizes[i]` elements from it. The own part does not travel.
+
+    Returns a flat tensor from each rank. `empty`: a tensor without elements, of their dtype and device.
+    """
+    own = torch.cat([empty, *(part.flatten() for part in parts[group.rank])])
+    if group.communicator is None:
+        return [own], Done()
+    others = [[] if i == group.rank else [part.flatten() for part in to] for i, to in enumerate(parts)]
+    received = [0 if i == group.rank else size for i, size in enumerate(sizes)]
+    x, out = torch.cat([empty, *(part for to in others for part in to)]), empty.new_empty(sum(received))
+    work = group.communicator.start_exchange(x, out, [sum(part.numel() for part in to) for to in others], received)
+    found = list(out.split(received))
+    found[group.rank] = own
+    return found, work
 
 
 def broadcast_text(text: str, group: Group, device: torch.device, limit: int = 4096, source: int = 0) -> str:

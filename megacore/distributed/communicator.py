@@ -210,6 +210,18 @@ class Communicator:
         return dist.all_to_all_single(out, x, group=self.process_group, async_op=True)
 
     @observed
+    def start_exchange(self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        """Begins to send parts of so many elements to each rank, and to fill `out` with parts of so many from each."""
+        return dist.all_to_all_single(out, x, list(received), list(sent), group=self.process_group, async_op=True)
+
+    @observed
+    def start_broadcast(self, x: Tensor, source: int) -> Work:
+        """Begins to copy `x` of the world's rank `source` into `x` of every rank."""
+        work = dist.broadcast(x, source, group=self.process_group, async_op=True)
+        assert work is not None
+        return work
+
+    @observed
     def start_shift(self, x: Tensor, out: Tensor, after: int, before: int) -> Work:
         """Begins to send `x` to the world's rank `after`, and to receive `out` from `before`, as one operation of all ranks of a ring.
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.config import Config
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES
 from megacore.distributed.axes import AXES, Axis, called, describe, ranks_along, sums_of
 from megacore.distributed.communicator import Communicator, Group
@@ -20,7 +21,7 @@ from megacore.distributed.observer import Observers
 from megacore.distributed.rank_info import RankInfo, host_name
 from megacore.distributed.rendezvous import meet
 from megacore.distributed.shared_memory import join
-from megacore.distributed.topology import Topology, fsdp_products
+from megacore.distributed.topology import Topology, fsdp_holders, fsdp_products
 from megacore.pipeline.partition import placement_of
 
 
@@ -131,6 +132,12 @@ class Mesh(Topology):
                     yield (axis.name,)
             for product in sums_of(view):
                 yield from fsdp_products(product, self.token_axes) if config.engine.kind == "fsdp" else (product,)
+                if any(group.rule.whole for group in ParameterGroups(config.optim).every):  # its matrices go to owners
+                    beside = tuple(axis.name for axis in view if not axis.layers and axis.name not in product)
+                    divided = config.engine.shard_optimizer
+                    yield (
+                        fsdp_holders(product, self.token_axes) if config.engine.kind == "fsdp" else (*(product if divided else ()), *beside)
+                    )
         if config.engine.kind == "deepspeed":
             yield tuple(axis.name for axis in self.axes if not axis.tokens)
 
@@ -159,6 +166,16 @@ class Mesh(Topology):
             group_desc=name,
         )
 
+    def owner_index(self, rank: int, axes: Sequence[str]) -> int:
+        """See `Topology`. In two levels the ranks on one place of all hosts are neighbours."""
+        ranks = ranks_along(axes, rank, self.sizes_of_views[self._view(axes)])
+        if self._ranks_along(axes) not in self.levels_of:
+            return super().owner_index(rank, axes)
+        found = by_host(ranks, self.host_of, rank)
+        assert found is not None
+        within, between = found
+        return within.index(rank) * len(between) + between.index(rank)
+
     @property
     def levels(self) -> Levels:
         """The ranks of `gradient_group`, as they sum gradients."""
@@ -175,7 +192,7 @@ class Mesh(Topology):
 
     def _divide_by_host(self) -> None:
         """Makes the groups of two levels for each product of axes, if the hosts of all ranks that sum along it have as many of them."""
-        hosts = [host for host, _ in self.hosts()]
+        self.host_of = hosts = [host for host, _ in self.hosts()]
         for view, sizes in zip(self.views, self.sizes_of_views, strict=True):
             for product in sums_of(view):
                 summing = {ranks_along(product, rank, sizes) for rank in self.world.ranks}

@@ -27,7 +27,7 @@ class Operation:
     """What a rank begins over a group. `peer`: the other rank of the world, where there is only one."""
 
     group: "Group"
-    name: str  # all_reduce, all_gather, reduce_scatter, all_to_all, shift, broadcast, barrier, send or receive
+    name: str  # all_reduce, all_gather, reduce_scatter, all_to_all, exchange, shift, broadcast, barrier, send or receive
     tensors: tuple[Tensor, ...]  # what is given, and then where the result comes, if elsewhere; an observer must not keep them
     peer: int = -1
 

@@ -122,6 +122,20 @@ class Topology:
         last = next((self.shared[name] for name in shard.partial_over if name in self.shared), None)
         return GradientSum(tokens, self.levels_along(*tokens), first, last)
 
+    def axes_beside(self, shard: Shard) -> tuple[str, ...]:
+        """The axes of a stage's ranks along which the gradient of a parameter with this completed record is not summed over tokens."""
+        view, tokens = self.views[self._view(along.axis for along in shard.along)], self.gradient_sum(shard).tokens
+        return tuple(axis.name for axis in view if not axis.layers and axis.name not in tokens)
+
+    def shard_at(self, shard: Shard, rank: int) -> Shard:
+        """The completed record of the same parameter on another rank of the stage."""
+        at = {name: i for sizes in self.sizes_of_views for name, i in coordinates(rank, sizes).items()}
+        return replace(shard, along=tuple(replace(along, index=at.get(along.axis, along.index)) for along in shard.along))
+
+    def owner_index(self, rank: int, axes: Sequence[str]) -> int:
+        """Which part of what the ranks along `axes` divide a rank owns (`Levels.owners`)."""
+        return ranks_along(axes, rank, self.sizes_of_views[self._view(axes)]).index(rank)
+
     def levels_along(self, *axes: str) -> Levels:
         """The ranks along a product of axes, as they sum gradients."""
         return Levels(SOLO, self.group(*axes) if axes else SOLO)
@@ -135,7 +149,7 @@ class Topology:
 
     def _several(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The axes of a product that have several ranks, or else its first: groups of the same ranks are one, with one name."""
-        if axes[0] in ("shard", "replicate"):
+        if axes[0] in ("shard", "replicate", "holders"):
             return axes
         sizes = self.sizes_of_views[self._view(axes)]
         return tuple(axis for axis in axes if sizes.get(axis) != 1) or axes[:1]
@@ -147,6 +161,12 @@ class Topology:
             ranks = self._ranks_along(axes[1:] or self.token_axes)
             at, size = ranks.index(self.rank), self.shard_size if len(ranks) % self.shard_size == 0 else len(ranks)
             return ranks[at - at % size : at - at % size + size] if axes[0] == "shard" else ranks[at % size :: size]
+        if axes[0] == "holders":  # the ranks that together hold a copy: the shards of all ranks along the axes that divide no tokens
+            product = axes[1:] or self.token_axes
+            view = self._view(product)
+            beside = [axis.name for axis in self.views[view] if not axis.layers and axis.name not in product]
+            sizes, shard = self.sizes_of_views[view], self._ranks_along(("shard", *axes[1:]))
+            return tuple(sorted(other for rank in shard for other in ranks_along(beside, rank, sizes)))
         return ranks_along(axes, self.rank, self.sizes_of_views[self._view(axes)])
 
     def _create(self, name: str, ranks: tuple[int, ...]) -> Group:
@@ -172,6 +192,11 @@ def fsdp_products(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[tup
     """The names of the groups into which the fsdp engine divides the ranks of a sum; those of the `usual` sum are short."""
     which = () if product == usual else product
     return ("shard", *which), ("replicate", *which)
+
+
+def fsdp_holders(product: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
+    """The name of the group of the ranks that together hold one copy of a parameter with that sum, under the fsdp engine."""
+    return "holders", *(() if product == usual else product)
 
 
 def alone(config: Config) -> Topology:

@@ -1,7 +1,7 @@
 """Flat buffers: parameters, gradients and masters end to end in one tensor each, as engines reduce and update them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -11,10 +11,11 @@ from megacore.config.engine import EngineConfig, Int8Compression
 from megacore.config.optim_groups import ParameterGroup, ParameterGroups
 from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.hierarchical_reduce import GradientSum
-from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, shard_of
+from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, hold, new_parameter, shard_of
 from megacore.distributed.topology import Topology
 from megacore.engine.alignment import ALIGNMENT
 from megacore.engine.held_tensors import MasterRange
+from megacore.engine.owners import Part
 from megacore.model.stage import Stage
 
 
@@ -101,6 +102,21 @@ class FlatBuffer:
         size = (bucket.stop - bucket.start) // self.owners.size
         return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
 
+    def range_of(self, name: str, index: int) -> tuple[int, int]:
+        """The elements of a parameter in the part of its bucket that owner number `index` has: the first, and the one after the last."""
+        bucket, slot = next((bucket, slot) for bucket in self.buckets for slot in bucket.slots if slot.name == name)
+        size = (bucket.stop - bucket.start) // self.owners.size
+        first, end = bucket.start + index * size - slot.start, slot.parameter.numel()
+        return min(max(first, 0), end), min(max(first + size, 0), end)
+
+    def laid_out_at(self, at: Callable[[Shard], Shard]) -> "FlatBuffer":
+        """The same buffer on another rank, without memory; `at` gives a placement there."""
+        there = replace(self, slots=[], buckets=[], size=0)
+        for slot in self.slots:
+            there.add(slot.name, new_parameter(at(slot.shard), slot.parameter.dtype, "meta"), slot.position, slot.chunks)
+        there.close()
+        return there
+
     def allocate(self) -> None:
         """Moves the parameters into the buffer, where those on `meta` are zeros. The gaps between them stay zero."""
         first = self.slots[0].parameter
@@ -164,6 +180,26 @@ def pieces_of_range(slots: Sequence[ParameterRange], start: int, tensor: Tensor)
             for at, box in boxes_of_range(slot.shard, first - slot.start, last - slot.start):
                 begin = slot.start + at - start
                 yield slot, tensor[begin : begin + prod(box.local_shape)].view(box.local_shape), box
+
+
+class PartsOfBuffers:
+    """What each rank of a stage holds of parameters that lie in buffers."""
+
+    def __init__(self, buffers: Sequence[FlatBuffer], mesh: Topology, shards: Mapping[str, Shard]) -> None:
+        self.buffers, self.mesh, self.shards = {slot.name: buffer for buffer in buffers for slot in buffer.slots}, mesh, shards
+        self._elsewhere: dict[tuple[object, ...], FlatBuffer] = {}  # alike for all ranks that divide it
+
+    def __call__(self, name: str, rank: int) -> Part:
+        """Of a parameter, on a rank of the world."""
+        buffer, mesh = self.buffers[name], self.mesh
+        shard = mesh.shard_at(self.shards[name], rank)
+        if not buffer.divided:
+            return Part(shard, 0, prod(shard.local_shape))
+        beside = mesh.axes_beside(shard)
+        key = id(buffer), *(along for along in shard.along if along.axis in beside)
+        if key not in self._elsewhere:
+            self._elsewhere[key] = buffer.laid_out_at(lambda own: mesh.shard_at(own, rank))
+        return Part(shard, *self._elsewhere[key].range_of(name, mesh.owner_index(rank, buffer.divided)))
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:

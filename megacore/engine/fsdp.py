@@ -6,7 +6,7 @@ own data ranks, for which its piece of a tensor is simply a tensor.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, boxes_of_range, piece_key, replicated, shard_of
 from megacore.engine.flat_buffer import accumulation_dtype
 from megacore.engine.held_tensors import MasterRange
+from megacore.engine.owners import Holders, Part, divided_holders, part_of_rows
 from megacore.engine.stepper import OptimizerStep
 from megacore.errors import ConfigError
 from megacore.kernels.grad_norm import ROW
@@ -82,8 +83,18 @@ class FSDPEngine(OptimizerStep):
     def _range(self, rows: ShardRows) -> MasterRange:
         return MasterRange(rows.master, rows.gradient, rows.norm_weights(), self.groups.of(rows.name, rows.shard), rows.shard.decay)
 
-    def divided_over(self, shard: Shard) -> Group:
-        return self.mesh.gradient_sum(shard).levels.within
+    def holders(self, shard: Shard) -> Holders:
+        return divided_holders(self.mesh, shard)
+
+    def part_at(self, shards: Mapping[str, Shard]) -> Callable[[str, int], Part]:
+        by_name = {rows.name: rows for rows in self.rows}
+
+        def part(name: str, rank: int) -> Part:
+            rows, number = by_name[name], self.mesh.owner_index(rank, by_name[name].sum.tokens)
+            shards = rows.sum.levels.within.size
+            return part_of_rows(self.mesh.shard_at(rows.shard, rank), rows.parameter.dim(), shards, number % shards)
+
+        return part
 
     @torch.no_grad()
     def _divide(self, stage: Stage, config: Config) -> None:

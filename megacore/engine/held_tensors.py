@@ -1,6 +1,6 @@
 """What a rank keeps of its parameters and of their optimizers' state, and how that stands in a checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -41,9 +41,11 @@ class HeldTensors:
         shards: Mapping[str, Shard],
         groups: ParameterGroups,
         pieces: Callable[[str, Sequence[Tensor | None]], Pieces],
+        owned: Container[str],
         device: torch.device,
     ) -> None:
-        """`shards`: of all parameters of the rank's stages, by name. `pieces`: see `OptimizerStep`. `device`: computes."""
+        """`shards`: of all parameters of the rank's stages, by name. `pieces`: see `OptimizerStep`. `owned`: names of the parameters whose
+        own state this rank has. `device`: computes."""
         self.ranges, self.shards, self.pieces = ranges, shards, pieces
         self.names: dict[ParameterGroup, list[str]] = {group: [] for group in groups.every}
         for name, shard in shards.items():
@@ -53,11 +55,12 @@ class HeldTensors:
             for kind in dict.fromkeys(chain.from_iterable(group.elementwise for group, names in self.names.items() if names))
         }
         self.own: dict[str, dict[str, Tensor]] = {}
+        self.numbers = {kind for group in self.names for kind in group.rule.numbers}
         for group, names in self.names.items():
             for kind in group.rule.numbers if names else ():
                 self.own.setdefault(kind, {}).update(dict.fromkeys(names, ranges[0].master.new_zeros(())))
             for name in names:
-                for kind, shape in own_state_shapes(group.rule, shards[name]).items():
+                for kind, shape in own_state_shapes(group.rule, shards[name]).items() if name in owned else ():
                     self.own.setdefault(kind, {})[name] = torch.zeros(shape, dtype=ranges[0].master.dtype, device=device)
 
     def memory(self) -> Iterator[Tensor]:
@@ -73,8 +76,10 @@ class HeldTensors:
         for kind, by_name in self.own.items():
             for name, tensor in by_name.items():
                 shape, along = tuple(tensor.shape), self.shards[name].along
-                everywhere = tuple(replace(a, dim=None, partial=False) for a in along if a.count > 1)
-                found[f"{kind}/{name}"] = (tensor, TensorSlice(shape, (0,) * len(shape), shape, everywhere))
+                # Every rank has its group's numbers; of own state, an owner on each of the stages that share the parameter.
+                copied = [a for a in along if a.count > 1 and (kind in self.numbers or a.axis == name)]
+                where = tuple(replace(a, dim=None, partial=False) for a in copied)
+                found[f"{kind}/{name}"] = (tensor, TensorSlice(shape, (0,) * len(shape), shape, where))
         return found
 
     def of(self, kind: str, group: ParameterGroup) -> dict[str, list[tuple[Tensor, TensorSlice]]]:

@@ -5,7 +5,7 @@ updates its part, and the parameters are gathered while the next forward runs. A
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,11 +16,11 @@ from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import resolved
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, piece_key
 from megacore.engine.alignment import ALIGNMENT
-from megacore.engine.flat_buffer import FlatBuffer, fill_buffers, travelling_unit
+from megacore.engine.flat_buffer import FlatBuffer, PartsOfBuffers, fill_buffers, travelling_unit
+from megacore.engine.owners import Holders, Part, native_holders
 from megacore.engine.param_all_gather import ParameterGatherer
 from megacore.engine.reduce import GradientReducer
 from megacore.engine.stepper import OptimizerStep
@@ -48,9 +48,11 @@ class NativeEngine(OptimizerStep):
         if self.compression is not None:
             self.compression.scaled_by(self.loss_scale.value)
 
-    def divided_over(self, shard: Shard) -> Group:
-        tokens = self.mesh.gradient_sum(shard).tokens
-        return self.mesh.group(*tokens) if self.sharded and tokens else SOLO
+    def holders(self, shard: Shard) -> Holders:
+        return native_holders(self.mesh, shard, self.sharded)
+
+    def part_at(self, shards: Mapping[str, Shard]) -> Callable[[str, int], Part]:
+        return PartsOfBuffers(self.buffers, self.mesh, shards)
 
     def row_weights(self, buffer: FlatBuffer) -> list[Tensor]:
         """The weight of each row of a buffer's ranges in the gradient norm. Ranks that hold the same row each count a part of it, so all

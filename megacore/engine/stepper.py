@@ -1,7 +1,7 @@
 """The step of the native and the fsdp engine: norm, clipping, loss scale and update, without a host synchronisation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,12 @@ from megacore.config import Config
 from megacore.config.optim_groups import ParameterGroups
 from megacore.distributed.buffers import BUFFERS, buffers_of, update_buffers
 from megacore.distributed.collectives import all_reduce
-from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, shard_of
 from megacore.engine.held_tensors import HeldTensors, MasterRange
 from megacore.engine.loss_scale import LossScale
 from megacore.engine.optimizers import GroupedUpdate
+from megacore.engine.owners import Holders, Part, dealings_of
 from megacore.engine.protocol import Engine, StepStatistics
 from megacore.engine.spike_detector import SpikeGuard
 from megacore.kernels.grad_norm import SumOfSquares, clip_coefficient
@@ -42,13 +42,10 @@ class OptimizerStep(Engine, ABC):
         self.device, self.over, self.clip = mesh.device, mesh.world, optim.grad_clip
         kernels = "auto" if config.engine.cpu_offload else config.model.kernels  # which are named for the device
         shards = {name: shard_of(parameter) for stage in stages for name, parameter in stage.named_parameters()}
-        self.held = HeldTensors(ranges, shards, self.groups, self.pieces, mesh.device)
-
-        def divided_among(shard: Shard) -> list[Group]:
-            groups = [*(mesh.group(axis) for axis in shard.split_over), self.divided_over(shard)]
-            return [group for group in groups if group.size > 1]
-
-        self.optimizer = GroupedUpdate(self.held, divided_among, mesh.device, kernels)
+        dealings = dealings_of(shards, self.groups, self.holders, self.part_at(shards))
+        owned = {task.name for every in dealings.values() for dealing in every for tasks in dealing.rounds for task in dealing.owned(tasks)}
+        self.held = HeldTensors(ranges, shards, self.groups, self.pieces, owned, mesh.device)
+        self.optimizer = GroupedUpdate(self.held, dealings, mesh.device, kernels)
         self.averages = None
         if AVERAGE in self.held.state:
             from megacore.engine.averages import WeightAverages  # which only such runs load
@@ -110,8 +107,12 @@ class OptimizerStep(Engine, ABC):
             self.behind_loading()
 
     @abstractmethod
-    def divided_over(self, shard: Shard) -> Group:
-        """The ranks among which the engine divides what it keeps of a parameter, besides those over which the parameter is split."""
+    def holders(self, shard: Shard) -> Holders:
+        """The ranks that hold a parameter with this completed record."""
+
+    @abstractmethod
+    def part_at(self, shards: Mapping[str, Shard]) -> Callable[[str, int], Part]:
+        """A function that says what a rank of the world, one of a parameter's holders, has of it. `shards`: of all parameters, by name."""
 
     @abstractmethod
     def behind_step(self, skip: Tensor) -> None:

@@ -19,8 +19,9 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard, TensorSlice, new_parameter, shard_of, split
 from megacore.distributed.topology import Topology
+from megacore.engine import owners
 from megacore.engine.held_tensors import HeldTensors
-from megacore.engine.optimizers import WholeUpdate
+from megacore.engine.owners import Dealing
 from megacore.model import gpt
 from megacore.model.block import Block
 from megacore.model.context import Context
@@ -256,8 +257,8 @@ def with_whole_matrices(config_path: str, overrides: list[str], planted: bool = 
     importlib.import_module("tests.whole_rule")  # registers the rule, in this process alone
     place = place_from_environment()
     config = load(config_path, [*WHOLE, *overrides], place.world_size).config
-    fault = mock.patch.object(WholeUpdate, "_whole", lambda self, pieces, shard: pieces[0][0]) if planted else contextlib.nullcontext()
-    with fault:
+    fault = mock.patch.object(Dealing, "sends", lambda self, task, at: at == task.owner) if planted else contextlib.nullcontext()
+    with fault, mock.patch.object(owners, "TOGETHER", 1):  # several rounds
         return train(config, Mesh(config, place, CPU))
 
 
@@ -269,6 +270,10 @@ WHOLE_LAYOUTS = {
     "fsdp": (2, ["engine.kind=fsdp"]),
     "tp2 fsdp": (4, ["parallel.tensor=2", "engine.kind=fsdp", "engine.cpu_offload=true"]),
     "tp2 sharded": (4, ["parallel.tensor=2", "engine.shard_optimizer=true"]),
+    "tp2dp2": (4, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "copies of shards": (4, ["engine.kind=fsdp", "engine.shard_size=2"]),
+    "tp2 copies of shards": (8, ["parallel.tensor=2", "engine.kind=fsdp", "engine.shard_size=2"]),
+    "V": (4, ["parallel.pipeline=2", "parallel.schedule=zb_v"]),
 }
 
 

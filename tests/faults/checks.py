@@ -19,15 +19,31 @@ from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.worker import planted
 from tests import plain, training
 from tests.commands import provers
-from tests.faults import FAULTS, Fault, context, data, links, pipeline, plans, precision, public, races, split, structure, tensor, trainer
+from tests.faults import (
+    FAULTS,
+    Fault,
+    context,
+    data,
+    links,
+    matrices,
+    pipeline,
+    plans,
+    precision,
+    public,
+    races,
+    split,
+    structure,
+    tensor,
+    trainer,
+)
 from tests.pool import Pool
 from tests.rollback import went_back
 
 # The modules enter their faults as they are imported; here they are in one order, whichever module imports another.
 FAULTS.sort(key=lambda fault: fault.plant.__module__)
 __all__ = [
-    "FAULTS", "Checks", "context", "data", "document", "links", "pipeline", "plans", "precision", "public", "races", "split", "structure",
-    "tensor", "trainer",
+    "FAULTS", "Checks", "context", "data", "document", "links", "matrices", "pipeline", "plans", "precision", "public", "races", "split",
+    "structure", "tensor", "trainer",
 ]  # fmt: skip
 
 CONFIG, OVERRIDES = str(ROOT / "configs/gpt_tiny.json"), ("model.bias=true",)
@@ -148,7 +164,7 @@ and a part of the others each time, and hold the table to the catalogue. A layou
 A mistake with a reference, to a repository and a number, happened there in public.
 Some that happened there cannot happen here, because megacore has no experts and routers (Megatron-LM PRs 5047, 5916 and 5956,
 issue 1628; pytorch issue 160285; Automodel issue 1408; torchtitan PR 1593), no heads for further tokens (Megatron-LM issue 1532),
-no optimizer of whole matrices such as Muon (Megatron-LM issue 5961), and no fp8.
+and no fp8.
 
 | mistake | layout | caught by | what it says first |
 |---|---|---|---|

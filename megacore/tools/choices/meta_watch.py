@@ -106,7 +106,7 @@ class MetaWatch(TorchDispatchMode, Observer):
         self.live = self.peak = self.peak_at = 0  # bytes, bytes, and the journal's events until then
         self.moment = self.peak_moment = self.around = BUILDING
         self.calls: list[Call] = []
-        self.exchanges = False  # whether parts are exchanged for their own sake, not to be summed
+        self.exchange = ""  # the operation, where parts are exchanged for their own sake, not to be summed
         self.sleeps = False  # then nothing is seen
         self.numbers: dict[int, int] = {}  # in the journal, by the storage's address
         self._works: dict[str, Any] = {}
@@ -125,10 +125,10 @@ class MetaWatch(TorchDispatchMode, Observer):
 
     def collective_begins(self, operation: Operation) -> None:
         """An exchange also sums parts in fewer bits, and is noted as what it is."""
-        self.exchanges = operation.name == "all_to_all"
+        self.exchange = operation.name if operation.name in ("all_to_all", "exchange") else ""
 
     def collective_begun(self, token: None) -> None:
-        self.exchanges = False
+        self.exchange = ""
 
     @contextmanager
     def during(self, moment: str) -> Iterator[None]:
@@ -174,7 +174,7 @@ class MetaWatch(TorchDispatchMode, Observer):
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Notes the call. Nobody answers; the first handle of an operation stands for all."""
         called = func.overloadpacket.__name__
-        name = "all_to_all" if self.exchanges else OPERATIONS[called]
+        name = self.exchange or OPERATIONS[called]
         boxed = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
         ranks = self._ranks.get(id(group)) or self._ranks.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))

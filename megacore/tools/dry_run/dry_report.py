@@ -93,8 +93,8 @@ def progress(text: str) -> None:
 
 def against_formulas(config: Config, dry: DryRank, host_size: int = 8) -> list[str]:
     """What a rank sends or holds that the plan does not have, a line each."""
-    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank)[dry.stage])
-    memory = rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage]
+    found = differences(dry, rank_traffic(config, host_size, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage])
+    memory = rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage]
     for part in ("parameters", "gradients", "optimizer"):
         if dry.held[part] != (formula := getattr(memory, part)):
             found.append(f"holds {dry.held[part]:,} bytes of {part}, and by formula {formula:,}")
@@ -116,7 +116,7 @@ def show(config: Config, whole: Sequence[DryRank]) -> None:
         table.add_column(name, justify="left" if name == "place" else "right", no_wrap=True)
     for dry in whole:
         amounts = [f"{amount / size:.3f}" for amount in (*(dry.held[part] for part in PARTS), dry.activations, dry.peak)]
-        amounts.append(f"{rank_memory(config, dry.tensor_rank, dry.shard_rank)[dry.stage].total / size:.3f}")
+        amounts.append(f"{rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage].total / size:.3f}")
         table.add_row(str(dry.rank), dry.place, f"{dry.parameters:,}", *amounts, f"{len(dry.calls):,}", f"{dry.seconds:.1f}")
     console.print(table)
     for dry in whole:

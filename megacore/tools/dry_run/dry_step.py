@@ -33,6 +33,7 @@ class DryRank:
     stage: int  # its coordinate along the pipeline
     tensor_rank: int
     shard_rank: int  # under fsdp; else 0
+    data_rank: int  # of those that divide tokens
     parameters: int  # elements, before padding
     held: dict[str, int]  # bytes of `PARTS`
     groups: dict[str, tuple[int, ...]]  # the ranks of each group that it communicates in, by the traffic's names
@@ -77,6 +78,7 @@ def dry_run(config: Config, rank: int, host_size: int = 8) -> DryRank:
             mesh.pp.rank,
             mesh.tp.rank,
             mesh.group("shard").rank if divides_parameters(config) else 0,
+            mesh.gradient_group.rank,
             sum(parameter.numel() for parameter in {id(p): p for stage in step.stages for p in stage.parameters()}.values()),
             held,
             {name: group.ranks for name, group in names.items() if group.size > 1},

@@ -36,7 +36,7 @@ from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.activations import Peak, rank_activations
 from megacore.tools.planner.buckets import buffers_of, data_ranks_of_a_host
 from megacore.tools.planner.fsdp_units import divides_parameters, units_of
-from megacore.tools.planner.parameters import block_parameters, of_each_rank, rank_parameters, stage_parameters
+from megacore.tools.planner.parameters import block_parameters, of_each_rank, rank_parameters
 from megacore.tools.settings.ds_settings import ds_settings
 
 # What a GPU keeps besides tensors, in bytes: the CUDA context with cuBLAS's workspaces, and the buffers of each NCCL communicator.
@@ -67,6 +67,7 @@ class RankMemory:
     gathered: int = 0  # parameters and gradients that are whole only while they are used
     compression: int = 0  # what compressed gradients leave for the next step, and what they travel in
     rows: int = 0  # of the native engine's gradient norm: a weight for every row of a parameter
+    update: int = 0  # the room of an update of whole matrices, when there are no activations
 
     @property
     def activations(self) -> int:
@@ -81,7 +82,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """The bytes of all tensors."""
-        return self.held + self.activations + self.gathered
+        return self.held + max(self.activations + self.gathered, self.update)
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,12 @@ def largest_part(memory: RankMemory) -> str:
     return f"{most} ({parts[most] / 2**30:,.1f})"
 
 
-def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> list[RankMemory]:
+def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None) -> list[RankMemory]:
     """The memory of every rank of a resolved config's pipeline, on one of its tensor ranks and, under fsdp, of its shards, the first being
     the fullest."""
     precision, data = config.train.precision, config.token_ranks
     if divides_parameters(config):
-        return _fsdp_memory(config, tensor_rank, shard_rank)
+        return _fsdp_memory(config, tensor_rank, shard_rank, shard_rank if data_rank is None else data_rank)
     if config.engine.kind == "deepspeed":
         return _deepspeed_memory(config)
     divisor = data if config.engine.shard_optimizer else 1
@@ -157,13 +158,13 @@ def rank_memory(config: Config, tensor_rank: int = 0, shard_rank: int = 0) -> li
     wide = GRADIENT_BYTES[precision]
     masters = wide if ELEMENT_BYTES[precision] < wide else 0
     config = partitioned(config)
-    laid_out, own = _laid_out(config, tensor_rank), own_state_numbers(config)
-    for (n, numbers, messages), whole, activations in zip(laid_out, own, rank_activations(config), strict=True):
+    laid_out, own = _laid_out(config, tensor_rank), whole_numbers(config, tensor_rank, data_rank or 0)
+    for (n, numbers, messages), (whole, room), activations in zip(laid_out, own, rank_activations(config), strict=True):
         state = (n * masters + numbers * wide) // divisor + whole * wide
         rows = n // ALIGNMENT * 8  # an fp64 number each
         compression = compression_bytes(config, n, messages)
         parameters, gradients = n * ELEMENT_BYTES[precision], n * GRADIENT_BYTES[precision]
-        memories.append(RankMemory(parameters, gradients, state, activations, compression=compression, rows=rows))
+        memories.append(RankMemory(parameters, gradients, state, activations, compression=compression, rows=rows, update=room * wide))
     return memories
 
 
@@ -196,23 +197,23 @@ def _laid_out(config: Config, tensor_rank: int) -> list[tuple[int, int, tuple[in
     return of_each_rank(config, numbers, "laid out", *divides, *optimizer_key(config), tensor_rank)
 
 
-def own_state_numbers(config: Config) -> list[int]:
-    """For each rank of the pipeline, the numbers of state of shapes of their own, which it holds whole."""
-    groups = ParameterGroups(config.optim)
-    if not any(group.rule.whole for group in groups.every):
-        return [0] * config.parallel.pipeline
-    placement = placement_of(partitioned(config))
+def whole_numbers(config: Config, tensor_rank: int = 0, data_rank: int = 0) -> list[tuple[int, int]]:
+    """For each rank of the pipeline, the numbers of state of the matrices that it owns, beside those for each element, and about how many
+    numbers an update of matrices needs for itself."""
+    if not any(group.rule.whole for group in ParameterGroups(config.optim).every):
+        return [(0, 0)] * config.parallel.pipeline
 
-    def numbers(rank: int) -> int:
-        from megacore.tools.planner.on_meta import own_numbers
+    def numbers(rank: int) -> tuple[int, int]:
+        from megacore.tools.planner.whole_updates import Place, whole_updates
 
-        tensors = {parameter.name: parameter.tensor for stage in placement[rank] for parameter in stage_parameters(config, stage).all}
-        return sum(own_numbers(groups.of(name).rule, tensor) for name, tensor in tensors.items())
+        updates = whole_updates(config, Place(rank, tensor_rank, data_rank))
+        assert updates is not None
+        return updates.own_numbers, updates.room()
 
-    return of_each_rank(config, numbers, "own state", *optimizer_key(config))
+    return of_each_rank(config, numbers)
 
 
-def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[RankMemory]:
+def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int, data_rank: int) -> list[RankMemory]:
     """`rank_memory` of the fsdp engine.
 
     With `reshard`, gathered at once are: the outermost unit (embeddings, positions, final norm, head) all the time, the block that
@@ -235,12 +236,12 @@ def _fsdp_memory(config: Config, tensor_rank: int, shard_rank: int) -> list[Rank
 
     key = "units", shards, tensor_rank, shard_rank, *optimizer_key(config)
     memories = []
-    rows = zip(of_each_rank(config, numbers, *key), own_state_numbers(config), rank_activations(config), strict=True)
-    for (summed, used, n, own, state), whole, activations in rows:
+    rows = zip(of_each_rank(config, numbers, *key), whole_numbers(config, tensor_rank, data_rank), rank_activations(config), strict=True)
+    for (summed, used, n, own, state), (whole, room), activations in rows:
         gathered = shards * (used if again else n)
         waiting = shards * (summed if again or config.num_microbatches == 1 else n)
         held, kept = on_device * own, on_device * state + accumulate * whole
-        memories.append(RankMemory(held, held, kept, activations, compute * gathered + accumulate * waiting))
+        memories.append(RankMemory(held, held, kept, activations, compute * gathered + accumulate * waiting, update=accumulate * room))
     return memories
 
 

@@ -1,8 +1,6 @@
 """What the planner asks of the layers and the engine themselves: they are built on `meta`, without content and without other ranks."""
 
 from collections.abc import Sequence
-from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +16,7 @@ from megacore.distributed.shard import Shard, shard_of
 from megacore.distributed.topology import Topology
 from megacore.engine.flat_buffer import FlatBuffer, lay_out, travelling_unit
 from megacore.engine.low_rank import Messages
-from megacore.engine.whole_matrices import own_state_shapes
 from megacore.model.stage import Stage
-from megacore.optimizers.rule import Rule
 from megacore.tensor_parallel.linear import flatten_rows
 from megacore.tools.choices.partition import partitioned
 
@@ -28,12 +24,17 @@ META = torch.device("meta")
 
 
 class Hosts(Topology):
-    """Where a rank of the pipeline stands on hosts, the first of its data ranks."""
+    """Where a rank stands on hosts."""
 
-    def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, ranks_within: int = 1) -> None:
-        """`ranks_within`: those that sum gradients within a host."""
+    def __init__(self, config: Config, pipeline_rank: int, tensor_rank: int = 0, ranks_within: int = 1, data_rank: int = 0) -> None:
+        """`ranks_within`: those that sum gradients within a host. `data_rank`: of those that divide tokens."""
         self.ranks_within = ranks_within
-        super().__init__(partitioned(config), pipeline_rank * config.token_ranks * config.parallel.tensor + tensor_rank)
+        super().__init__(partitioned(config), (pipeline_rank * config.token_ranks + data_rank) * config.parallel.tensor + tensor_rank)
+
+    def owner_index(self, rank: int, axes: Sequence[str]) -> int:
+        """See `Topology`."""
+        host, place = divmod(super().owner_index(rank, axes), self.ranks_within)
+        return place * (self.group(*axes).size // self.ranks_within) + host
 
     def levels_along(self, *axes: str) -> Levels:
         """See `Topology`."""
@@ -54,11 +55,6 @@ def stage_of(config: Config, layers: range, tensor_rank: int) -> Stage:
 def logical_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Of the whole tensor."""
     return shard_of(parameter).global_shape
-
-
-def own_numbers(rule: Rule[Any], parameter: nn.Parameter) -> int:
-    """The numbers of state that a rule with `Rule.whole` keeps of the parameter's matrices."""
-    return sum(map(prod, own_state_shapes(rule, shard_of(parameter)).values()))
 
 
 def summed_over_tensor_ranks(parameter: nn.Parameter) -> bool:

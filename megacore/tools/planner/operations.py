@@ -94,7 +94,7 @@ class Machine:
         """Seconds of a communicator's operation, by name (`traffic.Transfer`)."""
         if name == "send":
             return self.transfer(moved, stride * (size - 1))  # a ring waits for its slowest neighbours
-        if name == "all_to_all":
+        if name in ("all_to_all", "exchange"):
             return self.links.exchange(moved, size, stride)
         return self.collective(2.0 if name == "all_reduce" else 1.0, moved, size, stride)
 

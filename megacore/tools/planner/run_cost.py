@@ -67,9 +67,7 @@ def cost_lines(
     world = config.world_size
     found = cost(config, step_seconds, tokens, world, host_ranks, price, power_watts)
     error = bar(world, config.parallel.pipeline, host_ranks)
-    days = (
-        f"{found.days:.4g} days ({error.around(found.days)}), or {found.device_hours / world / 24:.4g} with failures and checkpoints"
-    )
+    days = f"{found.days:.4g} days ({error.around(found.days)}), or {found.device_hours / world / 24:.4g} with failures and checkpoints"
     lines = [f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours"]
     if found.money is not None:
         lines.append(f"money     {found.money:,.0f}, at {price:g} a device and hour")

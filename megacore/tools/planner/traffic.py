@@ -29,6 +29,7 @@ from math import prod
 
 from megacore.config.engine import LowRankCompression
 from megacore.config.implied import masks_targets, reshards
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import ELEMENT_BYTES, GRADIENT_BYTES
 from megacore.config.schema import Config
 from megacore.pipeline.partition import placement_of, stage_layers
@@ -52,7 +53,7 @@ class Transfer:
     # tp, cp, dp (and cp with it, if there are both; or dp within a host, dp between hosts; or, under fsdp, shard and replicate), pp, tied
     # (the pipeline's two ends), loss or norm (summed over all ranks)
     group: str
-    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
+    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all, exchange (of unequal parts), broadcast or send
     size: int  # ranks of the group
     elements: int
     element_bytes: int
@@ -66,15 +67,18 @@ class Transfer:
 
 def ring_share(operation: str, size: int) -> float:
     """The bytes that a rank sends for each byte of an operation: the factor from algorithm to bus bandwidth."""
-    rounds = {"all_reduce": 2 * (size - 1) / size, "send": 1.0}
+    rounds = {"all_reduce": 2 * (size - 1) / size, "send": 1.0, "exchange": 1.0}
     return rounds.get(operation, (size - 1) / size)
 
 
-def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0) -> list[list[Transfer]]:
+def rank_traffic(
+    config: Config, host_size: int = 8, tensor_rank: int = 0, shard_rank: int = 0, data_rank: int | None = None
+) -> list[list[Transfer]]:
     """The transfers of each rank of the pipeline in a step of the native engine or fsdp, on one of its tensor ranks and, under fsdp, of its
     shards, the first being the fullest.
 
-    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`.
+    `host_size`: consecutive ranks on one host, for `engine.reduce_levels=2`. `data_rank`: of those that divide tokens, for updates of whole
+    matrices; the first is the fullest.
     Exact: the gaps that align parameters and buckets (`buckets.py`) travel too.
     """
     config = partitioned(config)
@@ -86,10 +90,18 @@ def rank_traffic(config: Config, host_size: int = 8, tensor_rank: int = 0, shard
             return _units(config, units_of(config, rank, tensor_rank, shard_rank))
         return _data(config, buffers_of(config, rank, tensor_rank, host_size), host_size)
 
+    def matrices(rank: int) -> list[Transfer]:
+        from megacore.tools.planner.whole_updates import Place, whole_updates
+
+        updates = whole_updates(config, Place(rank, tensor_rank, shard_rank if data_rank is None else data_rank), host_size)
+        return [] if updates is None else updates.transfers(config)
+
     traffic = []
-    for stages, of_state in zip(placement, of_each_rank(config, state), strict=True):
+    whole = any(group.rule.whole for group in ParameterGroups(config.optim).every)
+    of_matrices = of_each_rank(config, matrices) if whole else [[] for _ in placement]
+    for stages, of_state, updates in zip(placement, of_each_rank(config, state), of_matrices, strict=True):
         found = [*_layers(config, [layers[stage] for stage in stages]), *_pipeline(config, stages, final, flow)]
-        found += [*of_state, *_figures(config, flow.losses)]
+        found += [*of_state, *updates, *_figures(config, flow.losses)]
         traffic.append([transfer for transfer in found if transfer.size > 1 and transfer.elements])
     return traffic
 
