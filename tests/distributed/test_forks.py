@@ -1,0 +1,89 @@
+"""The forks of configs/forks: each equals one process wherever its layers are cut, and mistakes in its seams show."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.distributed.mesh import Mesh
+from megacore.tools.choices.settle import settled_alone
+from megacore.tools.launchers import place_from_environment
+from megacore.tools.settings.load import load
+from tests import training
+from tests.distributed.test_seams_flow import first_gradient_dropped
+from tests.steps import Found, apart, train
+
+FORKS = Path(__file__).parents[2] / "configs/forks"
+TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, in gradients of single numbers
+MODELS: dict[str, dict[str, Any]] = {
+    "speedrun": {"norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False, "window": 5, "valued": 2},
+}
+LAYOUTS = {
+    "pp4": (4, ["parallel.pipeline=4"]),
+    "zb_v, sequence": (4, ["parallel.pipeline=2", "parallel.schedule=zb_v", "parallel.tensor=2", "parallel.sequence=true"]),
+    "interleaved, tp2": (4, ["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.tensor=2", "train.recompute=full"]),
+    "cp2": (2, ["parallel.context=2"]),
+    "fsdp": (2, ["parallel.data=2", "engine.kind=fsdp"]),
+    "sharded": (2, ["parallel.data=2", "engine.shard_optimizer=true"]),
+}
+
+
+def config_of(folder: Path, fork: str, *edits: tuple[str, str]) -> str:
+    """A small config of a fork, with some of the fork's text replaced."""
+    text = (FORKS / f"{fork}.py").read_text(encoding="utf-8")
+    for before, after in edits:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (folder / f"{fork}.py").write_text(text, encoding="utf-8")
+    model = {"source": str(folder / f"{fork}.py"), **MODELS[fork]}
+    return training.write_config(folder, "unused", model=model, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+
+
+def trained(config_path: str, overrides: list[str], lost: bool = False) -> Found:
+    """Some steps. `lost`: every cut loses the gradient of what the first layer hands on to all blocks."""
+    place = place_from_environment()
+    config = settled_alone(load(config_path, overrides, place.world_size).config)
+    with first_gradient_dropped() if lost else contextlib.nullcontext():
+        return train(config, Mesh(config, place, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("fork", MODELS)
+def test_every_layout_is_one_process(pool: Any, tmp_path: Path, fork: str, name: str) -> None:
+    """A tensor that is lost at a cut, tokens of a neighbour that are not seen, a number that ranks share and each changes."""
+    config = config_of(tmp_path, fork)
+    (one,) = pool.run(1, trained, config, [])
+    ranks, overrides = LAYOUTS[name]
+    assert apart(pool.run(ranks, trained, config, overrides), one) < TOLERANCE
+
+
+BY_PLACE = (
+    "seen = (behind >= 0) & (behind < self.window)",
+    "behind = behind - behind[..., :1] + torch.arange(x.shape[0] // context.batch_size)[:, None]\n        "
+    "seen = (behind >= 0) & (behind < self.window)",
+)
+MISTAKES = {
+    "a window counted from where the rank's tokens begin": ("speedrun", BY_PLACE, "cp2"),
+    "a share of what each rank has of a number": ("speedrun", ("partial=True),), fill=0.5)", "),), fill=0.5)"), "zb_v, sequence"),
+    "tokens that are not seen as parts": ("speedrun", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_caught(pool: Any, tmp_path: Path, mistake: str) -> None:
+    """In the forks' own seams; one process computes the same with and without them."""
+    fork, edit, name = MISTAKES[mistake]
+    (one,) = pool.run(1, trained, config_of(tmp_path, fork), [])
+    wrong = config_of(tmp_path, fork, edit)
+    (alone,) = pool.run(1, trained, wrong, [])
+    assert apart([alone], one) < TOLERANCE
+    assert apart(pool.run(LAYOUTS[name][0], trained, wrong, LAYOUTS[name][1]), one) > 1e-6
+
+
+def test_a_skip_whose_gradient_is_lost_is_caught(pool: Any, tmp_path: Path) -> None:
+    """The planted fault: forward is right, and so is every gradient of the last stage."""
+    config = config_of(tmp_path, "speedrun")
+    (one,) = pool.run(1, trained, config, [])
+    assert apart(pool.run(4, trained, config, LAYOUTS["pp4"][1], True), one) > 1e-6
