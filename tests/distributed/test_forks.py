@@ -20,6 +20,7 @@ TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, in grad
 MODELS: dict[str, dict[str, Any]] = {
     "speedrun": {"norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False, "window": 5, "valued": 2},
 }
+OPTIM = {"speedrun": {"kind": "muon"}}
 LAYOUTS = {
     "pp4": (4, ["parallel.pipeline=4"]),
     "zb_v, sequence": (4, ["parallel.pipeline=2", "parallel.schedule=zb_v", "parallel.tensor=2", "parallel.sequence=true"]),
@@ -38,7 +39,9 @@ def config_of(folder: Path, fork: str, *edits: tuple[str, str]) -> str:
         text = text.replace(before, after)
     (folder / f"{fork}.py").write_text(text, encoding="utf-8")
     model = {"source": str(folder / f"{fork}.py"), **MODELS[fork]}
-    return training.write_config(folder, "unused", model=model, train={"precision": "fp64"}, optim={"weight_decay": 0.3})
+    return training.write_config(
+        folder, "unused", model=model, train={"precision": "fp64"}, optim=OPTIM.get(fork, {}) | {"weight_decay": 0.3}
+    )
 
 
 def trained(config_path: str, overrides: list[str], lost: bool = False) -> Found:
