@@ -19,6 +19,7 @@ FORKS = Path(__file__).parents[2] / "configs/forks"
 TOLERANCE = 1e-10  # fp64: sums of some thousand terms in another order, in gradients of single numbers
 MODELS: dict[str, dict[str, Any]] = {
     "speedrun": {"norm": "rmsnorm", "position": "rope", "bias": False, "tie_embeddings": False, "window": 5, "valued": 2},
+    "multi_token": {"position": "rope"},
 }
 OPTIM = {"speedrun": {"kind": "muon"}}
 LAYOUTS = {
@@ -67,10 +68,16 @@ BY_PLACE = (
     "behind = behind - behind[..., :1] + torch.arange(x.shape[0] // context.batch_size)[:, None]\n        "
     "seen = (behind >= 0) & (behind < self.window)",
 )
+ROLLED = (
+    "return self.loss(x, batch[loss.over], ",
+    'wanted = batch["targets"].roll(-1, 1).index_fill(1, torch.tensor(batch["targets"].shape[1] - 1), IGNORED)\n        '
+    "return self.loss(x, wanted, ",
+)
 MISTAKES = {
     "a window counted from where the rank's tokens begin": ("speedrun", BY_PLACE, "cp2"),
     "a share of what each rank has of a number": ("speedrun", ("partial=True),), fill=0.5)", "),), fill=0.5)"), "zb_v, sequence"),
     "tokens that are not seen as parts": ("speedrun", ("partial=config.parallel.sequence", "partial=False"), "zb_v, sequence"),
+    "targets that are rolled by each rank": ("multi_token", ROLLED, "cp2"),
 }
 
 

@@ -1,0 +1,88 @@
+"""Writes text with a model of `multi_token.py`: it guesses one token more in each pass, and the next pass says whether it was right.
+
+The text is the one that the likeliest tokens make, with and without guesses (Leviathan et al. 2023, for a temperature of 0). What was
+guessed right saves a pass.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checkout runs without being installed
+
+import torch
+
+from megacore.model.batch import Microbatch
+from megacore.model.stage import Stage
+from megacore.tools.cli import Parser, count, exit_with
+from megacore.tools.text.cache import KeyValueCache
+
+SOURCE = str(Path(__file__).with_name("multi_token.py"))
+EXAMPLE = "python configs/forks/speculate.py --checkpoint runs/multi_token --prompt 'def main('"
+
+
+@dataclass
+class Written:
+    """A text, and what it took."""
+
+    tokens: list[int] = field(default_factory=list)
+    passes: int = 0
+    guessed: int = 0
+    right: int = 0
+
+
+@torch.no_grad()
+def write(stage: Stage, prompt: Sequence[int], least: int) -> Written:
+    """At least `least` tokens behind a prompt, by a whole model on one device; both must fit into its positions."""
+    positions = stage.config.max_positions
+    cache, of_guesses = KeyValueCache(1, positions), KeyValueCache(1, positions)
+    ahead: Any = next(layer for layer in stage.inner if hasattr(layer, "guess"))
+    found, unread, guess = Written(), list(prompt), False
+    while len(found.tokens) < least and cache.length + len(unread) < positions:
+        flow, _ = stage({}, Microbatch(torch.tensor([unread], device=stage.device)), cache)
+        found.passes += 1
+        likeliest = stage.logits(flow["hidden"]).argmax(1).tolist()
+        if guess:
+            found.guessed += 1
+            if likeliest[-2] == unread[-1]:
+                found.right += 1
+                found.tokens.append(unread[-1])
+            else:  # the model has read a token that is not in the text
+                unread.pop()
+                cache.length -= 1
+        following = likeliest[len(unread) - 1]
+        found.tokens.append(following)
+        read, told = (torch.tensor([tokens], device=stage.device) for tokens in (unread, [*unread[1:], following]))
+        x = ahead.guess(flow["hidden"][: len(unread)], told, stage.context(Microbatch(read), of_guesses))
+        of_guesses.advance(len(unread))
+        unread, guess = [following, int(ahead.logits(x[-1:]).argmax())], True
+    return found
+
+
+def main(argv: list[str]) -> None:
+    """Prints the text, and how many guesses were right. Raises `UserError`."""
+    from launch.generate import pick_tokenizer, text_config
+    from megacore import checkpoint
+    from megacore.model.stage import whole_model
+    from megacore.tools.checkpoint_weights import load_weights, sections_to_run
+    from megacore.tools.choices.settle import settled_alone
+
+    parser = Parser(EXAMPLE, __doc__ or "")
+    parser.add_argument("--checkpoint", required=True, help="a run's folder, or one checkpoint")
+    parser.add_argument("--prompt", default="\n", help="the text to go on from")
+    parser.add_argument("--tokens", type=count, default=100, help="how many tokens to write (100)")
+    args = parser.parse_args(argv)
+    reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
+    config = settled_alone(text_config(sections_to_run(reader, SOURCE), [], "cpu", 1))
+    tokenizer = pick_tokenizer(None, config.data.tokenizer, config.model.vocab_size)
+    stage = whole_model(config).eval()
+    load_weights(reader, [stage])
+    found = write(stage, [int(token) for token in tokenizer.encode(args.prompt)], args.tokens)
+    print(args.prompt + tokenizer.decode(found.tokens))
+    print(f"{len(found.tokens)} tokens in {found.passes} passes; {found.right} of {found.guessed} guesses were right", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    exit_with(main)
