@@ -11,6 +11,7 @@ from megacore.distributed.communicator import Group
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.model.batch import Microbatch
+from megacore.model.choose import layers_of
 from megacore.model.layers import Layers, fields_of
 from megacore.tools.choices.settle import settled_alone
 from megacore.tools.settings.load import load
@@ -51,7 +52,7 @@ def batch_of(config: Config, step: int, group: Group) -> list[Microbatch]:
 def train(config: Config, mesh: Mesh, layers: Layers | None = None) -> Found:
     """Some steps, without a trainer around them. `layers`: of another model than the config's."""
     step, figures = TrainStep(settled_alone(config), mesh, layers=layers), []
-    sources = fields_of(layers or ())
+    sources = fields_of(layers_of(config) if layers is None else layers)
     for number in range(1, STEPS + 1):
         whole = batch_of(config, number, mesh.sample_group)
         batch = [microbatch_on(m.tokens.numpy(), m["targets"].numpy(), mesh, m.key, sources=sources) for m in whole]
