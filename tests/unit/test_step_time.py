@@ -23,6 +23,7 @@ from megacore.tools.planner.operations import START, TILES, Machine
 from megacore.tools.planner.profile import Profile, profile, profile_names
 from megacore.tools.planner.stages import StageWork, cut
 from megacore.tools.planner.step_time import predict
+from megacore.tools.planner.traffic import Transfer
 from megacore.tools.planner.workload import Setting, setting_of
 from megacore.tools.schedules.simulate import simulate
 from megacore.tools.settings.load import resolve
@@ -37,6 +38,19 @@ PLAIN = Profile(
     accumulate_bytes=0.0, optimizer_bytes=0.0, call=0.0, data_hidden=0.0,
 )  # fmt: skip
 SETTING = Setting(layers=4, hidden=64, ffn=256, heads=4, kv_heads=4, head_size=16, vocab=128, seq=32, micro_batch=2, global_batch=8)
+
+
+def test_matrices_are_computed_while_others_travel() -> None:
+    """By hand: 4e9 operations at 1e12 a second, or two exchanges of 1,000 bytes in all with three others inside a machine."""
+    sent = Transfer("dp", "exchange", 4, 250, 4, 2)
+    muon = replace(SETTING, matrix_operations=4e9, matrix_transfers=(sent,))
+    assert (
+        predict(muon, SMOOTH, CLUSTER, PLAIN).terms["optimizer"]
+        == 2 * on().operation("exchange", 500, 4)
+        == pytest.approx(2 * (0.5 + 3.75))
+    )
+    longer = replace(muon, matrix_operations=4e13)
+    assert predict(longer, SMOOTH, CLUSTER, PLAIN).terms["optimizer"] == pytest.approx(40.0)
 
 
 def on(profile: Profile = PLAIN, device: DeviceSpec = SMOOTH) -> Machine:

@@ -17,6 +17,7 @@ from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.planner.traffic import rank_traffic
 from megacore.tools.planner.whole_updates import Place, WholeUpdates, whole_updates
+from megacore.tools.planner.workload import setting_of
 from megacore.tools.settings.load import load
 from tests.training import write_config
 
@@ -151,4 +152,6 @@ def test_the_plan_has_time_and_traffic_of_the_update(configure: Callable[..., Co
     config = configure(4, ["parallel.tensor=2"])
     assert any(t.operation == "exchange" for t in rank_traffic(config)[0])
     adamw = config.model_copy(update={"optim": load_adamw(config)})
+    muon, plain = (setting_of(of) for of in (config, adamw))
+    assert (muon.matrix_operations, plain.matrix_operations) == (updates_of(config, Place(0)).operations, 0.0)
     assert not any(t.operation in ("exchange", "broadcast") for t in rank_traffic(adamw)[0])

@@ -119,7 +119,7 @@ class Predictor:
         else:
             terms["data"] = max(0.0, gather - hidden_gather) + max(0.0, reduce - hidden_reduce)
         divided = (s.shard_size or s.data * s.context) if s.zero else 1
-        terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * parameters / divided)
+        terms["optimizer"] = machine.pass_over(profile.optimizer_bytes * parameters / divided) + _matrices(s, machine)
         terms["host"] = profile.step_host
         terms["stragglers"] = profile.jitter * math.sqrt(2 * math.log(s.world)) * sum(terms.values())
         return Prediction(terms)
@@ -145,6 +145,12 @@ def _pipeline(s: Setting, machine: Machine, totals: list[float], slowest: int) -
     exposed = s.microbatches * s.chunks * sides * one
     fill = (sum(totals) - totals[slowest]) * BUBBLES.get(s.schedule, 1 / s.chunks) + 2 * (s.pipeline - 1) * one
     return exposed, fill
+
+
+def _matrices(s: Setting, machine: Machine) -> float:
+    """Seconds of an optimizer's work on whole matrices: what travels is beside what is computed."""
+    sent = sum(t.calls * machine.operation(t.operation, t.elements * t.element_bytes / t.calls, t.size) for t in s.matrix_transfers)
+    return max(sent, s.matrix_operations / machine.rate(s.precision))
 
 
 def _rank_parameters(s: Setting, held: Sequence[tuple[int, int, int]]) -> list[float]:

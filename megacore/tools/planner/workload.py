@@ -4,8 +4,10 @@ A `Setting` can be made from a config (`setting_of`) or from a row of a public t
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megacore.config.implied import attention_of, compiles, reshards
+from megacore.config.optim_groups import ParameterGroups
 from megacore.config.schema import Config, resolved
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.choices.activations import layer_costs
@@ -16,6 +18,7 @@ from megacore.tools.choices.resolve_auto import context_method_of
 from megacore.tools.planner.model_flow import flow_of
 from megacore.tools.planner.operations import ACTIVATION_BYTES
 from megacore.tools.planner.parameters import rank_parameters
+from megacore.tools.planner.traffic import Transfer
 from megacore.tools.settings.ds_settings import ds_settings
 
 
@@ -63,6 +66,9 @@ class Setting:
     # Of a model of the user's own, what was measured of each rank's layers, and the bytes of the largest message between stages.
     own: tuple[OwnRank, ...] = ()
     own_message: int = 0
+    # Of whole matrices that an optimizer updates: the operations of the rank that has most, and what it sends and receives.
+    matrix_operations: float = 0.0
+    matrix_transfers: tuple[Transfer, ...] = ()
 
     @property
     def world(self) -> int:
@@ -130,6 +136,17 @@ def largest_message(config: Config) -> int:
     return max((flow.message_bytes(config, cut) for cut in range(len(stage_layers(config)) - 1)), default=0)
 
 
+def matrices_of(config: Config) -> dict[str, Any]:
+    """What updates of whole matrices take of the rank of the pipeline that has most of them."""
+    if not any(group.rule.whole for group in ParameterGroups(config.optim).every):
+        return {}
+    from megacore.tools.planner.whole_updates import Place, whole_updates
+
+    ranks = [updates for rank in range(config.parallel.pipeline) if (updates := whole_updates(config, Place(rank))) is not None]
+    most = max(ranks, key=lambda updates: updates.operations)
+    return {"matrix_operations": most.operations, "matrix_transfers": tuple(t for t in most.transfers(config) if t.size > 1 and t.calls)}
+
+
 def setting_of(config: Config) -> Setting:
     """The setting of a resolved config."""
     config = partitioned(config)
@@ -167,6 +184,7 @@ def setting_of(config: Config) -> Setting:
         gradient_bytes=gradient_bytes(config),
         own=own_ranks(config) if own else (),
         own_message=largest_message(config) if own else 0,
+        **matrices_of(config),
     )
 
 
