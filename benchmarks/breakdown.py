@@ -145,7 +145,7 @@ def _idle(training: Training, watch: Stopwatch) -> float:
     pp = training.mesh.pp
     if pp.size == 1:
         return 0.0
-    plan = training.train_step.plan
+    plan = training.train_step.plans[training.config.num_microbatches]
     timeline = simulated(plan, watch, pp, training.mesh.device)
     return max(spans[-1].end for spans in timeline.spans) - timeline.busy[pp.rank]
 
@@ -163,7 +163,7 @@ def simulated(plan: Plan, watch: Stopwatch, pp: Group, device: torch.device) -> 
 
 def beside_each_other(training: Training) -> Timeline:
     """A measured step between the rows of its simulation: two rows for each rank of the pipeline. Collective over the pipeline."""
-    plan, pp, watch = training.train_step.plan, training.mesh.pp, Stopwatch(training.mesh.device)
+    plan, pp, watch = training.train_step.plans[training.config.num_microbatches], training.mesh.pp, Stopwatch(training.mesh.device)
     measured_step(training, watch)
     actions = [[action for action in own if action.op in COMPUTE] for own in plan.actions]
     own = torch.zeros(1, max(map(len, actions)), 2, dtype=torch.float64, device=training.mesh.device)

@@ -41,6 +41,7 @@ from megacore.tools.planner.traffic import rank_traffic, seconds_by_group, sent_
 from megacore.tools.schedules.plan_file import write_plan
 from megacore.tools.schedules.simulate import Timeline
 from megacore.tools.settings.load import load, smallest_world
+from megacore.tools.settings.validation import batch_equations
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,10 +107,7 @@ def report(config: Config, device: DeviceSpec | None, cluster: Cluster | None, h
     source = "" if config.model.source is None else f", of the layers of {config.model.source}"
     console.print(f"parameters    {parameters(config):,}{source}")
     console.print(f"ranks         {world} = {parallel.described()}")
-    console.print(
-        f"batch         global_batch_size {train.global_batch_size} = micro_batch_size {train.micro_batch_size}"
-        f" × microbatches {config.num_microbatches} × data {parallel.data}"
-    )
+    console.print("\n".join(f"batch         {line}" for line in batch_equations(config)))
     console.print(f"a step        {step_tokens:,} tokens, {full * step_tokens:.4g} model FLOPs ({counted})")
     console.print(f"bubble        {bubble(makespan, busy):.1%} under {parallel.schedule}")
     if warning := bubble_warning(config):

@@ -3,6 +3,7 @@ or draws what a blend gives over the run.
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def steps_of(text: str, config: Config) -> range:
     if not 1 <= first <= last <= config.train.steps:
         wrong = f"{text} goes beyond the run's steps" if first <= last else f"{text} ends before it begins"
         raise ConfigError("--step", wrong, f"1 to train.steps {config.train.steps}")
-    if (count := (last + 1 - first) * config.train.global_batch_size) > MOST_NAMED:
+    if (count := config.train.samples_through(last) - config.train.samples_through(first - 1)) > MOST_NAMED:
         raise ConfigError("--step", f"{text} has {count:,} samples", f"steps with {MOST_NAMED:,} at most")
     return range(first, last + 1)
 
@@ -86,7 +87,7 @@ def legs_of(text: str, config: Config) -> "list[Leg]":
 
     legs: list[Leg] = []
     names = text.split(",")
-    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
+    micro, batch = config.train.micro_batch_size, math.gcd(config.train.global_batch_size, *(size for _, size in config.train.batch_ramp))
     for i, name in enumerate(names):
         numbers = re.fullmatch(r"dp([1-9]\d{0,8})(?::([1-9]\d{0,17}))?", name, re.ASCII)
         if numbers is None:
@@ -168,8 +169,10 @@ def prove(stream: "SampleStream", legs: "list[Leg]", epoch: int, config: Config)
 
     from megacore.tools.verify.coverage import Epoch
 
+    sizes = [f"global_batch_size {size} to step {last}" for last, size in config.train.batch_ramp]
+    sizes.append(f"global_batch_size {config.train.global_batch_size}")
     ways = [f"data {leg.data_size}" + (f" to step {leg.last}" if leg.last else "") for leg in legs]
-    print(f"epoch {epoch}, with {', then '.join(ways)}; global_batch_size {config.train.global_batch_size}")
+    print(f"epoch {epoch}, with {', then '.join(ways)}; {'; then '.join(sizes)}")
     findings: list[EpochCoverage] = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -34,11 +34,18 @@ def resolved(value: T | None) -> T:
     return value
 
 
+LastStep = Annotated[int, Field(gt=0, le=LARGEST, title="last step")]
+Size = Annotated[int, Field(gt=0, le=LARGEST, title="size")]
+
+
 class TrainConfig(Section):
     steps: Count = 1000
     seq_len: Positions = 1024
     micro_batch_size: Count = 1
     global_batch_size: Count = 8
+    batch_ramp: Annotated[tuple[tuple[LastStep, Size], ...], Field(max_length=64)] = Field(
+        (), description="[[last step, size], …]: up to each of these steps global batches have that size, then global_batch_size"
+    )
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     recompute: Literal["none", "selective", "full"] = "none"
     offload_activations: bool = Field(
@@ -58,6 +65,27 @@ class TrainConfig(Section):
     eval_batches: Whole = Field(
         20, description="global batches that a validation reads, the same each time, spread evenly over the validation set; 0: all of it"
     )
+
+    def batch_at(self, number: int) -> int:
+        """The samples of the global batch `number`, from 1: that of the step, plus those that a run has gone around."""
+        return next((size for last, size in self.batch_ramp if number <= last), self.global_batch_size)
+
+    def samples_through(self, number: int) -> int:
+        """The samples of the first `number` global batches."""
+        total = before = 0
+        for last, size in (*self.batch_ramp, (number, self.global_batch_size)):
+            last = max(before, min(last, number))
+            total, before = total + (last - before) * size, last
+        return total
+
+    def batches_in(self, samples: int) -> int:
+        """How many whole global batches the first `samples` are."""
+        before = 0
+        for last, size in self.batch_ramp:
+            if samples < (last - before) * size:
+                return before + samples // size
+            samples, before = samples - (last - before) * size, last
+        return before + samples // self.global_batch_size
 
 
 class DataConfig(Section):

@@ -53,7 +53,7 @@ class OptimizerStep(Engine, ABC):
             self.averages = WeightAverages(self.held, optim.ema)
         self.squares = SumOfSquares([r.gradient for r in ranges], [r.row_weights for r in ranges], implementation=kernels)
         # Gradients are of the mean over the global batch. The scale starts so that a microbatch's own would be 2^16.
-        microbatches = train.global_batch_size // train.micro_batch_size
+        microbatches = train.batch_at(1) // train.micro_batch_size
         self.loss_scale = LossScale(train.precision == "fp16", 2.0**16 * microbatches, self.device)
         self.skipped = torch.zeros((), device=self.device, dtype=torch.float64)
         self.spikes = SpikeGuard(optim.spike_threshold, self.device) if optim.spike_threshold is not None else None

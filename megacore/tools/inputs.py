@@ -1,5 +1,6 @@
 """Opens and checks all that a run reads, before any rank waits for another."""
 
+import json
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from megacore.checkpoint.folder import step_of
 from megacore.checkpoint.format import MOST_SAMPLES, RunState
 from megacore.checkpoint.weights import WEIGHTS, check_weights, recorded_sections
 from megacore.config import Config
+from megacore.config.optim import OptimConfig
 from megacore.config.optim_groups import KEY, ParameterGroups
-from megacore.config.schema import resolved
+from megacore.config.schema import TrainConfig, resolved
 from megacore.data.samples import EvalSamples
+from megacore.engine.learning_rate import learning_rate
 from megacore.errors import CheckpointError, ConfigError
 from megacore.files import check_folder
 from megacore.model.choose import layers_of
@@ -122,6 +125,25 @@ class Inputs:
         if reader.step > steps:
             wrong = f"is of step {reader.step}, beyond train.steps {steps}"
             raise CheckpointError(str(reader.path), wrong, "more steps, or checkpoint.resume=never")
+        if self.config.optim.schedule == "wsd" and self.config.checkpoint.resume != "auto":
+            self._check_decay(reader)
+
+    def _check_decay(self, reader: checkpoint.Reader) -> None:
+        """Refuses a decay from a checkpoint named by its path whose rate would jump there: it decays already, or this decay has begun."""
+        optim, steps, recorded, at = self.config.optim, self.config.train.steps, recorded_sections(reader), reader.step
+        try:
+            before = OptimConfig.model_validate_json(json.dumps(recorded.get("optim")))
+            was = learning_rate(before, at, recorded["train"]["steps"]) / before.lr
+        except (ValidationError, ArithmeticError, AssertionError, LookupError, TypeError):
+            return  # of an older version, or without a rate
+        decay_steps, now = resolved(optim.decay_steps), learning_rate(optim, at, steps) / (optim.lr or 1.0)
+        if was < now * (1 - 1e-9):
+            wrong = f"is in its decay already, at {was:.3g} of optim.lr"
+            raise CheckpointError(str(reader.path), wrong, "an earlier checkpoint, of a step with the whole rate")
+        if now < was * (1 - 1e-9):
+            wrong = f"{decay_steps} steps up to train.steps {steps} begin before step {at} of the checkpoint"
+            right = f"at most {steps - at}, or train.steps={at + decay_steps}"
+            raise ConfigError("optim.decay_steps", wrong, right)
 
     def _check_state(self, reader: checkpoint.Reader) -> None:
         """Refuses a checkpoint without the state of a parameter's optimizer, or with another's, which may give it another meaning."""
@@ -145,7 +167,7 @@ class Inputs:
 
     def _check_counts(self, reader: checkpoint.Reader) -> None:
         """Refuses a state that is none, and counts that training cannot have reached by the checkpoint's step."""
-        step, batch, right = reader.step, self.config.train.global_batch_size, "use an earlier checkpoint"
+        step, train, right = reader.step, self.config.train, "use an earlier checkpoint"
         try:
             state = RunState.model_validate(reader.state)
         except ValidationError as error:
@@ -153,9 +175,10 @@ class Inputs:
         for name in ("updates", "skipped", "good_steps"):
             if (count := getattr(state.engine, name)) > step:
                 raise CheckpointError(str(reader.path), f"engine.{name} in its state is {count:g}, beyond its step {step}", right)
-        if state.samples % batch or not step * batch <= state.samples <= MOST_SAMPLES - self.config.train.steps * batch:
-            done = f"its step {step} × train.global_batch_size {batch} = {step * batch}"
-            wrong = f"samples in its state is {state.samples}, and {done}"
+        least, whole = train.samples_through(step), train.samples_through(train.batches_in(state.samples))
+        if whole != state.samples or not least <= state.samples <= MOST_SAMPLES - train.steps * train.global_batch_size:
+            by = "in batches of train.batch_ramp" if train.batch_ramp else f"× train.global_batch_size {train.global_batch_size}"
+            wrong = f"samples in its state is {state.samples}, and its step {step} {by} = {least}"
             raise CheckpointError(str(reader.path), wrong, f"as many, or more by whole batches; {right}")
 
     def _weights(self, config: Config) -> Path | None:
@@ -170,11 +193,13 @@ class Inputs:
         """Refuses changed settings that decide the order of samples: the run continues that order at ``step × global_batch_size``."""
         before = recorded_sections(reader)
         now = config.model_dump(mode="json", by_alias=True)
-        keys = [("train", "seed"), ("train", "global_batch_size"), ("train", "seq_len"), ("data", "packing")]
+        keys = [("train", "seed"), ("train", "seq_len"), ("data", "packing")]
+        keys += same_batches(before["train"], config.train, reader.step)
         if config.checkpoint.resume == "auto":  # a checkpoint named by its path may continue with another corpus
             keys.append(("data", "train"))
         for section, key in keys:
-            recorded = (before.get(section) or {}).get(key, "none" if key == "packing" else None)  # which older checkpoints do not have
+            older = {"packing": "none", "batch_ramp": []}  # which older checkpoints do not have
+            recorded = (before.get(section) or {}).get(key, older.get(key))
             if recorded != now[section][key]:
                 change = f"{section}.{key} {recorded}, not {now[section][key]}"
                 wrong = f"was saved with {change}: samples would repeat or be skipped"
@@ -189,6 +214,18 @@ class Inputs:
         if len(known) < len(sidecars):
             return None
         return sum(s.unigram_entropy * (s.learned or s.tokens) for s in known) / sum(s.learned or s.tokens for s in known)
+
+
+def same_batches(recorded: dict[str, Any], train: TrainConfig, step: int) -> list[tuple[str, str]]:
+    """The keys to compare of those that decide the sizes of batches: none, if a ramp changes only those behind `step`."""
+    keys = ("global_batch_size", "batch_ramp")
+    try:
+        before = TrainConfig.model_validate_json(json.dumps({key: recorded[key] for key in keys if key in recorded}))
+    except ValidationError:
+        return [("train", key) for key in keys]
+    ends = {min(last, step) for last, _ in (*before.batch_ramp, *train.batch_ramp)} | {step}
+    alike = all(before.samples_through(end) == train.samples_through(end) for end in ends)
+    return [] if alike and (before.batch_ramp or train.batch_ramp) else [("train", key) for key in keys]
 
 
 def recorded_rule(optim: Any, parameter: str) -> Any:

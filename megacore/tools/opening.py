@@ -11,6 +11,7 @@ from megacore.distributed.shard import shard_of
 from megacore.pipeline.generators import GENERATORS, generated
 from megacore.pipeline.partition import placement_of, stage_layers
 from megacore.tools.inputs import Inputs
+from megacore.tools.settings.validation import batch_equations
 from megacore.train.trainer import Trainer
 
 UNHEARD = ("model.init_std", "model.zero_init", "checkpoint.weights")  # settings of first weights: a run that goes on has its own
@@ -22,8 +23,7 @@ def opening(trainer: Trainer, inputs: Inputs, choices: str) -> Iterator[str]:
     config, mesh = trainer.config, trainer.mesh
     train, schedule = config.train, config.parallel.schedule
     yield f"mesh: {mesh.describe()}"
-    batch = f"micro_batch_size {train.micro_batch_size} × microbatches {config.num_microbatches} × data {mesh.sample_group.size}"
-    yield f"batch: global_batch_size {train.global_batch_size} = {batch}"
+    yield from (f"batch: {line}" for line in batch_equations(config))
     yield from inputs.stream.packed()
     if schedule in GENERATORS and generated(schedule, 1, 1).splits and (why := why_whole(config)):
         yield f"{schedule} runs with whole backwards, which {why}"

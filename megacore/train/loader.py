@@ -82,7 +82,7 @@ class Loader:
             tokens, learned = self.stream.samples(indices), self.stream.learned(indices)
             targets = tokens[:, 1:] if learned is None else np.where(learned[:, 1:], tokens[:, 1:], IGNORED)
             bounds = self.stream.documents(indices) if self.config.data.document_mask else None
-            position = int(indices[0]) % train.global_batch_size // train.micro_batch_size
+            position = (int(indices[0]) - train.samples_through(step - 1)) // train.micro_batch_size
             key = key_of(train.seed, step, position)  # by its position in the global batch, which is the same in every layout
             microbatches.append(microbatch_on(tokens[:, :-1], targets, self.mesh, key, bounds, self.sources))
         return microbatches
@@ -127,7 +127,7 @@ def validation_batches(config: Config, mesh: Mesh, samples: EvalSamples) -> Iter
     They hold all samples in order, or `eval_batches` batches spread evenly, because the beginning of a corpus may be unlike the
     rest. The last batch is padded, so that all ranks run equally many microbatches.
     """
-    train, sources = config.train, fields_of(layers_of(config))
+    train, sources = config.train.model_copy(update={"batch_ramp": ()}), fields_of(layers_of(config))
     batches = -(-len(samples) // train.global_batch_size)
     count = len(samples)
     if train.eval_batches and train.eval_batches < batches:

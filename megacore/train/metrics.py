@@ -154,6 +154,7 @@ class Reporter:
     def __init__(self, config: Config, mesh: Mesh, saving: Saving, monitors: Sequence[Monitor], utilisation: MFU) -> None:
         self.config, self.mesh, self.saving, self.monitors, self.utilisation = config, mesh, saving, monitors, utilisation
         self.pairs = PairsSeen()
+        self.tokens = 0  # of all ranks, since the last report
 
     def start(self) -> None:
         """Begins to measure."""
@@ -162,6 +163,8 @@ class Reporter:
     def count(self, batch: list[Microbatch]) -> None:
         """Counts a step that was just begun with this batch."""
         self.timer.steps += 1
+        train = self.config.train
+        self.tokens += len(batch) * train.micro_batch_size * self.config.data_size * train.seq_len
         self.pairs.add(batch)
 
     def aside(self) -> AbstractContextManager[None]:
@@ -178,8 +181,8 @@ class Reporter:
         memory = peak_memory(self.mesh.device), reserved_memory(self.mesh.device)
         of_all = self.told_by_all([seconds, own, worked, self.saving.read_seconds(), *memory, self.pairs.read(), *parts.values()])
         seconds, _, _, save_seconds, used, reserved, *_ = of_all.amax(1).tolist()
-        tokens_a_step = self.config.train.global_batch_size * self.config.train.seq_len
-        speed, pairs = tokens_a_step / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
+        train, tokens, self.tokens = self.config.train, self.tokens, 0
+        speed, pairs = tokens / steps / seconds, float(of_all[6].mean())  # data ranks have equally many tokens and ranks
         mfu, mfu_causal = self.utilisation(speed, pairs)
         stragglers = self.mesh.observers.stragglers(of_all[1].tolist(), of_all[2].tolist(), seconds)
         figures: dict[str, Any] = {
@@ -188,7 +191,7 @@ class Reporter:
             **metrics.losses,
             "grad_norm": metrics.grad_norm,
             "lr": lr,
-            "tokens": step * tokens_a_step,
+            "tokens": train.samples_through(step) * train.seq_len,
             "tokens_per_second": speed,
             "step_seconds": seconds,
             "mfu": mfu,

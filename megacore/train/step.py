@@ -22,7 +22,7 @@ from megacore.model.choose import layers_of
 from megacore.model.flow import Loss
 from megacore.model.initial import initialise
 from megacore.model.layers import DTYPES, Layers, check, losses_of
-from megacore.pipeline.partition import plan_of
+from megacore.pipeline.partition import plans_of
 from megacore.pipeline.runtime import Runtime
 
 
@@ -51,7 +51,7 @@ class TrainStep:
         self.stages = build_stages(config, mesh, layers)
         self.engine = build_engine(config, self.stages, mesh)
         self.runtime = Runtime(self.stages, self.engine, mesh.pp, mesh.observers)
-        self.plan = plan_of(config)
+        self.plans = plans_of(config)
         self.masks_targets = masks_targets(config)
         if draw:
             self.draw()
@@ -93,7 +93,7 @@ class TrainStep:
         """
         weights = self.weights(batch)
         self.mesh.observers.phase("forward and backward")
-        sums = self.runtime.run(self.plan, batch, weights)
+        sums = self.runtime.run(self.plans[len(batch)], batch, weights)
         return {name: self.own_part(loss, sums[loss.name] * weights[loss.name]) for name, loss in self.losses.items()}
 
     def own_part(self, loss: Loss, value: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class TrainStep:
         Where some may be, ranks count theirs and sum them: a rank may have more than another, or none.
         """
         if field == "tokens":
-            return 1.0 / (self.config.train.global_batch_size * self.config.train.seq_len)
+            return 1.0 / (len(batch) * self.config.data_size * self.config.train.micro_batch_size * self.config.train.seq_len)
         own = torch.stack([(microbatch[field] != IGNORED).sum() for microbatch in batch]).sum(dtype=torch.float64)
         self.mesh.observers.phase("loss")
         # Every stage has the batch, and so does every tensor rank, of which one counts.

@@ -236,7 +236,7 @@ class Trainer:
         """Saves a checkpoint of the step just done. Raises `CheckpointError` where machines share no folder for it."""
         if self.apart:
             raise CheckpointError(resolved(self.config.log.dir), f"nothing was saved: {self.apart}", SHARED)
-        samples = (self.step + self.ahead) * self.config.train.global_batch_size
+        samples = self.config.train.samples_through(self.step + self.ahead)
         with self.mesh.observers.aside("saving"):
             self.saving.save(self.step, {"samples": samples, "rollbacks": self.skips.rollbacks})
 
@@ -267,7 +267,7 @@ class Trainer:
         self.resumed, self.resumed_step = reader.path, reader.step
         self.recorded, self.residuals = recorded_sections(reader), read_residuals(reader, tensors)
         self.skips.restore(reader.state["engine"]["skipped"], reader.state.get("rollbacks", 0))  # which older checkpoints do not have
-        self.ahead = reader.state["samples"] // self.config.train.global_batch_size - reader.step
+        self.ahead = self.config.train.batches_in(reader.state["samples"]) - reader.step
         return reader.step
 
     # Recovery
@@ -293,15 +293,15 @@ class Trainer:
         self.ahead = batch - self.step
         if self.is_writer:
             self.monitors.tell(Monitor.reopen, self.step + 1)
-        first = batch * self.config.train.global_batch_size
+        first = self.config.train.samples_through(batch)
         self.say(f"after step {before} back to {self.resumed}, and on with sample {first}")
         return True
 
     def report_skipped(self, metrics: StepMetrics) -> None:
         """Records a step that was skipped, and its samples."""
-        size = self.config.train.global_batch_size
-        first = (metrics.step - 1 + self.ahead) * size
-        record = {"step": metrics.step, "first_sample": first, "last_sample": first + size - 1}
+        number, train = metrics.step + self.ahead, self.config.train
+        samples = {"first_sample": train.samples_through(number - 1), "last_sample": train.samples_through(number) - 1}
+        record = {"step": metrics.step, **samples}
         if self.is_writer:
             self.monitors.tell(Monitor.skipped, record | {"loss": metrics.loss, "grad_norm": metrics.grad_norm})
 

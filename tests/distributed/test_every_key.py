@@ -117,6 +117,7 @@ CASES: dict[str, Case] = {
     "train.seq_len": numbers(8),
     "train.micro_batch_size": Case("told", "1"),
     "train.global_batch_size": numbers(4),
+    "train.batch_ramp": numbers("[[2,4]]"),
     "train.precision": numbers("fp64"),
     "train.recompute": Case("plan", "full"),
     "train.offload_activations": Case("plan", "true"),

@@ -174,7 +174,7 @@ def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
     training = Training(config, Mesh(config, RankInfo(), torch.device("cpu")))
     timeline = beside_each_other(training)
     simulated, measured = timeline.spans
-    done = [action for action in training.train_step.plan.actions[0] if action.op in COMPUTE]
+    done = [action for action in training.train_step.plans[config.num_microbatches].actions[0] if action.op in COMPUTE]
     assert [span.action for span in measured] == [span.action for span in simulated] == done
     assert measured[0].start == 0.0 and all(a.end <= b.start for a, b in pairwise(measured))
     for op in {action.op for action in done}:

@@ -12,6 +12,7 @@ from launch import pretrain, supervise
 from megacore.config import Config
 from megacore.config.parallel import CHUNKS
 from megacore.errors import ConfigError
+from megacore.optimizers.rule import RULES as OPTIMIZERS
 from megacore.tools.settings.load import Resolved, flatten, load
 
 Load = Callable[..., Resolved]
@@ -81,6 +82,13 @@ ROPE_SCALING = (
         ("optim.lr", "NaN", "a number at least 0 and at most 1e+06"),
         ("optim.lr", "null", "a number at least 0 and at most 1e+06"),
         ("optim.beta2", "1.0", "a number at least 0 and below 1"),
+        *(("train.batch_ramp", value, "a list of [last step, size]") for value in ("[[0,4]]", "[4]", "64", "[[10,4,2]]", '[[10,"4"]]')),
+        *(("optim.ema", value, "a number above 0 and below 1 or null") for value in ("1.0", "0", "true")),
+        ("optim.lion_beta1", "1", "a number at least 0 and below 1"),
+        ("optim.slow_beta", "0", "a number above 0 and below 1"),
+        ("optim.slow_warmup", "2.5", "a whole number at least 0 or null"),
+        ("optim.free_eps", "0", "a number at least 1e-30 and at most 1"),
+        ("optim.kind", "lionn", " or ".join(OPTIMIZERS)),
         ("model.norm", "batchnorm", "layernorm or rmsnorm"),
         ("model.num_kv_heads", "0", "a whole number above 0 and at most 1,048,576 or null"),
         ("model.qkv_bias", "1", "true or false or null"),
@@ -181,6 +189,17 @@ RULES: list[tuple[str, int, str, str]] = [
     ("parallel.tensor=2 parallel.data=3", 4, "parallel.data", "2 or auto"),
     ("train.micro_batch_size=3", 1, "train.global_batch_size", "a multiple of 3: 6 or 9"),
     ("train.micro_batch_size=8", 2, "train.global_batch_size", "a multiple of 16: 16"),
+    ("train.batch_ramp=[[10,2],[10,4]]", 1, "train.batch_ramp", "[last step, size] in the order of the steps"),
+    ("train.batch_ramp=[[10,4],[20,2]]", 1, "train.batch_ramp", "sizes that grow, below train.global_batch_size"),
+    ("train.batch_ramp=[[10,8]]", 1, "train.batch_ramp", "sizes that grow, below train.global_batch_size"),
+    ("train.batch_ramp=[[10,3]]", 2, "train.batch_ramp", "a multiple of 2: 2 or 4"),
+    ("train.batch_ramp=[[10,4]] engine.kind=deepspeed", 1, "train.batch_ramp", "[], or engine.kind=native or fsdp"),
+    ("train.batch_ramp=[[10,4]] parallel.schedule=auto", 1, "train.batch_ramp", "[], or a schedule with a name"),
+    ("optim.ema=0.9 engine.kind=deepspeed", 1, "optim.ema", "null, or engine.kind=native or fsdp"),
+    ("optim.ema=0.9 optim.kind=schedule_free", 1, "optim.ema", "null, or another optim.kind"),
+    ('optim.ema=0.9 optim.groups=[{"match":["*"],"kind":"schedule_free"}]', 1, "optim.ema", "null, or another optim.kind"),
+    ("optim.kind=ademamix engine.kind=deepspeed", 1, "optim.kind", "adamw, or another engine.kind"),
+    ('optim.groups=[{"match":["*"],"kind":"lion","beta1":0.5}]', 1, "optim.groups", "lion_beta1, lion_beta2 or another kind"),
     ("optim.min_lr=0.1", 1, "optim.min_lr", "at most 0.0003"),
     ("optim.warmup_steps=30 optim.decay_steps=20", 1, "optim.warmup_steps", "at most 20"),
     ("optim.schedule=wsd optim.warmup_steps=900 optim.decay_steps=200", 1, "optim.decay_steps", "at most 100"),

@@ -34,7 +34,7 @@ model: block source_digest num_layers hidden_size num_heads num_kv_heads head_si
     max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
     norm_place branches embedding_norm rotary_share nope_every
-train: seq_len global_batch_size seed
+train: seq_len global_batch_size batch_ramp seed
 optim: kind groups
 data: packing train
 """
@@ -96,7 +96,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "model.block": "another", "model.source_digest": "another", "model.rope_scaling": LinearRope(type="linear", factor=2.0),
         "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
-        "train.compile": True, "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
+        "train.compile": True, "train.batch_ramp": ((2, 4),), "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
         "log.statistics": StatisticsConfig(every=2),
         "engine.compression": Int8Compression(kind="int8"),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",

@@ -1,5 +1,6 @@
 """What the planner says of the config's own layout: whether it fits, what would, how long a step takes, and what the run costs."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -96,9 +97,14 @@ def step_report(
         if value > 5e-4 * found.step:
             lines.append(f"  {name:<12}{value:12.4f} s{value / found.step:8.1%}")
     lines += ["", *worth(Candidate(config, found, config.world_size * device.peak_flops[setting.precision]), constants, cluster)]
-    tokens = config.train.steps * config.train.global_batch_size * config.train.seq_len if tokens is None else tokens
+    train = config.train
+    tokens = train.samples_through(train.steps) * train.seq_len if tokens is None else tokens
+    steps, before, less = train.batches_in(math.ceil(tokens / train.seq_len)), 0, 0.0
+    for last, size in train.batch_ramp:
+        small = predict(replace(setting, global_batch=size), device, cluster, constants).step
+        less, before = less + (min(last, steps) - min(before, steps)) * (found.step - small), last
     price = config.log.price_per_device_hour if price is None else price
-    lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts)]
+    lines += ["", *cost_lines(config, found.step, tokens, cluster.node_ranks, price, device.power_watts, less)]
     return "\n".join(lines + context_note(config, device, cluster, constants)) + "\n"
 
 

@@ -32,15 +32,23 @@ class RunCost:
 
 
 def cost(
-    config: Config, step_seconds: float, tokens: float, world: int, host_ranks: int, price: float | None, power_watts: float | None
+    config: Config,
+    step_seconds: float,
+    tokens: float,
+    world: int,
+    host_ranks: int,
+    price: float | None,
+    power_watts: float | None,
+    less: float = 0.0,
 ) -> RunCost:
-    """The cost of a run. `price` is that of a device and hour.
+    """The cost of a run. `price` is that of a device and hour. `less`: seconds that steps with smaller batches take less.
 
     The interval between checkpoints is Daly's (2006), whose first term is Young's (1974), sqrt(2·δ·M), for checkpoints of δ seconds and
     M seconds between failures.
     """
-    steps = math.ceil(tokens / (config.train.global_batch_size * config.train.seq_len))
-    seconds = steps * step_seconds
+    samples = math.ceil(tokens / config.train.seq_len)
+    steps = config.train.batches_in(samples - 1) + 1
+    seconds = steps * step_seconds - less
     between = DEVICE_HOURS_A_FAILURE * 3600 / world
     delta = checkpoint_bytes(config) / (WRITE_BYTES_PER_SECOND * max(1, world // host_ranks))
     interval = best_interval(delta, between)
@@ -61,11 +69,11 @@ def cost(
 
 
 def cost_lines(
-    config: Config, step_seconds: float, tokens: float, host_ranks: int, price: float | None, power_watts: float | None
+    config: Config, step_seconds: float, tokens: float, host_ranks: int, price: float | None, power_watts: float | None, less: float = 0.0
 ) -> list[str]:
-    """What a run over some tokens costs, in words."""
+    """What a run over some tokens costs, in words. `less`: see `cost`."""
     world = config.world_size
-    found = cost(config, step_seconds, tokens, world, host_ranks, price, power_watts)
+    found = cost(config, step_seconds, tokens, world, host_ranks, price, power_watts, less)
     error = bar(world, config.parallel.pipeline, host_ranks)
     days = f"{found.days:.4g} days ({error.around(found.days)}), or {found.device_hours / world / 24:.4g} with failures and checkpoints"
     lines = [f"{tokens:.3g} tokens are {found.steps:,} steps: {days}, which are {found.device_hours:,.0f} device hours"]

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megacore.checkpoint import Reader, checkpoints_in, newest_whole
 from megacore.checkpoint.folder import step_of
 from megacore.checkpoint.weights import recorded_sections
+from megacore.config.schema import TrainConfig
 from megacore.errors import CheckpointError, ConfigError, LogError
 from megacore.files import read_json, read_text
 from megacore.records import Count, Record, Whole, complaint
@@ -128,15 +129,16 @@ class Past:
 
     def __init__(self, history: History, base: Reader, sections: dict[str, Any]) -> None:
         self.history, self.base = history, base
-        self.batch: int = sections["train"]["global_batch_size"]
+        train = sections["train"]
+        self.batches = TrainConfig.model_construct(global_batch_size=train["global_batch_size"], batch_ramp=train.get("batch_ramp", ()))
         self.limits = sections["optim"].get("max_skips", 0), sections["optim"].get("max_rollbacks", 0)
         self.every = sections.get("checkpoint", {}).get("every", 0)
         self.ahead = self._ahead(base)
-        skips = [(line, line.first_sample // self.batch - line.step + 1) for line in history.skipped if line.step > base.step]
+        skips = [(line, self.batches.batches_in(line.first_sample) - line.step + 1) for line in history.skipped if line.step > base.step]
         self.skips = {(line.step, ahead): line for line, ahead in skips if ahead >= self.ahead}
 
     def _ahead(self, reader: Reader) -> int:
-        return int(reader.state["samples"]) // self.batch - reader.step
+        return self.batches.batches_in(int(reader.state["samples"])) - reader.step
 
     @cached_property
     def attempts(self) -> list[Attempt]:

@@ -4,17 +4,21 @@ Each refusal names one key, says what is wrong with it, and what would be right.
 """
 
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 
 from megacore.config.implied import heads_at
 from megacore.config.model import Llama3Rope, YarnRope
 from megacore.config.optim_groups import KEY as GROUPS
 from megacore.config.optim_groups import ParameterGroups
-from megacore.config.parallel import V_SHAPED
+from megacore.config.parallel import CHUNKS, V_SHAPED
 from megacore.config.schema import Config, resolved
 from megacore.errors import ConfigError
 from megacore.optimizers.rule import AVERAGE
+from megacore.records import LARGEST
 from megacore.tools.settings.derive import chunks_of
 
+RAMP = "train.batch_ramp"
 # Bounds far above any run: no number in a config may make a script count or allocate without end.
 MOST_ELEMENTS = 2**48  # of a tensor, as in a checkpoint's manifest
 MOST_TOKENS = 2**31  # of a microbatch
@@ -219,11 +223,13 @@ def check_batch(config: Config) -> None:
     """Checks that global_batch_size = micro_batch_size × microbatches × data, with at least one microbatch."""
     train, data = config.train, config.data_size
     per_round = train.micro_batch_size * data
-    if train.global_batch_size % per_round:
-        wrong = f"{train.global_batch_size} = micro_batch_size {train.micro_batch_size} × microbatches × data {data} has no whole solution"
-        down = train.global_batch_size - train.global_batch_size % per_round
-        right = f"a multiple of {per_round}: {f'{down} or ' if down else ''}{down + per_round}"
-        raise ConfigError("train.global_batch_size", wrong, right)
+    sizes = {train.global_batch_size: "train.global_batch_size"} | {size: RAMP for _, size in train.batch_ramp}
+    for size, key in sizes.items():
+        if size % per_round:
+            wrong = f"{size} = micro_batch_size {train.micro_batch_size} × microbatches × data {data} has no whole solution"
+            down = size - size % per_round
+            raise ConfigError(key, wrong, f"a multiple of {per_round}: {f'{down} or ' if down else ''}{down + per_round}")
+    check_ramp(config)
     if (tokens := train.micro_batch_size * train.seq_len) > MOST_TOKENS:
         wrong = f"{train.micro_batch_size} × train.seq_len {train.seq_len} is {tokens:,} tokens"
         raise ConfigError("train.micro_batch_size", wrong, f"at most {MOST_TOKENS:,}")
@@ -235,6 +241,31 @@ def check_batch(config: Config) -> None:
     if train.steps * train.global_batch_size > MOST_SAMPLES:
         wrong = f"{train.steps} × train.global_batch_size {train.global_batch_size} samples cannot be counted in 64 bits"
         raise ConfigError("train.steps", wrong, f"at most {MOST_SAMPLES // train.global_batch_size}")
+
+
+def batch_equations(config: Config) -> Iterator[str]:
+    """The equation of the global batch, for each of its sizes."""
+    train, data = config.train, config.data_size
+    for last, size in (*train.batch_ramp, (0, train.global_batch_size)):
+        phase = f"to step {last}, " if last else "then " if train.batch_ramp else ""
+        count = size // (train.micro_batch_size * data)
+        yield f"{phase}global_batch_size {size} = micro_batch_size {train.micro_batch_size} × microbatches {count} × data {data}"
+
+
+def check_ramp(config: Config) -> None:
+    """Checks that batches grow with the steps, up to global_batch_size, and that engine and schedule can run several sizes."""
+    train = config.train
+    for (step, size), (later, larger) in pairwise((*train.batch_ramp, (LARGEST, train.global_batch_size))):
+        if later <= step:
+            raise ConfigError(RAMP, f"step {later} comes behind step {step}", "[last step, size] in the order of the steps")
+        if larger <= size:
+            grown = "train.global_batch_size" if later == LARGEST else "the next size"
+            raise ConfigError(RAMP, f"{size} does not grow to {grown} {larger}", "sizes that grow, below train.global_batch_size")
+    if train.batch_ramp and config.engine.kind == "deepspeed":
+        raise ConfigError(RAMP, "DeepSpeed has one number of microbatches for all steps", "[], or engine.kind=native or fsdp")
+    if train.batch_ramp and (schedule := config.parallel.schedule) not in CHUNKS:
+        wrong = f"parallel.schedule={schedule} is a plan for one number of microbatches"
+        raise ConfigError(RAMP, wrong, f"[], or a schedule with a name: {', '.join(CHUNKS)}")
 
 
 def check_optim(config: Config) -> None:

@@ -31,8 +31,8 @@ def given(stream: SampleStream, train: TrainConfig) -> list[Part]:
     steps = np.unique(np.linspace(0, train.steps, min(POINTS, train.steps) + 1).round().astype(int)).tolist()
     parts = []
     for corpus, (tokens, size) in enumerate(zip(stream.corpora, stream.counts, strict=True)):
-        samples = [visits(stream.shares, corpus, step * train.global_batch_size) for step in steps]
-        parts.append(Part(tokens.prefix, size, steps, samples, samples[-1] / (train.steps * train.global_batch_size)))
+        samples = [visits(stream.shares, corpus, train.samples_through(step)) for step in steps]
+        parts.append(Part(tokens.prefix, size, steps, samples, samples[-1] / train.samples_through(train.steps)))
     return parts
 
 

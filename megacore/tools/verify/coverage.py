@@ -66,7 +66,7 @@ class Epoch:
         if length == ENDLESS:
             prefix = self.stream.corpora[self.corpus].prefix
             raise ConfigError("data.train", f"no run gets to epoch {self.number} of {prefix}", "an earlier epoch, or a larger weight")
-        return (length - 1) // self.train.global_batch_size + 1
+        return self.train.batches_in(length - 1) + 1
 
     def check(self, told: Callable[[float], None] = lambda _: None) -> EpochCoverage:
         """Counts how often the ranks of all legs read each sample, in one byte a sample. `told` gets the part that is done, up to 1."""
@@ -91,9 +91,12 @@ class Epoch:
         length = max(1, BLOCK // self.train.global_batch_size)
         for leg in self.legs:
             stop = 1 + (last if leg.last is None else min(last, leg.last))
-            for start in range(max(first, leg.first), stop, length):
-                steps = range(start, min(start + length, stop))
+            start = max(first, leg.first)
+            while start < stop:
+                grows = next((last for last, _ in self.train.batch_ramp if last >= start), stop) + 1
+                steps = range(start, min(start + length, stop, grows))
                 yield steps, leg.data_size, dealt(steps, leg.data_size, self.train)
+                start = steps.stop
 
     def _own(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's samples among global `indices`, and their positions in ``indices.flat``."""

@@ -76,17 +76,18 @@ def run_reference(config: Config, out: Path, rounding: str, traced_step: int | N
     state = {name: zeros(groups[name].rule, tuple(p.shape), shards[name]) for name, p in parameters.items()}
 
     losses, sources = losses_of(layers_of(config)), fields_of(layers_of(config))
-    every = training_samples(config)
+    sizes = batch_sizes(config)
+    every = training_samples(config, sum(sizes))
     for step in range(1, train.steps + 1):
-        loss, of_step = 0.0, every[(step - 1) * train.global_batch_size : step * train.global_batch_size]
+        loss, first, size = 0.0, sum(sizes[: step - 1]), sizes[step - 1]
+        of_step = every[first : first + size]
         together = microbatch(batch_of(of_step), sources)
         counts = {name: int((together[of.over] != IGNORED).sum()) for name, of in losses.items()}
         for head in (layer for layer in model.behind if getattr(type(layer), "loss", None) is Head.loss):  # else it is the user's own
             head.loss = partial(plain_loss, head)  # type: ignore[assignment]
         with Trace([model], out if step == traced_step else None) as trace:
-            for index in range(train.global_batch_size // train.micro_batch_size):
-                start = (step - 1) * train.global_batch_size + index * train.micro_batch_size
-                batch = batch_of(every[start : start + train.micro_batch_size])
+            for index in range(size // train.micro_batch_size):
+                batch = batch_of(of_step[index * train.micro_batch_size : (index + 1) * train.micro_batch_size])
                 trace.enter(index, "forward")
                 trace.note("documents", "positions", batch.documents[1])  # context ranks divide a batch by its documents
                 _, sums = model({}, microbatch(batch, sources, key_of(train.seed, step, index)))
@@ -193,8 +194,16 @@ class Corpus:
         return [sorted(sample) for sample in samples]
 
 
-def training_samples(config: Config) -> list[tuple[Corpus, Sample]]:
-    """The samples of all steps, in order, within the first epoch of each corpus. Of the first n samples the corpus with the largest share
+def batch_sizes(config: Config) -> list[int]:
+    """The samples of each step's global batch."""
+    train, sizes = config.train, list[int]()
+    for last, size in train.batch_ramp:
+        sizes += [size] * (last - len(sizes))
+    return [*sizes, *[train.global_batch_size] * train.steps][: train.steps]
+
+
+def training_samples(config: Config, count: int) -> list[tuple[Corpus, Sample]]:
+    """The first `count` samples, in order, within the first epoch of each corpus. Of the first n samples the corpus with the largest share
     has its share, rounded; the next largest has its part of the rest, and so on."""
     train, spec = config.train, config.data.train
     weighted = [(1.0, spec)] if isinstance(spec, str) else list(spec or [])
@@ -204,7 +213,7 @@ def training_samples(config: Config) -> list[tuple[Corpus, Sample]]:
         count = len(corpus.training)
         orders.append(permute(np.arange(count), count, derive_key(train.seed, number, 0)))
     found = []
-    for index in range(train.steps * train.global_batch_size):
+    for index in range(count):
         rest = sum(weight for weight, _ in corpora)
         for number, (weight, corpus) in sorted(enumerate(corpora), key=lambda entry: -entry[1][0]):
             before, behind = (math.floor(n * weight / rest + Fraction(1, 2)) for n in (index, index + 1))

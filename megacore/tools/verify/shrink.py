@@ -52,14 +52,15 @@ def shrink(user: Config, layouts: list[Layout], steps: int, precision: str) -> d
     """
     # A size that every layout's tensor ranks divide.
     tensor = math.lcm(*(layout.size("tensor") for layout in layouts))
-    micro_batch, seq_len = tokens_of(user, layouts)
+    (micro_batch, seq_len), count = tokens_of(user, layouts), microbatches(user, layouts)
     small: dict[str, dict[str, Any]] = {
         "model": sizes(user, tensor, seq_len, precision),
         "train": {
             "steps": steps,
             "seq_len": seq_len,
             "micro_batch_size": micro_batch,
-            "global_batch_size": micro_batch * microbatches(user, layouts),
+            "global_batch_size": micro_batch * count,
+            "batch_ramp": [[1, micro_batch * unit_of(layouts)]] if user.train.batch_ramp and unit_of(layouts) < count else [],
             "precision": precision,
             "device": "cpu",
             "compile": False,
@@ -165,6 +166,11 @@ def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, di
     return sections_of(written)
 
 
+def unit_of(layouts: list[Layout]) -> int:
+    """Microbatches of which every layout's global batch is a multiple."""
+    return math.lcm(*(layout.size("data") for layout in layouts))
+
+
 def microbatches(user: Config, layouts: list[Layout]) -> int:
     """Microbatches of the small global batch: few, and fewer than stages in the layouts in which the user has fewer.
 
@@ -172,7 +178,7 @@ def microbatches(user: Config, layouts: list[Layout]) -> int:
     batch, which each must divide.
     """
     users = user.train.global_batch_size // user.train.micro_batch_size
-    unit = math.lcm(*(layout.size("data") for layout in layouts))
+    unit = unit_of(layouts)
     full = [layout.size("data") * layout.size("pipeline") for layout in layouts]  # with a microbatch for each stage of each data rank
     count = min(users, unit * -(-max(MICROBATCHES, 2 * max(layout.size("data") for layout in layouts)) // unit))
     count = max(count, *(size for size in full if size <= users), 1)
