@@ -34,8 +34,8 @@ def resolved(value: T | None) -> T:
     return value
 
 
-LastStep = Annotated[int, Field(gt=0, le=LARGEST, title="last step")]
-Size = Annotated[int, Field(gt=0, le=LARGEST, title="size")]
+LastStep = Annotated[Count, Field(title="last step")]
+Size = Annotated[Count, Field(title="size")]
 
 
 class TrainConfig(Section):

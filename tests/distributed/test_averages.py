@@ -3,12 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megacore.checkpoint import Reader
 from megacore.distributed.shard import Shard
+from megacore.engine.held_tensors import HeldTensors
 from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.workers import ProofWorkers
@@ -26,6 +29,7 @@ MIXED = (
 )
 EMA = (*MIXED, "optim.ema=0.7")
 FREE = ("optim.kind=schedule_free",)
+SOAP = ("optim.kind=soap", "optim.ema=0.7")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +38,7 @@ def workers() -> Iterator[ProofWorkers]:
         yield workers
 
 
-@pytest.mark.parametrize("rules", [EMA, FREE], ids=["lion, ademamix, ema", "schedule_free"])
+@pytest.mark.parametrize("rules", [EMA, FREE, SOAP], ids=["lion, ademamix, ema", "schedule_free", "soap, ema"])
 @pytest.mark.parametrize(
     ("layouts", "engine"),
     [("tp2,pp2,tp2pp2", "engine.kind=native"), ("dp2,tp2dp2", "engine.shard_optimizer=true"), ("dp2,tp2dp2", "engine.kind=fsdp")],
@@ -45,8 +49,48 @@ def test_every_layout_is_the_papers_formula(workers: ProofWorkers, layouts: str,
     found = {key: d for result in proof.results for key, d in result.differences.items()}
     assert proof.holds and max(d.relative for d in found.values()) < 1e-11
     kinds = {kind for kind, _, _ in found}
-    assert "average" in kinds and kinds >= ({"free_sum"} if rules is FREE else {"lion_m", "ademamix_slow"})
+    assert "average" in kinds and kinds >= OWN[rules]
     assert any(name == "valid_loss" for _, _, name in found)
+
+
+def swapped_betas() -> Any:
+    """A mistake, for `prove`: Lion steps by the mean that it keeps, and keeps the one that it steps by."""
+    from megacore.optimizers.lion import Lion
+
+    direction = Lion.direction
+
+    def swapped(self: Lion, given: Any) -> Any:
+        own = self.settings
+        other = own.model_copy(update={"lion_beta1": own.lion_beta2, "lion_beta2": own.lion_beta1})
+        return direction(Lion(other), given)
+
+    return mock.patch.object(Lion, "direction", swapped)
+
+
+def first_weights_in_the_mean() -> Any:
+    """Another: the mean of `optim.ema` keeps the part of the first weights, as if there had been steps before."""
+    from megacore.engine.averages import WeightAverages
+
+    update = WeightAverages.update
+    return mock.patch.object(WeightAverages, "update", lambda self, updates, skip: update(self, updates + 1, skip))
+
+
+@pytest.mark.parametrize("mistake", [swapped_betas, first_weights_in_the_mean])
+def test_a_mistake_in_a_rule_is_found(workers: ProofWorkers, mistake: Any) -> None:
+    proof = prove(Options(TINY, [*EMA], [parse("dp2")], plant=f"{__name__}:{mistake.__name__}"), workers=workers)
+    kinds = {difference.kind for difference in proof.results[0].beyond}
+    assert not proof.holds and kinds >= ({"lion_m", "parameter"} if mistake is swapped_betas else {"average"})
+
+
+def not_restored(config: str, overrides: list[str], log_dir: str) -> int:
+    """A run, with a mistake: what is read of averages goes to copies of them."""
+    held = HeldTensors.tensors
+
+    def copied(self: HeldTensors) -> Any:
+        return {key: (tensor.clone() if key.startswith("average/") else tensor, box) for key, (tensor, box) in held(self).items()}
+
+    with mock.patch.object(HeldTensors, "tensors", copied):
+        return training.run_rank(config, overrides, log_dir)
 
 
 def trained(pool: Pool, folder: Path, name: str, ranks: int, *overrides: str) -> Path:
@@ -84,6 +128,7 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return a.keys() == b.keys() and bool(a) and all(np.array_equal(a[name], b[name]) for name in a)
 
 
+OWN = {EMA: {"lion_m", "ademamix_slow"}, FREE: {"free_sum"}, SOAP: {"soap_qr", "soap_v", "adam_m"}}
 SHARDED = ("parallel.data=2", "engine.shard_optimizer=true")
 RESUMED = {"ema": ("optim.ema=0.9",), "schedule_free": ("optim.kind=schedule_free",)}
 
@@ -103,6 +148,11 @@ def test_a_run_that_goes_on_in_another_layout_has_the_same_average(whole: tuple[
     apart = tensors(resumed, 8, "average")
     for name, average in tensors(run, 8, "average").items():
         np.testing.assert_allclose(apart[name], average, rtol=1e-4, atol=1e-6)
+    if kind == "ema":  # the planted fault: the average begins anew
+        lost = [*RESUMED[kind], "parallel.data=2", f"checkpoint.resume={resumed}/checkpoints/step_00000004"]
+        assert pool.run(2, not_restored, str(folder / "config.json"), lost, str(folder / "lost")) == [0, 0]
+        found = tensors(folder / "lost", 8, "average")
+        assert not all(np.allclose(found[name], apart[name], rtol=1e-4, atol=1e-6) for name in apart)
     trained(pool, folder, f"again_{kind}", 2, *RESUMED[kind], "train.steps=4", *SHARDED)
     again = trained(pool, folder, f"again_{kind}", 2, *RESUMED[kind], *SHARDED)
     assert same(tensors(run, 8, "average"), tensors(again, 8, "average")) and same(tensors(run, 8, "model"), tensors(again, 8, "model"))

@@ -1,6 +1,5 @@
 """`train.batch_ramp`: global batches that grow. Which samples each step has, what is proved, logged and resumed."""
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,10 +128,9 @@ def test_the_plan_and_the_samples_say_every_size(whole: Path, capsys: pytest.Cap
     from launch import plan, samples
 
     config = ["--config", str(whole / "config.json"), GROWING]
-    plan.run([*config, "--world", "2"]) if hasattr(plan, "run") else plan.main([*config, "--world", "2"])
+    plan.run([*config, "--world", "2"])
     said = capsys.readouterr().out
     assert "to step 2, global_batch_size 4 = micro_batch_size 2 × microbatches 1 × data 2" in said
     assert "then global_batch_size 16 = micro_batch_size 2 × microbatches 4 × data 2" in said
-    assert samples.run([*config, "--prove", "--layouts", "dp2:4,dp1"]) in (0, None)
-    assert "every sample" in capsys.readouterr().out or True
-    assert json.loads((whole / "whole/config.json").read_text())["train"]["batch_ramp"] == [[2, 4], [5, 8]]
+    assert samples.run([*config, "--prove", "--layouts", "dp2:4,dp1"]) == 0
+    assert "global_batch_size 4 to step 2; then global_batch_size 8 to step 5; then global_batch_size 16" in capsys.readouterr().out

@@ -46,6 +46,7 @@ train: steps micro_batch_size precision recompute offload_activations device com
 optim: lr min_lr warmup_steps warmup warmup_lr decay_steps schedule lag weight_decay grad_clip spike_threshold max_skips max_rollbacks
     muon_momentum muon_nesterov muon_steps muon_scale muon_precision muon_heads muon_adamw_lr
     beta1 beta2 eps momentum ema lion_beta1 lion_beta2 slow_beta slow_alpha slow_warmup free_beta1 free_beta2 free_eps
+    soap_beta1 soap_beta2 soap_eps soap_adamw_lr
 data: document_mask valid tokenizer
 checkpoint: every last keep keep_every best mirror async on_failure resume
 engine: kind config shard_optimizer shard_size reshard cpu_offload bucket_mib reduce_dtype reduce_levels compression

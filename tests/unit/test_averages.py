@@ -1,0 +1,86 @@
+"""The average of `optim.ema` in one engine: what a skipped step, a validation and a plan make of it."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megacore.engine.averages import WeightAverages
+from megacore.tools.choices.partition import partitioned
+from megacore.tools.planner.memory import rank_memory
+from megacore.tools.settings.load import load
+from tests.one_rank import Configure, backward_of, configuring, engine_of
+from tests.training import write_config
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    return configuring(tmp_path)
+
+
+def after_a_bad_step(configure: Configure, precision: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Averages before a step that is skipped, and behind it."""
+    stage, engine = engine_of(configure(f"optim.ema=0.5 train.precision={precision}"))
+    for scale in (1.0, 2.0):
+        backward_of(engine, stage, scale)
+        engine.step(1e-2)
+    before = averages_of(engine)
+    backward_of(engine, stage, 1.0)
+    engine.buffers[0].gradients[3] = torch.inf
+    assert engine.step(1e-2).skipped == 1
+    return before, averages_of(engine)
+
+
+def averages_of(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, (tensor, _) in engine.tensors().items() if name.startswith("average/")}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and bool(a) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_a_skipped_step_does_not_move_the_average(configure: Configure, precision: str) -> None:
+    """It would drift to the weights in a run that skips often; and a resumed run would not be what the whole one is."""
+    assert same(*after_a_bad_step(configure, precision))
+    update = WeightAverages.update
+    always = mock.patch.object(WeightAverages, "update", lambda self, updates, skip: update(self, updates, torch.zeros_like(skip)))
+    with always:
+        assert not same(*after_a_bad_step(configure, precision)), "the planted fault: the mean takes part in skipped steps"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_validation_leaves_everything_as_it_was(configure: Configure, precision: str) -> None:
+    """Within it, the average computes; behind it, and where it ends in an exception, what was trained."""
+    stage, engine = engine_of(configure(f"optim.ema=0.9 train.precision={precision}"))
+    for scale in (1.0, 2.0):
+        backward_of(engine, stage, scale)
+        engine.step(1e-1)
+    before = {name: tensor.clone() for name, (tensor, _) in engine.tensors().items()}
+    own = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+    with pytest.raises(KeyError), engine.evaluating():
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, before[f"average/{name}"].to(parameter.dtype)) and not torch.equal(parameter, own[name])
+        raise KeyError
+    assert same(before, {name: tensor for name, (tensor, _) in engine.tensors().items()})
+    assert same(own, {name: parameter.detach() for name, parameter in stage.named_parameters()})
+
+
+def test_nothing_is_there_without_it(configure: Configure) -> None:
+    _, engine = engine_of(configure(""))
+    assert engine.averages is None and not averages_of(engine)
+
+
+@pytest.mark.parametrize(("overrides", "each"), [("", 4), ("engine.shard_optimizer=true", 2), ("engine.kind=fsdp", 2)])
+def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> None:
+    """4 bytes a parameter, divided as the masters are."""
+    path = write_config(tmp_path, "unused", train={"precision": "bf16"})
+
+    def planned(*more: str) -> int:
+        config = partitioned(load(path, [*overrides.split(), "parallel.data=2", *more], 2).config)
+        return rank_memory(config)[0].optimizer
+
+    without = sum(parameter.numel() for parameter in engine_of(load(path, []).config)[0].parameters())
+    assert planned("optim.ema=0.9") - planned() == pytest.approx(each * without, rel=0.02)
