@@ -18,7 +18,7 @@ from megacore.tools.cli import Parser, count, exit_with
 from megacore.tools.output_files import check_output, replaced
 from megacore.tools.planner.plot import check_plot
 from megacore.tools.scaling import isoflop, parametric
-from megacore.tools.scaling.finished import Run, read_runs, undecayed
+from megacore.tools.scaling.finished import Run, folders, read_runs, undecayed
 from megacore.tools.scaling.isoflop import IsoFlop
 from megacore.tools.scaling.parametric import Fit
 
@@ -209,7 +209,7 @@ def run(argv: list[str]) -> int:
     """Everything that the script does."""
     args = parse(argv)
     every = read_runs([*args.runs, *args.held_out], args.loss, args.last)
-    apart = set(map(str, map(Path, args.held_out)))
+    apart = set(map(str, folders(args.held_out)))
     runs, held_out = [r for r in every if r.name not in apart], [r for r in every if r.name in apart]
     few = [r for r in runs if r.tokens < args.least_ratio * r.parameters]
     runs = [r for r in runs if r not in few]

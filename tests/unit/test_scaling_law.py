@@ -97,7 +97,7 @@ SMALL = Law(1.5, math.log(300.0), math.log(200.0), 0.42, 0.33)
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep's folder with runs of five sizes and four numbers of tokens, and beside it one that is larger and longer."""
+    """A sweep's folder with runs of five sizes and four numbers of tokens, and beside it one with a run that is larger and longer."""
     folder = tmp_path_factory.mktemp("law")
     names = []
     for hidden, layers in SIZES:
@@ -106,7 +106,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
             loss = SMALL.loss(own_count(hidden, layers), steps * BATCH * SEQUENCE)
             write_run(folder / "trials" / names[-1], hidden, layers, steps, loss)
     (folder / "sweep.json").write_text(json.dumps({"trials": names}))
-    write_run(folder / "larger", 192, 5, 8000, SMALL.loss(own_count(192, 5), 8000 * BATCH * SEQUENCE))
+    write_run(folder / "beyond/trials/larger", 192, 5, 8000, SMALL.loss(own_count(192, 5), 8000 * BATCH * SEQUENCE))
+    (folder / "beyond/sweep.json").write_text(json.dumps({"trials": ["larger"]}))
     return folder
 
 
@@ -119,7 +120,7 @@ def test_embeddings_are_not_counted(sweep: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_parameters_of_tied_and_learned_tables(sweep: Path) -> None:
     """A tied table counts once, as the head; a table of positions never."""
-    (run,) = read_runs([str(sweep / "larger")], None, 5)
+    (run,) = read_runs([str(sweep / "beyond")], None, 5)
     assert run.parameters == own_count(192, 5)
     for changes in ({"tie_embeddings": True}, {"position": "learned"}):
         other = run.config.model_copy(update={"model": run.config.model.model_copy(update=changes)})
@@ -166,7 +167,7 @@ def test_minimiser_and_gradient() -> None:
 
 def test_a_budget_is_spent_best(sweep: Path) -> None:
     """No other model of the family has a smaller loss for the same compute; the config is one that runs."""
-    largest = read_runs([str(sweep / "larger")], None, 5)[0]
+    largest = read_runs([str(sweep / "beyond")], None, 5)[0]
     family = budget.Family(largest.config, ["train.global_batch_size=64"], None, None)
     found = family.best(SMALL, 1e16)
     assert found.flops == pytest.approx(1e16, rel=0.01) and found.tokens == found.config.train.steps * 64 * SEQUENCE
@@ -187,7 +188,7 @@ def test_the_script(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     arguments = [
         str(sweep),
         "--held-out",
-        str(sweep / "larger"),
+        str(sweep / "beyond"),
         "--samples",
         "50",
         "--json",

@@ -42,7 +42,7 @@ def draw_runs(axes: "Axes", runs: Sequence[Run], iso: IsoFlop | None, fit: Fit |
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     flops = [run.flops for run in runs]
-    norm, colours = LogNorm(min(flops), max(flops) * 1.0001), colormaps["viridis"]
+    norm, colours = LogNorm(min(flops), max(flops) * 1.5), colormaps["viridis"]  # the map's end is too pale
     axes.scatter([run.parameters for run in runs], [run.loss for run in runs], c=[colours(norm(c)) for c in flops], s=28, zorder=3)
     for group in iso.groups if iso is not None else ():
         colour = colours(norm(group.flops))
