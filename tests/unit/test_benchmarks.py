@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import documents, predicted
+from benchmarks import documents, mup, predicted
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
 from benchmarks.throughput import hardware_flops_per_token
@@ -183,3 +183,20 @@ def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
     draw(timeline, "both", tmp_path / "both.png", rows=["0 simulated", "0 measured"])
     assert (tmp_path / "both.png").stat().st_size > 1000
     training.engine.close()
+
+
+def test_how_far_a_best_rate_moves() -> None:
+    """A run that diverged must not count as the best, nor one that is not finished; and a rate that moves with muP is said."""
+
+    def point(rules: str, width: int, rate: float, *losses: float, median: float | None = None) -> dict[str, Any]:
+        base = {"model.parametrization": rules, "model.base_width": 64 if rules == "mup" else None}
+        swept = {"size": {"model.hidden_size": width}, "rules": base, "optim.lr": rate}
+        return {"swept": swept, "losses": list(losses), "median": median if median is not None else next(iter(losses), None)}
+
+    points = [point(rules, width, rate, abs(rate - best)) for rules, best in (("mup", 4.0), ("standard", 1.0)) for width in (64, 128)
+              for rate in (1.0, 2.0, 4.0)]  # fmt: skip
+    points += [point("standard", 128, 8.0), point("standard", 256, 4.0, 2.0), {**point("standard", 256, 2.0, 1.0), "median": None}]
+    losses, base = mup.losses_of({"points": points})
+    assert (base, mup.moved(losses, "mup"), mup.moved(losses, "standard")) == (64, 1.0, 4.0)
+    assert "stays within a factor of 2 with muP alone" in mup.document(losses, base)
+    assert "does NOT stay" in mup.document({"mup": losses["standard"], "standard": losses["standard"]}, base)

@@ -17,6 +17,7 @@ from megacore.model.stage import Stage, whole_model
 from megacore.optimizers.rule import register, unregister
 from megacore.pipeline.partition import layer_ranges
 from megacore.tools.choices.partition import partitioned
+from megacore.tools.planner.buckets import buffers_of
 from megacore.tools.settings.group_table import group_table
 from megacore.tools.settings.load import load
 from tests.training import write_config
@@ -215,3 +216,14 @@ def test_what_means_nothing_is_refused(overrides: list[str], says: str, configur
     finally:
         unregister(Orthogonal)
     assert str(refusal.value).startswith(f"config error: {says}") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_planner_knows_the_buffers(kind: str, configure: Callable[..., Config]) -> None:
+    """Parameters of another rate have a buffer of their own, whose buckets are sent by themselves."""
+    config = configure(*WIDE, f"optim.kind={kind}", "engine.bucket_mib=0.05")
+    engine = engine_of(config)[1]
+    found = [[bucket.stop - bucket.start for bucket in buffer.buckets] for buffer in engine.buffers]
+    assert found == [buffer.buckets for buffer in buffers_of(config, 0)]
+    standard = engine_of(configure(*WIDE[2:], f"optim.kind={kind}", "engine.bucket_mib=0.05"))[1]
+    assert len(engine.buffers) == len(standard.buffers) + 1
