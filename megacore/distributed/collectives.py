@@ -186,17 +186,23 @@ def broadcast_start(x: Tensor, group: Group, source: int) -> Work:
     return Done() if group.communicator is None else group.communicator.start_broadcast(x, group.ranks[source])
 
 
+def joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
+    """The elements of several tensors as one flat tensor: `empty` if there is none, and a view of one alone where that is possible."""
+    several = [part.flatten() for part in parts if part.numel()]
+    return several[0] if len(several) == 1 else torch.cat(several) if several else empty
+
+
 def exchange_start(parts: Sequence[Sequence[Tensor]], sizes: Sequence[int], group: Group, empty: Tensor) -> tuple[list[Tensor], Work]:
     """Begins to send the elements of `parts[i]` to rank i, and to receive `sizes[i]` elements from it. The own part does not travel.
 
     Returns a flat tensor from each rank. `empty`: a tensor without elements, of their dtype and device.
     """
-    own = torch.cat([empty, *(part.flatten() for part in parts[group.rank])])
+    own = joined(parts[group.rank], empty)
     if group.communicator is None:
         return [own], Done()
-    others = [[] if i == group.rank else [part.flatten() for part in to] for i, to in enumerate(parts)]
+    others = [[] if i == group.rank else to for i, to in enumerate(parts)]
     received = [0 if i == group.rank else size for i, size in enumerate(sizes)]
-    x, out = torch.cat([empty, *(part for to in others for part in to)]), empty.new_empty(sum(received))
+    x, out = joined([part for to in others for part in to], empty), empty.new_empty(sum(received))
     work = group.communicator.start_exchange(x, out, [sum(part.numel() for part in to) for to in others], received)
     found = list(out.split(received))
     found[group.rank] = own

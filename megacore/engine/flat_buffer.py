@@ -102,20 +102,18 @@ class FlatBuffer:
         size = (bucket.stop - bucket.start) // self.owners.size
         return slice(bucket.start + self.owners.rank * size, bucket.start + (self.owners.rank + 1) * size)
 
-    def range_of(self, name: str, index: int) -> tuple[int, int]:
-        """The elements of a parameter in the part of its bucket that owner number `index` has: the first, and the one after the last."""
-        bucket, slot = next((bucket, slot) for bucket in self.buckets for slot in bucket.slots if slot.name == name)
-        size = (bucket.stop - bucket.start) // self.owners.size
-        first, end = bucket.start + index * size - slot.start, slot.parameter.numel()
-        return min(max(first, 0), end), min(max(first + size, 0), end)
-
-    def laid_out_at(self, at: Callable[[Shard], Shard]) -> "FlatBuffer":
-        """The same buffer on another rank, without memory; `at` gives a placement there."""
+    def laid_out_at(self, at: Callable[[Shard], Shard]) -> dict[str, tuple[int, int, int]]:
+        """The same buffer on another rank; `at` gives a placement there. Of each parameter: where its bucket begins, from its own first
+        element on, how many elements of the bucket each owner has, and how many it has itself."""
         there = replace(self, slots=[], buckets=[], size=0)
         for slot in self.slots:
             there.add(slot.name, new_parameter(at(slot.shard), slot.parameter.dtype, "meta"), slot.position, slot.chunks)
         there.close()
-        return there
+        return {
+            slot.name: (bucket.start - slot.start, (bucket.stop - bucket.start) // self.owners.size, slot.parameter.numel())
+            for bucket in there.buckets
+            for slot in bucket.slots
+        }
 
     def allocate(self) -> None:
         """Moves the parameters into the buffer, where those on `meta` are zeros. The gaps between them stay zero."""
@@ -187,7 +185,7 @@ class PartsOfBuffers:
 
     def __init__(self, buffers: Sequence[FlatBuffer], mesh: Topology, shards: Mapping[str, Shard]) -> None:
         self.buffers, self.mesh, self.shards = {slot.name: buffer for buffer in buffers for slot in buffer.slots}, mesh, shards
-        self._elsewhere: dict[tuple[object, ...], FlatBuffer] = {}  # alike for all ranks that divide it
+        self._elsewhere: dict[tuple[object, ...], dict[str, tuple[int, int, int]]] = {}  # alike for all ranks that divide a buffer
 
     def __call__(self, name: str, rank: int) -> Part:
         """Of a parameter, on a rank of the world."""
@@ -199,7 +197,9 @@ class PartsOfBuffers:
         key = id(buffer), *(along for along in shard.along if along.axis in beside)
         if key not in self._elsewhere:
             self._elsewhere[key] = buffer.laid_out_at(lambda own: mesh.shard_at(own, rank))
-        return Part(shard, *self._elsewhere[key].range_of(name, mesh.owner_index(rank, buffer.divided)))
+        begin, each, end = self._elsewhere[key][name]
+        first = begin + mesh.owner_index(rank, buffer.divided) * each
+        return Part(shard, min(max(first, 0), end), min(max(first + each, 0), end))
 
 
 def accumulation_dtype(parameter: Tensor) -> torch.dtype:

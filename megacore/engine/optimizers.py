@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacore.config.optim_groups import ParameterGroup
-from megacore.distributed.collectives import Done, broadcast_start, exchange_start
+from megacore.distributed.collectives import Done, broadcast_start, exchange_start, joined
 from megacore.distributed.communicator import Work
 from megacore.distributed.shard import TensorSlice
 from megacore.engine.held_tensors import HeldTensors
@@ -144,6 +144,7 @@ class WholeUpdate(Update):
                 to[task.owner] += prepared[task.name]
         sizes = [sum(part.size for task in owned for place, part in dealing.senders(task) if place == source) for source in places]
         parts, work = exchange_start(to, sizes, within, self.empty) if here else ([], Done())
+        del prepared, to  # four rounds are under way at once
         yield
 
         work.wait()
@@ -152,6 +153,7 @@ class WholeUpdate(Update):
         own = {task.name: dealing.part(task.name, within.rank).size for task in tasks}
         sizes = [sum(own[task.name] for task in here if task.owner == place) for place in places]
         parts, work = exchange_start(to, sizes, within, self.empty) if here else ([], Done())
+        del directions, to
         yield
 
         work.wait()
@@ -159,8 +161,9 @@ class WholeUpdate(Update):
         in_turn = sorted(tasks, key=lambda task: (task.copy, task.owner))  # of one owner as they were sent
         for copy in dict.fromkeys(task.copy for task in in_turn):
             numbers = sum(own[task.name] for task in tasks if task.copy == copy)
-            flat = torch.cat(parts) if copy == between.rank else self.empty.new_empty(numbers)
+            flat = joined(parts, self.empty) if copy == between.rank else self.empty.new_empty(numbers)
             spread[copy] = flat, broadcast_start(flat, between, copy)
+        parts = []
         yield
 
         for copy, (flat, work) in spread.items():

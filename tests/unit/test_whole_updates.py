@@ -12,6 +12,7 @@ from megacore.distributed.communicator import SOLO, Group
 from megacore.distributed.shard import Shard, TensorSlice, replicated, split
 from megacore.engine import owners
 from megacore.engine.owners import Dealing, Holders, Part, Task
+from megacore.tools.choices.meta_watch import Journal
 from megacore.tools.dry_run.dry_report import against_formulas
 from megacore.tools.dry_run.dry_step import dry_run
 from megacore.tools.planner.memory import rank_memory
@@ -58,8 +59,20 @@ def test_bytes_and_memory_are_those_of_the_plan(configure: Callable[..., Config]
         sent = {operation for _, _, operation, _ in dry.sent()}
         assert ("exchange" in sent or "broadcast" in sent) == (world > 1)
         planned = rank_memory(config, dry.tensor_rank, dry.shard_rank, dry.data_rank)[dry.stage]
+        assert made_at_once(dry.journal) <= planned.update, "the room of an update"
         before = rank_memory(config.model_copy(update={"optim": load_adamw(config)}), dry.tensor_rank, dry.shard_rank)[dry.stage]
         assert before.optimizer > planned.optimizer, "the momentum alone, where AdamW has two moments"
+
+
+def made_at_once(journal: Journal) -> int:
+    """The most bytes that an update has made and not yet freed."""
+    live = most = 0
+    for event in journal.events:
+        block = journal.blocks[max(event, ~event)]
+        if block.moment == "update":
+            live += block.size if event >= 0 else -block.size
+            most = max(most, live)
+    return most
 
 
 def load_adamw(config: Config) -> object:

@@ -61,7 +61,7 @@ class WholeUpdates:
         for _, dealing in self.each:
             own = [sum(dealing.part(task.name, dealing.within.rank).size for task in tasks) for tasks in dealing.rounds]
             owned = [sum(prod(self.shards[task.name].global_shape) for task in dealing.owned(tasks)) for tasks in dealing.rounds]
-            most = max(most, *(4 * a + 6 * b for a, b in zip(own, owned, strict=True)))
+            most = max(most, *(4 * a + 12 * b for a, b in zip(own, owned, strict=True)))
         return most
 
     def transfers(self, config: Config) -> list[Transfer]:
