@@ -30,7 +30,12 @@ def attention_of(config: Config, device: str | None = None) -> Literal["sdpa", "
 
 def attends_in_parts(config: Config) -> bool:
     """Whether attention is computed in parts, by `context_parallel`, which no other kind of attention can do."""
-    return config.data.document_mask or config.parallel.context > 1
+    return config.data.document_mask or config.parallel.context > 1 or scores_otherwise(config)
+
+
+def scores_otherwise(config: Config) -> bool:
+    """Whether attention's scores have a cap, or a window."""
+    return config.model.window is not None or config.model.attention_cap is not None
 
 
 def masks_targets(config: Config) -> bool:

@@ -99,6 +99,10 @@ class ModelConfig(Section):
     qkv_bias: bool | None = Field(None, description="biases of queries, keys and values; null: bias")
     qk_norm: bool = Field(False, description="an RMS norm over each head's queries and keys, before rotary positions")
     attention_scale: Factor | None = Field(None, description="factor on attention's scores; null: 1 / sqrt(head_size)")
+    window: Positions | None = Field(None, description="tokens that a token attends to, itself among them; null: all before it")
+    global_every: Count | None = Field(None, description="every n-th block attends to all tokens, whatever the window; null: none")
+    attention_cap: Factor | None = Field(None, description="attention's scores s become cap · tanh(s / cap); null: no cap")
+    logit_cap: Factor | None = Field(None, description="the same of the logits")
     embedding_scale: Factor = Field(1.0, description="factor on the token vectors that enter the first block")
     residual_scale: Factor = Field(1.0, description="factor on what each half of a block adds to the residual")
     logit_scale: Factor = Field(1.0, description="factor on the logits")
@@ -141,6 +145,11 @@ class ModelConfig(Section):
         """Whether a block has rotary positions, by its number from 0."""
         return self.position == "rope" and (self.nope_every is None or (block + 1) % self.nope_every > 0)
 
+    def window_of(self, block: int) -> int | None:
+        """How many tokens a token of a block sees; None: all before it."""
+        return None if self.global_every is not None and (block + 1) % self.global_every == 0 else self.window
+
     def alike(self, block: int) -> int:
         """The first block that is of the same kind; their parameters are alike in all."""
-        return next(other for other in range(block + 1) if self.rotates(other) == self.rotates(block))
+        kind = self.rotates(block), self.window_of(block)
+        return next(other for other in range(block + 1) if (self.rotates(other), self.window_of(other)) == kind)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megacore.context_parallel.ring_blocks import DocumentAttention, Merged, add_gradients, zeros_like
+from megacore.context_parallel.scored import Scoring, scored_parts
 from megacore.context_parallel.sharding import AttentionPart, Documents, Run, Runs, parts, runs_by_rank
 from megacore.context_parallel.varlen import Pack, packed
 from megacore.distributed.collectives import all_gather, reduce_scatter
@@ -31,7 +32,7 @@ class Sequences:
     group: Group  # the context ranks
     method: str  # gather, ring or ulysses
     documents: Documents | None = None
-    found: dict[tuple[Runs, Runs], list[AttentionPart | Pack]] = field(
+    found: dict[tuple[Runs, Runs, Scoring | None], list[AttentionPart | Pack]] = field(
         default_factory=dict, compare=False, repr=False
     )  # of all layers the same
 
@@ -50,29 +51,33 @@ class Sequences:
         """All tokens of the sequences."""
         return (Run(0, self.seq_len, 0),)
 
-    def calls(self, queries: Runs, keys: Runs, q: Tensor) -> list[AttentionPart | Pack]:
+    def calls(self, queries: Runs, keys: Runs, q: Tensor, scoring: Scoring | None = None) -> list[AttentionPart | Pack]:
         """The parts of attention between some queries and some keys, as they are computed on tensors like `q`."""
-        if (queries, keys) not in self.found:
-            self.found[queries, keys] = packed(parts(queries, keys, self.documents), q, sum(run.stop - run.start for run in keys))
-        return self.found[queries, keys]
+        at = queries, keys, scoring
+        if at not in self.found and scoring is not None:
+            self.found[at] = [*scored_parts(queries, keys, self.documents, scoring)]
+        elif at not in self.found:
+            self.found[at] = packed(parts(queries, keys, self.documents), q, sum(run.stop - run.start for run in keys))
+        return self.found[at]
 
-    def with_keys(self, keys: Runs, q: Tensor) -> list[AttentionPart | Pack]:
+    def with_keys(self, keys: Runs, q: Tensor, scoring: Scoring | None = None) -> list[AttentionPart | Pack]:
         """`calls` of this rank's queries."""
-        return self.calls(self.own, keys, q)
+        return self.calls(self.own, keys, q, scoring)
 
-    def whole(self, q: Tensor) -> list[AttentionPart | Pack]:
+    def whole(self, q: Tensor, scoring: Scoring | None = None) -> list[AttentionPart | Pack]:
         """`calls` of whole sequences."""
-        return self.calls(self.everything, self.everything, q)
+        return self.calls(self.everything, self.everything, q, scoring)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
     """Causal attention of this rank's queries to all keys of their sequences, or with documents of their document.
 
+    `scoring`: a window or a cap of the scores, if there is one.
     q ``[batch, heads, tokens, head]``, k and v with the key/value heads, tokens those of ``sequences.own``. Collective over the group.
     """
     if sequences.group.size == 1:
-        return DocumentAttention.apply(q, k, v, sequences.whole(q), scale, True)
-    return METHODS[sequences.method].apply(q, k, v, sequences, scale)
+        return DocumentAttention.apply(q, k, v, sequences.whole(q, scoring), scale, True)
+    return METHODS[sequences.method].apply(q, k, v, sequences, scale, scoring)
 
 
 def in_order(gathered: Tensor, sequences: Sequences) -> Tensor:
@@ -91,13 +96,13 @@ class GatherAttention(torch.autograd.Function):
     """`attend` with all keys and values gathered. Saved: this rank's q, k, v, o and l."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
-        merged, found = Merged(q), sequences.with_keys(sequences.everything, q)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
+        merged, found = Merged(q), sequences.with_keys(sequences.everything, q, scoring)
         keys, values = gathered(k, v, sequences)
         merged.add(q, keys, values, found, scale)
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.sequences, ctx.found, ctx.scale = sequences, found, scale
+        ctx.sequences, ctx.found, ctx.scale, ctx.scoring = sequences, found, scale, scoring
         return out
 
     @staticmethod
@@ -105,14 +110,14 @@ class GatherAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         group = ctx.sequences.group
         keys, values = gathered(k, v, ctx.sequences)
-        # Each is in two parts at most, an early one and a late one; with documents, whose pieces may be finer, in more.
-        wide = ctx.sequences.documents is not None
+        # Each is in two parts at most, an early one and a late one; with documents, whose pieces may be finer, or a window in more.
+        wide = ctx.sequences.documents is not None or ctx.scoring is not None
         grads = zeros_like(q, wide=wide), zeros_like(keys, wide=wide), zeros_like(values, wide=wide)
         add_gradients(grads, grad, q, keys, values, out, lse, ctx.found, ctx.scale)
         del keys, values  # the memory of whole sequences
         sums = [by_rank(total.transpose(1, 2).to(k.dtype), ctx.sequences) for total in grads[1:]]
         grad_k, grad_v = reduce_scatter(torch.stack(sums, 1), group)[0].transpose(2, 3)
-        return grads[0].to(q.dtype), grad_k, grad_v, None, None
+        return grads[0].to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def gathered(k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
@@ -134,17 +139,17 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
         merged, group = Merged(q), sequences.group
         both = token_by_token(k, v)
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
             keys, values = both.transpose(2, 3)
-            merged.add(q, keys, values, calls_at(sequences, step, q), scale)
+            merged.add(q, keys, values, calls_at(sequences, step, q, scoring), scale)
             both = both if coming is None else coming.take()
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.sequences, ctx.scale = sequences, scale
+        ctx.sequences, ctx.scale, ctx.scoring = sequences, scale, scoring
         return out
 
     @staticmethod
@@ -157,18 +162,18 @@ class RingAttention(torch.autograd.Function):
             coming = pass_on(both, group) if step + 1 < group.size else None
             own, (keys, values) = torch.zeros_like(both), both.transpose(2, 3)
             grads = grad_q, own[0].transpose(1, 2), own[1].transpose(1, 2)
-            add_gradients(grads, grad, q, keys, values, out, lse, calls_at(sequences, step, q), ctx.scale)
+            add_gradients(grads, grad, q, keys, values, out, lse, calls_at(sequences, step, q, ctx.scoring), ctx.scale)
             sums = pass_on(own if sums is None else own.add_(sums.take()), group)
             both = both if coming is None else coming.take()
         assert sums is not None
         grad_k, grad_v = sums.take().transpose(2, 3)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def calls_at(sequences: Sequences, step: int, q: Tensor) -> list[AttentionPart | Pack]:
+def calls_at(sequences: Sequences, step: int, q: Tensor, scoring: Scoring | None) -> list[AttentionPart | Pack]:
     """The parts of attention to the keys that a rank holds after `step` passes: those of the rank so many before it."""
     group = sequences.group
-    return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size], q)
+    return sequences.with_keys(sequences.by_rank[(group.rank - step) % group.size], q, scoring)
 
 
 @dataclass(frozen=True)
@@ -201,15 +206,15 @@ class UlyssesAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, scoring: Scoring | None = None) -> Tensor:
         ctx.short = max(1, sequences.group.size // k.shape[1])
         k, v = (x if ctx.short == 1 else x.repeat_interleave(ctx.short, 1) for x in (k, v))
         q, k, v = (by_heads(x, sequences) for x in (q, k, v))
         merged = Merged(q, alone=True)
-        merged.add(q, k, v, sequences.whole(q), scale)
+        merged.add(q, k, v, sequences.whole(q, scoring), scale)
         out = by_tokens(merged.out, sequences)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.sequences, ctx.scale = sequences, scale
+        ctx.sequences, ctx.scale, ctx.scoring = sequences, scale, scoring
         return out
 
     @staticmethod
@@ -220,9 +225,9 @@ class UlyssesAttention(torch.autograd.Function):
         grad, product = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1))
         out = with_product(grad, product.view(lse.dtype))
         grads = zeros_like(q), zeros_like(k), zeros_like(v)
-        add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q), ctx.scale)
+        add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q, ctx.scoring), ctx.scale)
         grad_q, *shared = (by_tokens(x, ctx.sequences) for x in grads)
-        return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None
+        return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None, None
 
 
 def with_product(grad: Tensor, product: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megacore.context_parallel.scored import ScoredPart
 from megacore.context_parallel.sharding import AttentionPart
 from megacore.context_parallel.varlen import Pack, add_attention, add_pack_gradients, suits_flash
 
@@ -40,7 +41,8 @@ class Merged:
                 add_attention(self.out, self.lse, q, k, v, part, scale, alone=self.alone)
                 continue
             rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
-            o, part_lse = forward(q[rows, :, part.queries], k[rows, :, part.keys], v[rows, :, part.keys], part.causal, scale)
+            own = q[rows, :, part.queries], k[rows, :, part.keys], v[rows, :, part.keys]
+            o, part_lse = part.forward(*own, scale) if isinstance(part, ScoredPart) else forward(*own, part.causal, scale)
             out, lse = self.out[rows, :, part.queries], self.lse[rows, :, part.queries]
             if self.alone:
                 out.copy_(o)
@@ -72,9 +74,10 @@ def add_gradients(
             continue
         rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
         at_q, at_k = (rows, slice(None), part.queries), (rows, slice(None), part.keys)
-        found_grads = backward(grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q], part.causal, scale)
-        for total, own, at in zip(grads, found_grads, (at_q, at_k, at_k), strict=True):
-            total[at].add_(own)
+        own = grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[at_q]
+        found_grads = part.backward(*own, scale) if isinstance(part, ScoredPart) else backward(*own, part.causal, scale)
+        for total, found_grad, at in zip(grads, found_grads, (at_q, at_k, at_k), strict=True):
+            total[at].add_(found_grad)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -161,9 +164,10 @@ class DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = zeros_like(q), zeros_like(k), zeros_like(v)
+        wide = any(isinstance(part, ScoredPart) for part in ctx.found)  # of which several share a key
+        grads = zeros_like(q), zeros_like(k, wide=wide), zeros_like(v, wide=wide)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.found, ctx.scale)
-        return *grads, None, None, None
+        return *(total.to(q.dtype) for total in grads), None, None, None
 
 
 def zeros_like(x: Tensor, *, wide: bool = False) -> Tensor:

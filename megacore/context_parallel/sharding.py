@@ -121,13 +121,13 @@ def parts(queries: Runs, keys: Runs, documents: Documents | None = None) -> list
         return list(joined(_causal(None, queries, keys)))
     found: list[AttentionPart] = []
     for row, bounds in enumerate(documents):
-        for start, stop in _documents_of(queries, bounds):
+        for start, stop in documents_of(queries, bounds):
             own, seen = ([part for run in runs if (part := run.within(start, stop))] for runs in (queries, keys))
             found += joined(_causal(row, own, seen))
     return found
 
 
-def _documents_of(runs: Runs, bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
+def documents_of(runs: Runs, bounds: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The documents that have a token in some runs: without a look at all others, of which long samples have thousands."""
     last = -1
     for run in sorted(runs, key=lambda run: run.start):

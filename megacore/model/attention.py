@@ -12,7 +12,8 @@ from megacore.config.implied import attention_of, compiles
 from megacore.config.schema import resolved
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.attention import attend as attend_parts
-from megacore.context_parallel.whole import document_numbers
+from megacore.context_parallel.scored import Scoring
+from megacore.context_parallel.whole import distances
 from megacore.distributed.communicator import Group
 from megacore.distributed.cpu import is_widened
 from megacore.distributed.shard import LogicalMatrix
@@ -38,7 +39,8 @@ class Attention(nn.Module):
         self.queries = model.num_heads // config.kv_heads  # query heads that share a key/value head
         self.head_size, self.scale = config.head_size, resolved(model.attention_scale)
         self.kinds = {kind: attention_of(config, kind) for kind in ("cpu", "cuda")}  # by type of device
-        self.rotates = model.rotates(index)
+        self.rotates, window = model.rotates(index), model.window_of(index)
+        self.scoring = None if window is None and model.attention_cap is None else Scoring(window, model.attention_cap)
         self.kernels, self.selective = model.kernels, config.train.recompute == "selective"
         where: dict[str, Any] = {"group": group, "sequence": config.parallel.sequence, "dtype": dtype, "device": device}
         heads = (config.kv_heads, self.queries + 2, config.head_size)
@@ -123,15 +125,18 @@ class Attention(nn.Module):
             return self.attend_parts(q.float(), k.float(), v.float(), sequences).to(q.dtype)
         if sequences.group.size == 1 and self.kind(q) == "eager":
             return self.attend_masked(q, k, v, sequences)
-        return attend_parts(q, k, v, sequences, self.scale)
+        return attend_parts(q, k, v, sequences, self.scale, self.scoring)
 
     def attend_masked(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-        """`attend_parts` on one rank by the plain formula, with a mask ``[batch, 1, seq, seq]``."""
-        assert sequences.documents is not None
-        number = document_numbers(sequences.documents, q.device)
-        seen = (number[:, None, :, None] == number[:, None, None, :]).tril()
+        """`attend_parts` on one rank by the plain formula."""
+        return self.formula(q, k, v, distances(sequences, q.device))
+
+    def formula(self, q: Tensor, k: Tensor, v: Tensor, behind: Tensor) -> Tensor:
+        """Attention by the plain formula; `behind`: how far each query stands behind each key, below 0 where it must not see it."""
+        scoring = self.scoring or Scoring()
         k, v = k.repeat_interleave(self.queries, 1), v.repeat_interleave(self.queries, 1)
-        return (q @ k.transpose(-2, -1) * self.scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+        scores = scoring.capped(q @ k.transpose(-2, -1) * self.scale)
+        return scores.masked_fill(~scoring.sees(behind), float("-inf")).softmax(-1) @ v
 
     def kind(self, x: Tensor) -> str:
         """How attention is computed where `x` is."""

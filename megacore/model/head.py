@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.context_parallel.scored import soft_cap
 from megacore.distributed.topology import Topology
 from megacore.model.context import Context
 from megacore.model.embedding import vocabulary
@@ -59,7 +60,8 @@ class Head(Layer):
         The vocabulary may be of any size: what is padded is the distance between the rows, in memory alone.
         """
         weight = self.head.weight
-        return column_linear(self.scaled_norm(x), weight, None, self.group, self.sequence, row_stride(x, len(weight)))
+        logits = column_linear(self.scaled_norm(x), weight, None, self.group, self.sequence, row_stride(x, len(weight)))
+        return logits if self.model.logit_cap is None else soft_cap(logits, self.model.logit_cap)
 
     def scaled_norm(self, x: Tensor) -> Tensor:
         """The last hidden states, normed and scaled for the head."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacore.caches import keep_inductor_private
 from megacore.config import Config
-from megacore.config.implied import compiles, settled_context_method
+from megacore.config.implied import compiles, scores_otherwise, settled_context_method
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.sharding import Documents, positions_of
 from megacore.distributed.buffers import buffers_of
@@ -111,6 +111,8 @@ class Stage(nn.Module):
             buffer.fill(device)
         self.sequences, self.positions = None, None
         own = np.arange(train.seq_len)
+        if self.cp.size == 1 and scores_otherwise(self.config):
+            self.sequences = Sequences(train.seq_len, self.cp, "gather")
         if self.cp.size > 1:
             self.sequences = Sequences(train.seq_len, self.cp, settled_context_method(self.config))
             own = positions_of(self.sequences.own)
@@ -180,6 +182,8 @@ class Stage(nn.Module):
             sequences = Sequences(self.config.train.seq_len, self.cp, settled_context_method(self.config), batch.documents)
         elif positions is None:
             positions = self.positions
+            if sequences is not None and self.cp.size == 1 and seq != sequences.seq_len:  # a validation's, or a text's
+                sequences = Sequences(seq, self.cp, sequences.method)
         rope = None
         if self.rope is not None:
             by_position = positions is not None and (batch.documents is not None or cache is not None)

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megacore.context_parallel import attention
+from megacore.context_parallel import attention, scored
 from megacore.context_parallel import ring_blocks as blocks
 from megacore.context_parallel import sharding as pieces
 from megacore.distributed import collectives as comm
@@ -127,10 +127,20 @@ def documents_forgotten_between_ranks() -> Any:
     return patch(
         attention,
         "calls_at",
-        lambda sequences, at, q: right(
-            sequences if at == 0 else attention.Sequences(sequences.seq_len, sequences.group, sequences.method), at, q
+        lambda sequences, at, q, scoring: right(
+            sequences if at == 0 else attention.Sequences(sequences.seq_len, sequences.group, sequences.method), at, q, scoring
         ),
     )
+
+
+@fault("a window is counted in a shard's own tokens, not in the sequence's", "cp2", ATTENTION, RING, "model.window=5")
+def window_in_own_tokens() -> Any:
+    right = scored._between
+
+    def own(*arguments: Any) -> Any:
+        return [replace(part, shift=max(0, part.queries.start - part.keys.start)) for part in right(*arguments)]
+
+    return patch(scored, "_between", own)
 
 
 @fault("backward of a part divides by the part's sum of exponentials, not by all", "cp2", QKV, RING)

@@ -5,6 +5,7 @@ k = key/value heads × head size.
 A product of [m, k] by [k, n] is 2·m·n·k operations. All counts are per token unless they say otherwise.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -20,9 +21,25 @@ LOSS_OPS_PER_LOGIT = 3  # subtract the maximum, exponentiate, sum
 def attention_flops(config: Config, causal: bool) -> float:
     """Forward operations of scores and weighted values: 2·s·a each; half of both if only the causal triangle is counted.
 
-    Grouping key/value heads changes neither, because every query head still meets s keys.
+    Grouping key/value heads changes neither, because every query head still meets s keys. What windows mask is not counted; it is the
+    mean of all blocks.
     """
-    return 4 * config.train.seq_len * config.attention_sizes[0] * (0.5 if causal else 1.0)
+    return 4 * config.train.seq_len * config.attention_sizes[0] * (0.5 if causal else 1.0) * window_share(config)
+
+
+def window_share(config: Config) -> float:
+    """Of the pairs of tokens that causal attention has, the part that windows leave, in the mean of all blocks; 1 without windows."""
+    model, length = config.model, config.train.seq_len
+    if model.window is None:
+        return 1.0
+    left = sum(seen_pairs(length, model.window_of(block)) for block in range(model.num_layers))
+    return left / (model.num_layers * seen_pairs(length, None))
+
+
+def seen_pairs(length: int, window: int | None) -> int:
+    """Pairs of a token and one that it sees, in a text of so many tokens."""
+    w = min(length, window or length)
+    return w * (w + 1) // 2 + (length - w) * w
 
 
 def block_flops(config: Config, causal: bool) -> float:
@@ -61,8 +78,9 @@ def document_attention_flops(config: Config, lengths: Iterable[int]) -> int:
 
     A document of n tokens has n·(n+1)/2 pairs of a query and a key that it sees. A pair costs 4·a operations forward, and 8·a backward.
     """
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    return 12 * config.model.num_layers * config.attention_sizes[0] * pairs
+    windows = Counter(config.model.window_of(block) for block in range(config.model.num_layers))
+    pairs = sum(count * seen_pairs(n, window) for n in lengths for window, count in windows.items())
+    return 12 * config.attention_sizes[0] * pairs
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,11 @@ def check_model(config: Config) -> None:
     if model.norm_place == "post" and model.branches == "shared_norm":
         wrong = "shared_norm is a norm before both branches, and model.norm_place=post has none there"
         raise ConfigError("model.branches", wrong, "parallel, or another model.norm_place")
+    if model.global_every is not None and model.window is None:
+        raise ConfigError("model.global_every", "every block attends to all tokens: there is no window", "null, or a model.window")
+    if model.logit_cap is not None and model.chunked_loss:
+        wrong = "head and loss in chunks have no cap of the logits"
+        raise ConfigError("model.chunked_loss", wrong, "false, or model.logit_cap=null")
     check_positions(config)
     check_elements(config)
     # The vocabulary may be cut unevenly (pieces of ceil(V / tp)), but no rank may be left without a row.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megacore.context_parallel.attention import Sequences
 from megacore.context_parallel.ring_blocks import forward
+from megacore.context_parallel.scored import ScoredPart, Scoring
 from megacore.context_parallel.sharding import positions_of, runs_of
 from megacore.distributed.collectives import all_gather, broadcast
 from megacore.distributed.communicator import Group
@@ -50,11 +51,29 @@ class KeyValueCache:
     def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the latest queries to all keys so far, of which `k` and `v` are new. It always uses sdpa, whatever
         `model.attention` is."""
+        if layer.scoring is not None:
+            return self._attend_scored(layer, layer.scoring, q, k, v)
         keys, values = self.extend(layer, k, v)
         if is_widened(q):
             q, keys, values = q.float(), keys.float(), values.float()
         mask = latest_mask(q.shape[2], keys.shape[2], q.device)
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=layer.scale, enable_gqa=layer.queries > 1).to(k.dtype)
+
+    def _attend_scored(self, layer: Attention, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`attend` by the plain formula, with the layer's cap and window. Of keys and values only the window is kept."""
+        new, total, dtype = k.shape[2], self.length + k.shape[2], k.dtype
+        if scoring.window is None:
+            keys, values = self.extend(layer, k, v)
+        else:
+            if self.length:
+                k, v = (torch.cat((kept, x), 2) for kept, x in zip(self._layers[layer], (k, v), strict=True))
+            beyond = max(0, k.shape[2] - scoring.window + 1)  # the next token sees the last window - 1 of these
+            self._layers[layer] = k[:, :, beyond:].clone(), v[:, :, beyond:].clone()
+            keys, values = k, v
+        every = torch.arange(total - keys.shape[2], total, device=q.device)
+        if is_widened(q):
+            q, keys, values = q.float(), keys.float(), values.float()
+        return layer.formula(q, keys, values, every[-new:, None] - every).to(dtype)
 
     def begin(self, tokens: Tensor) -> Tensor:
         """Takes the next tokens of the text ``[batch, new]``. Returns those that this rank computes: all."""
@@ -84,6 +103,7 @@ class DividedCache(KeyValueCache):
         super().__init__(batch_size, 2 * -(-capacity // (2 * group.size)))
         self.group, self.method = group, method
         self.counts = [0] * group.size  # positions held by each rank
+        self.places: list[int] = []  # the positions that this rank holds
 
     @property
     def held(self) -> int:
@@ -112,7 +132,11 @@ class DividedCache(KeyValueCache):
             return layer.attend_parts(q, k, v, self.sequences)
         if is_widened(q):
             q, keys, values = q.float(), keys.float(), values.float()
-        return attend_divided(q, keys, values, self.group, layer.scale).to(k.dtype)
+        if layer.scoring is not None and layer.scoring.window is not None:
+            at = torch.tensor([*self.places, *[self.length] * own], device=k.device)
+            seen = (at > self.length - layer.scoring.window).nonzero().squeeze(1)
+            keys, values = keys.index_select(2, seen), values.index_select(2, seen)
+        return attend_divided(q, keys, values, self.group, layer.scale, layer.scoring).to(k.dtype)
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See `KeyValueCache`; no rank has all."""
@@ -138,17 +162,21 @@ class DividedCache(KeyValueCache):
 
     def advance(self, new: int) -> None:
         """Counts what was read."""
-        self.counts = [held + share for held, share in zip(self.counts, self._shares(), strict=True)]
+        shares = self._shares()
+        own = [self.length] if self.sequences is None else positions_of(self.sequences.own).tolist()
+        self.places += own[: shares[self.group.rank]]
+        self.counts = [held + share for held, share in zip(self.counts, shares, strict=True)]
         self.length += 1 if self.sequences is None else self.new
 
     def clear(self) -> None:
         """Forgets the text, and keeps the memory for another."""
         super().clear()
-        self.counts = [0] * self.group.size
+        self.counts, self.places = [0] * self.group.size, []
 
 
-def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) -> Tensor:
+def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float, scoring: Scoring | None = None) -> Tensor:
     """Attention of queries that every rank has ``[batch, heads, 1, head]`` to keys that the ranks divide, of which some may have none.
+    They see all of them; `scoring` may cap their scores.
 
     Without gradients. Each rank attends to its own; the parts are merged by their log-sum-exp.
     """
@@ -156,7 +184,11 @@ def attend_divided(q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float) 
     part = q.new_zeros(*q.shape[:3], q.shape[3] + 1, dtype=wide)
     part[..., -1] = float("-inf")
     if k.shape[2]:
-        part[..., :-1], part[..., -1] = forward(q, k, v, False, scale)
+        if scoring is None or scoring.cap is None:
+            part[..., :-1], part[..., -1] = forward(q, k, v, False, scale)
+        else:
+            capped = ScoredPart(None, slice(0, 1), slice(0, k.shape[2]), False, k.shape[2] - 1, Scoring(cap=scoring.cap))
+            part[..., :-1], part[..., -1] = capped.forward(q, k, v, scale)
     every = all_gather(part[None], group)
     return (every[..., -1:].softmax(0) * every[..., :-1]).sum(0).to(q.dtype)
 
