@@ -28,6 +28,10 @@ STRETCHED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "beta_fast": 2.0, "beta_slow": 0.125}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.25, "residual_multiplier": 0.4, "logits_scaling": 3.0}
 
+GEMMA2 = {
+    "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5,
+    "pad_token_id": None,
+}  # fmt: skip
 NEOX = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rope_theta")} | {
     "rotary_emb_base": 100.0, "rotary_pct": 0.5, "pad_token_id": None,
 }  # fmt: skip
@@ -43,7 +47,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         LLAMA | {"tie_word_embeddings": True, "rope_scaling": STRETCHED, "attention_bias": True, "mlp_bias": True},
     ),
-    "mistral, wide heads": ("mistral", LLAMA | {"head_dim": 12, "sliding_window": None}),
+    "mistral, wide heads": ("mistral", LLAMA | {"head_dim": 12, "sliding_window": 3}),
     "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "qwen3": ("qwen3", LLAMA | {"head_dim": 16, "num_attention_heads": 6}),
     "qwen3, yarn": ("qwen3", LLAMA | {"head_dim": 16, "rope_scaling": YARN}),
@@ -51,7 +55,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", LLAMA | {"no_rope_layer_interval": 2, "pad_token_id": None}),
     "gpt_neox": ("gpt_neox", NEOX),
     "gpt_neox, serial": ("gpt_neox", NEOX | SERIAL),
-    "starcoder2": ("starcoder2", LLAMA | {"pad_token_id": None}),
+    "starcoder2": ("starcoder2", LLAMA | {"pad_token_id": None, "sliding_window": 5}),
+    "gemma2": ("gemma2", LLAMA | GEMMA2),
     "granite": ("granite", LLAMA | GRANITE | {"tie_word_embeddings": True}),
 }  # fmt: skip
 

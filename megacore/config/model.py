@@ -74,6 +74,7 @@ class ModelConfig(Section):
     )
     vocab_size: Rows = 50304
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_offset: bool = Field(False, description="norms multiply by 1 + their weights, which begin at 0 (Gemma)")
     norm_place: Literal["pre", "post", "both"] = Field(
         "pre", description="where a block's norms stand: before each branch, behind it (OLMo 2), or both (Gemma 2)"
     )

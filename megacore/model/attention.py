@@ -54,7 +54,8 @@ class Attention(nn.Module):
         self.output = RowLinear(width, model.hidden_size, bias=model.bias, init_std=output_std, **where)
         self.query_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
         self.key_norm = HeadNorm(config, group, dtype, device) if model.qk_norm else None
-        self.folds = config.engine.kind != "deepspeed"  # ZeRO-3 frees the norms' weights outside of their layers
+        # ZeRO-3 frees the norms' weights outside of their layers; the kernel takes them as they are.
+        self.folds = config.engine.kind != "deepspeed" and not model.norm_offset
         if compiles(config):  # the graph ends around it. As a decorator it would load the compiler in every process, in 1.5 s
             self.attend_parts = torch.compiler.disable(self.attend_parts)  # type: ignore[method-assign]
 

@@ -71,6 +71,7 @@ CASES: dict[str, Case] = {
     "model.ffn_size": numbers(64),
     "model.vocab_size": numbers(66),
     "model.norm": numbers("rmsnorm"),
+    "model.norm_offset": numbers("true", "model.bias=false"),
     "model.norm_place": numbers("both"),
     "model.branches": numbers("parallel"),
     "model.embedding_norm": numbers("true"),

@@ -27,7 +27,10 @@ def workers() -> Iterator[ProofWorkers]:
     [
         ("one,tp2sp,pp2,cp2", NEOX),
         ("tp2pp2dp2", ["model.branches=shared_norm", "model.activation=relu2", "model.zero_init=true", "model.embedding_norm=true"]),
-        ("tp2sp,dp2", ["model.norm_place=both", "model.activation=geglu", "model.nope_every=2", "model.dropout=0.1"]),
+        (
+            "tp2sp,dp2",
+            ["model.norm_place=both", "model.norm_offset=true", "model.activation=geglu", "model.nope_every=2", "model.dropout=0.1"],
+        ),
         ("tp2pp2dp2", ["model.norm_place=post", "model.activation=geglu_erf", "model.embedding_norm=true", "train.recompute=selective"]),
         ("one,tp2sp,cp2,cp4", [*WINDOWED, "parallel.context_method=gather"]),
         ("cp2,cp2pp2", [*WINDOWED, "parallel.context_method=ring", "data.document_mask=true"]),

@@ -33,7 +33,7 @@ REFUSED = """
 model: block source_digest num_layers hidden_size num_heads num_kv_heads head_size ffn_size vocab_size norm activation position
     max_positions rope_theta rope_scaling norm_eps bias qkv_bias qk_norm attention_scale embedding_scale residual_scale logit_scale
     tie_embeddings parametrization base_width base_head_size base_layers
-    norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
+    norm_offset norm_place branches embedding_norm rotary_share nope_every window global_every attention_cap logit_cap
 train: seq_len global_batch_size batch_ramp seed
 optim: kind groups
 data: packing train

@@ -104,10 +104,9 @@ def neox_tensors(config: Config) -> list[Mapped]:
 def read_starcoder2(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
     require(hf, "use_bias", True, True)
-    require(hf, "sliding_window", None, None)
     kv_heads, tied = whole(hf, "num_key_value_heads", 2), flag(hf, "tie_word_embeddings", True)
-    hf = {"initializer_range": 0.018042} | hf
-    return read_common(hf, "norm_epsilon", activation="gelu_pytorch_tanh", num_kv_heads=kv_heads, tie_embeddings=tied)
+    hf, window = {"initializer_range": 0.018042} | hf, whole(hf, "sliding_window", None)
+    return read_common(hf, "norm_epsilon", activation="gelu_pytorch_tanh", num_kv_heads=kv_heads, tie_embeddings=tied, window=window)
 
 
 def write_starcoder2(config: Config) -> dict[str, Any]:
@@ -117,7 +116,7 @@ def write_starcoder2(config: Config) -> dict[str, Any]:
         "num_key_value_heads": model.num_kv_heads,
         "rope_theta": model.rope_theta,
         "rope_scaling": written_scaling(model),
-        "sliding_window": None,
+        "sliding_window": model.window,
         "use_bias": True,
         "residual_dropout": model.dropout,
         "embedding_dropout": model.dropout,

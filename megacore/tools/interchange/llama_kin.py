@@ -1,4 +1,4 @@
-"""Phi-3 and SmolLM3: Llama but for fused tensors and partial rotary positions, or for blocks without positions."""
+"""Phi-3, SmolLM3 and Gemma 2: Llama but for fused tensors and a part that turns, blocks without positions, or norms, caps and windows."""
 
 from typing import Any
 
@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config
+from megacore.config.schema import resolved
 from megacore.errors import CheckpointError
-from megacore.tools.interchange.mapped import Mapped, llama_tensors
+from megacore.tools.interchange.mapped import Mapped, llama_tensors, renamed
 from megacore.tools.interchange.rotated import reordered
 from megacore.tools.interchange.settings import (
     CONFIG,
     get,
     head_size_of,
+    number,
+    or_null,
     read_biases,
     read_llama_like,
     require,
@@ -25,14 +28,13 @@ from megacore.tools.interchange.settings import (
 
 def read_phi3(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    require(hf, "sliding_window", None, None)
     share = rotary_share(hf, head_size_of(hf, "hidden_size", "num_attention_heads"))
-    return read_llama_like({"rms_norm_eps": 1e-5} | hf, rotary_share=share)
+    return read_llama_like({"rms_norm_eps": 1e-5} | hf, rotary_share=share, window=whole(hf, "sliding_window", None))
 
 
 def write_phi3(config: Config) -> dict[str, Any]:
     """See `Family.write`."""
-    written = write_llama_like(config, "Phi3ForCausalLM", "phi3", sliding_window=None, pad_token_id=None)
+    written = write_llama_like(config, "Phi3ForCausalLM", "phi3", sliding_window=config.model.window, pad_token_id=None)
     del written["head_dim"]
     dropout = {"resid_pdrop": config.model.dropout, "embd_pdrop": config.model.dropout}
     return written | dropout | {"partial_rotary_factor": config.model.rotary_share}
@@ -88,3 +90,74 @@ def write_smollm3(config: Config) -> dict[str, Any]:
         "pad_token_id": None,
     }
     return write_llama_like(config, "SmolLM3ForCausalLM", "smollm3", **write_biases(config), **own)
+
+
+def read_gemma2(hf: dict[str, Any]) -> dict[str, Any]:
+    """See `Family.read`."""
+    require(hf, "hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh", None)
+    require(hf, "attention_bias", False, False)
+    require(hf, "use_bidirectional_attention", None, None, False)
+    defaults = {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
+    window, every = read_windows(hf)
+    return read_llama_like(
+        defaults | hf,
+        activation="geglu",
+        norm_offset=True,
+        norm_place="both",
+        embedding_scale=whole(hf, "hidden_size") ** 0.5,
+        attention_scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        attention_cap=or_null(hf, "attn_logit_softcapping", 50.0),
+        logit_cap=or_null(hf, "final_logit_softcapping", 30.0),
+        window=window,
+        global_every=every,
+    )
+
+
+def read_windows(hf: dict[str, Any]) -> tuple[int | None, int | None]:
+    """`window` and `global_every` of Gemma 2, whose second blocks are global if no `layer_types` say otherwise."""
+    count, window = whole(hf, "num_hidden_layers"), or_null(hf, "sliding_window", 4096, int)
+    kinds = get(hf, "layer_types", None, list) or [("full_attention", "sliding_attention")[(i + 1) % 2] for i in range(count)]
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else None
+    if every == 1 or window is None:
+        window, every = None, None
+    if kinds[:count] != layer_types(count, window, every):
+        raise CheckpointError(CONFIG, f"layer_types is {kinds}, which no model here has", "full_attention in every n-th place alone")
+    return window, every
+
+
+def layer_types(count: int, window: int | None, every: int | None) -> list[str]:
+    """What transformers calls the kinds of attention of so many blocks."""
+    full = [window is None or (every is not None and (i + 1) % every == 0) for i in range(count)]
+    return ["full_attention" if own else "sliding_attention" for own in full]
+
+
+def write_gemma2(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    model = config.model
+    own = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(resolved(model.attention_scale) ** -2),
+        "attn_logit_softcapping": model.attention_cap,
+        "final_logit_softcapping": model.logit_cap,
+        "sliding_window": model.window,
+        "layer_types": layer_types(model.num_layers, model.window, model.global_every),
+        "attention_bias": False,
+        "pad_token_id": None,
+    }
+    written = write_llama_like(config, "Gemma2ForCausalLM", "gemma2", **own)
+    del written["hidden_act"]
+    return written
+
+
+def gemma2_tensors(config: Config) -> list[Mapped]:
+    """A model with Gemma 2's names: Llama's, and norms behind attention and the feed-forward layer."""
+    tensors = []
+    for tensor in llama_tensors(config):
+        ours, _, own = tensor.name.partition(".norm2.")
+        if own:
+            theirs = ours.replace("blocks", "model.layers")
+            names = {"post_norm1": "post_attention", "norm2": "pre_feedforward", "post_norm2": "post_feedforward"}
+            tensors += [renamed(f"{ours}.{norm}.weight", tensor.shape, f"{theirs}.{name}_layernorm.weight") for norm, name in names.items()]
+        else:
+            tensors.append(tensor)
+    return tensors

@@ -47,6 +47,11 @@ def whole(hf: dict[str, Any], key: str, default: Any = REQUIRED) -> Any:
     return number(hf, key, default, int)
 
 
+def or_null(hf: dict[str, Any], key: str, default: Any, kind: type | tuple[type, ...] = (int, float)) -> Any:
+    """A number above 0, or null, which is another thing than a missing key."""
+    return None if key in hf and hf[key] is None else number(hf, key, default, kind)
+
+
 def flag(hf: dict[str, Any], key: str, default: bool) -> bool:
     """true or false."""
     return bool(get(hf, key, default, bool))
@@ -130,9 +135,10 @@ LLAMA_SIZES = {
 
 def read_llama_like(hf: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """What Llama and its descendants share; `settings` are the family's own of our `model` section."""
-    require(hf, "hidden_act", "silu", "silu", "swish")
+    if "activation" not in settings:
+        require(hf, "hidden_act", "silu", "silu", "swish")
     require(hf, "quantization_config", None, None)
-    if any(kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()):
+    if "window" not in settings and any(kind != "full_attention" for kind in get(hf, "layer_types", None, list) or ()):
         raise CheckpointError(CONFIG, "layer_types has other layers than full_attention", "full attention in every layer")
     sizes = {ours: whole(hf, theirs) for ours, theirs in LLAMA_SIZES.items()}
     head_size = whole(hf, "head_dim", None) or head_size_of(hf, "hidden_size", "num_attention_heads")
@@ -259,11 +265,12 @@ def write_llama(config: Config) -> dict[str, Any]:
 
 def read_mistral(hf: dict[str, Any]) -> dict[str, Any]:
     """See `Family.read`."""
-    require(hf, "sliding_window", 4096, None)
-    return read_llama_like({"num_key_value_heads": 8} | hf)
+    return read_llama_like({"num_key_value_heads": 8} | hf, window=or_null(hf, "sliding_window", 4096, int))
 
 
-write_mistral = partial(write_llama_like, architecture="MistralForCausalLM", model_type="mistral", sliding_window=None)
+def write_mistral(config: Config) -> dict[str, Any]:
+    """See `Family.write`."""
+    return write_llama_like(config, "MistralForCausalLM", "mistral", sliding_window=config.model.window)
 
 
 def read_qwen2(hf: dict[str, Any]) -> dict[str, Any]:

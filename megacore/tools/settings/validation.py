@@ -132,6 +132,8 @@ def check_model(config: Config) -> None:
     if model.norm_place == "post" and model.branches == "shared_norm":
         wrong = "shared_norm is a norm before both branches, and model.norm_place=post has none there"
         raise ConfigError("model.branches", wrong, "parallel, or another model.norm_place")
+    if model.norm_offset and model.norm == "layernorm" and model.bias:
+        raise ConfigError("model.norm_offset", "is for norms without biases", "false, model.norm=rmsnorm or model.bias=false")
     if model.global_every is not None and model.window is None:
         raise ConfigError("model.global_every", "every block attends to all tokens: there is no window", "null, or a model.window")
     if model.logit_cap is not None and model.chunked_loss:

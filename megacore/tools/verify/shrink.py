@@ -139,7 +139,20 @@ def sizes(user: Config, tensor: int, seq_len: int, precision: str) -> dict[str, 
         "init_std": model.init_std * (model.hidden_size / hidden) ** 0.5,
         "attention": "eager" if model.attention == "fused" and precision == "fp64" else model.attention,
         "kernels": "auto" if precision == "fp64" else model.kernels,
-    } | base_sizes(user, hidden, head_size)
+    } | base_sizes(user, hidden, head_size) | kinds_of_blocks(user, seq_len, head_size)
+
+
+def kinds_of_blocks(user: Config, seq_len: int, head_size: int) -> dict[str, Any]:
+    """Windows, where the user has them, that end within a sequence; every second block of another kind; whole pairs that turn."""
+    model, small = user.model, dict[str, Any]()
+    if model.window is not None and model.window < user.train.seq_len:
+        small["window"] = max(1, min(model.window, seq_len // 3))
+    for key in ("global_every", "nope_every"):
+        if (every := getattr(model, key)) is not None and every <= model.num_layers:
+            small[key] = min(every, 2)
+    if model.rotary_share < 1:
+        small["rotary_share"] = max(1, round(model.rotary_share * head_size / 2)) * 2 / head_size
+    return small
 
 
 def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
@@ -149,7 +162,7 @@ def base_sizes(user: Config, hidden: int, head_size: int) -> dict[str, int]:
 
 
 # Keys that may be null, and that nothing derives.
-UNDERIVED = ("engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers")
+UNDERIVED = ("engine.config", "model.source", "model.base_width", "model.base_head_size", "model.base_layers", "model.window")
 
 
 def what_differs(user: Config, small: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
