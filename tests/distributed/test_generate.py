@@ -35,6 +35,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False, "num_kv_heads": 2}
     | {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}},
+    "gemma2": {
+        "position": "rope", "norm": "rmsnorm", "norm_offset": True, "norm_place": "both", "activation": "geglu", "bias": False,
+        "window": 5, "global_every": 2, "attention_cap": 0.5, "logit_cap": 2.0, "embedding_scale": SIZES["hidden_size"] ** 0.5,
+        "attention_scale": 0.25, "tie_embeddings": False,
+    },
+    "gpt_neox": {"position": "rope", "rotary_share": 0.5, "branches": "parallel", "activation": "gelu_erf", "tie_embeddings": False},
+    "smollm3": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "nope_every": 2},
 }
 
 
