@@ -189,3 +189,12 @@ def test_ema_changes_nothing_that_is_trained(pool: Pool, folder: Path) -> None:
         model = name.replace("average/", "model/")
         np.testing.assert_allclose(average, before[model] + part * (after[model] - before[model]), rtol=1e-5, atol=1e-7)
 
+
+
+def test_soap_goes_on_in_other_layouts(pool: Pool, folder: Path) -> None:
+    """Its bases belong to whole matrices, whoever owns them: one that begins anew would change the loss of the next step."""
+    soap = ("optim.kind=soap", "train.precision=fp64", "train.eval_every=0")
+    whole = trained(pool, folder, "whole_soap", 1, *soap)
+    trained(pool, folder, "moved_soap", 2, *soap, "train.steps=4", *SHARDED)
+    moved = trained(pool, folder, "moved_soap", 2, *soap, "parallel.tensor=2")
+    assert training.difference(training.figures(moved), training.figures(whole)) < 1e-9
