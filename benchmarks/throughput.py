@@ -32,6 +32,7 @@ from megacore.model.layers import DTYPES
 from megacore.tools.choices.flops import flops_per_token, recomputed_flops
 from megacore.tools.choices.utilisation import Utilisation
 from megacore.tools.cli import Parser, count, exit_rank_with
+from megacore.tools.corpora import checked_stream
 from megacore.tools.diagnosis.failure import fail
 from megacore.tools.output_files import check_output
 from megacore.tools.planner.plot import check_plot, draw
@@ -212,6 +213,8 @@ def start(args: argparse.Namespace, layout: str) -> dict[str, Any]:
 def measure_here(args: argparse.Namespace, place: RankInfo) -> int:
     """This process's part in the layout in which it was started."""
     config = load(args.config, args.overrides, place.world_size).config
+    if args.data:
+        checked_stream(config, scan=place.local_rank == 0)  # before ranks wait for each other
     mesh = join(config, place)
     try:
         result = measure(config, mesh, args)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
+from threading import Event
 from types import TracebackType
 from typing import Self
 
@@ -35,6 +36,7 @@ class Mirror:
         self.thread = ThreadPoolExecutor(1, "mirror")
         self.newest: Path | None = None
         self.copies = list[Future[None]]()
+        self.stopped = Event()  # the run has failed, and waits for no copy
         if self.active:
             own = self.run = Path(resolved(config.log.dir)).resolve()
             if self.folder.resolve() in (own, own / "checkpoints", own / FOLDER):
@@ -73,7 +75,7 @@ class Mirror:
             self.folder.mkdir(parents=True, exist_ok=True)
             partial = partial_of(self.folder, step, token_hex(8))
             clear_leftovers(self.folder, partial)
-            copied(checkpoint, partial)
+            copied(checkpoint, partial, self.stopped)
             final = folder_of(self.folder, step)
             if final.exists():
                 remove(final)
@@ -89,20 +91,25 @@ class Mirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.stopped.set()
         self.thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
 
-def copied(checkpoint: Path, folder: Path) -> None:
-    """Copies a checkpoint into a new folder, and compares what is there with the digests. Raises `OSError` or `CheckpointError`."""
+def copied(checkpoint: Path, folder: Path, stopped: Event) -> None:
+    """Copies a checkpoint into a new folder, and compares what is there with the digests. Raises `OSError` or `CheckpointError`; `OSError`
+    too if it is `stopped`."""
     folder.mkdir()
     with ThreadPoolExecutor(FILES) as threads:
-        list(threads.map(lambda file: write_file(folder / file.name, blocks(file)), sorted(checkpoint.iterdir())))
+        list(threads.map(lambda file: write_file(folder / file.name, blocks(file, stopped)), sorted(checkpoint.iterdir())))
     sync_folder(folder)
     opened(folder, deep=True)
 
 
-def blocks(file: Path) -> Iterator[bytes]:
-    """A file's content, piece by piece."""
+def blocks(file: Path, stopped: Event) -> Iterator[bytes]:
+    """A file's content, piece by piece, until it is `stopped`."""
     with file.open("rb") as source:
         while block := source.read(BLOCK_BYTES):
+            if stopped.is_set():
+                raise OSError("the run has failed")
             yield block

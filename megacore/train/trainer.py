@@ -166,7 +166,8 @@ class Trainer:
         try:
             self.check_stop()  # a request during start-up
             self.loop()
-            self.saving.finish(last=True)
+            with self.mesh.observers.aside("saving"):  # whoever judges before a save does so at the end too
+                self.saving.finish(last=True)
             self.conclude()
         except StopAgreed:
             self.save_at_end()

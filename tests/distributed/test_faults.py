@@ -14,8 +14,8 @@ def checks() -> Iterator[Checks]:
     checks.close()
 
 
-# A fifth of them, those that are quick, races and those of 16 bits: all take `python -m tests.faults` some minutes.
-SPECIAL = ("tests.faults.precision", "tests.faults.races")
+# A fifth of them, those that are quick, of compression, races and of 16 bits: all take `python -m tests.faults` some minutes.
+SPECIAL = ("tests.faults.compression", "tests.faults.precision", "tests.faults.races")
 SOME = [fault for i, fault in enumerate(FAULTS) if fault.check != "verify" or fault.plant.__module__ in SPECIAL or i % 5 == 0]
 
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_copy_that_fails_ends_no_run(
     assert pool.run(1, rank, config, "train.steps=4") == [0]
     older, newer = reversed(checkpoints_in(tmp_path / "run"))
     blocks = mirror.blocks
-    monkeypatch.setattr(mirror, "blocks", lambda file: [bytes(len(part)) for part in blocks(file)])  # the planted fault
+    monkeypatch.setattr(mirror, "blocks", lambda *args: [bytes(len(part)) for part in blocks(*args)])  # the planted fault
     with one(config, tmp_path / "second") as second:
         second.copy(older)
         second.thread.submit(lambda: None).result()
@@ -105,11 +106,21 @@ def test_a_copy_with_other_content_is_none(pool: Any, config: str, tmp_path: Pat
     """The comparison itself: one bit of one file."""
     assert pool.run(1, rank, config, "train.steps=2") == [0]
     (path,) = checkpoints_in(tmp_path / "run")
-    copied(path, tmp_path / "step_00000002")
+    copied(path, tmp_path / "step_00000002", Event())
     assert opened(tmp_path / "step_00000002", deep=True).step == 2
-    monkeypatch.setattr(mirror, "blocks", lambda file: [file.read_bytes()[:-1], b"\xff"])
+    monkeypatch.setattr(mirror, "blocks", lambda file, _: [file.read_bytes()[:-1], b"\xff"])
     with pytest.raises(CheckpointError):
-        copied(path, tmp_path / "step_00000003")
+        copied(path, tmp_path / "step_00000003", Event())
+
+
+def test_a_run_that_fails_waits_for_no_copy(config: str, tmp_path: Path) -> None:
+    """Of a checkpoint of some terabytes, a copy goes on for an hour, and a launcher waits for the rank to end."""
+    with pytest.raises(KeyError), one(config, tmp_path / "second") as second:
+        raise KeyError
+    (tmp_path / "file").write_bytes(b"some")
+    assert second.stopped.is_set()
+    with pytest.raises(OSError, match="the run has failed"):
+        list(mirror.blocks(tmp_path / "file", second.stopped))
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,20 @@ def test_a_damaged_checkpoint_is_passed_over(pool: Any, bad_run: tuple[Path, int
     assert status == 2 and said.startswith("checkpoint error: ") and "no checkpoint before it is whole" in said
 
 
+def test_a_second_copy_is_read_where_the_first_is_gone(pool: Any, bad_run: tuple[Path, int], tmp_path: Path) -> None:
+    """A replay from an older checkpoint takes longer, or there is none: the copies lay there, and nobody looked."""
+    run, second = Path(shutil.copytree(bad_run[0], tmp_path / "run")), tmp_path / "second"
+    second.mkdir()
+    (run / "checkpoints/step_00000020").rename(second / "step_00000020")
+    said = pool.run(1, replayed, str(run), "--step", "21")[0][1]
+    assert "step_00000015: steps 16 to 21 again" in said, said
+    config = json.loads((run / "config.json").read_text())
+    config["checkpoint"]["mirror"] = str(second)
+    (run / "config.json").write_text(json.dumps(config))
+    [(status, said)] = pool.run(1, replayed, str(run), "--step", "21")
+    assert status == 0 and f"{second}/step_00000020" in said, said
+
+
 def damage(checkpoint: Path) -> None:
     """Changes the last byte of a file of tensors."""
     file = min(checkpoint.glob("*.safetensors"))

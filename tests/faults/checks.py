@@ -17,11 +17,12 @@ from megacore.tools.verify.layouts import parse
 from megacore.tools.verify.proof_report import explain
 from megacore.tools.verify.run import Options, prove
 from megacore.tools.verify.worker import planted
-from tests import plain, training
+from tests import compressed_sums, plain, training
 from tests.commands import provers
 from tests.faults import (
     FAULTS,
     Fault,
+    compression,
     context,
     data,
     links,
@@ -42,7 +43,8 @@ from tests.rollback import went_back
 # The modules enter their faults as they are imported; here they are in one order, whichever module imports another.
 FAULTS.sort(key=lambda fault: fault.plant.__module__)
 __all__ = [
-    "FAULTS", "Checks", "context", "data", "document", "links", "matrices", "pipeline", "plans", "precision", "public", "races", "split",
+    "FAULTS", "Checks", "compression", "context", "data", "document", "links", "matrices", "pipeline", "plans", "precision", "public",
+    "races", "split",
     "structure", "tensor", "trainer",
 ]  # fmt: skip
 
@@ -74,7 +76,10 @@ class Checks:
                 return validated(fault)
         if fault.check == "resume":
             with tempfile.TemporaryDirectory() as folder:
-                return self.pool.run(1, resumed, folder, plant)[0]
+                return self.resumed(fault, folder, plant)
+        if fault.check == "sums":
+            with tempfile.TemporaryDirectory() as folder:
+                return self.summed(fault, compressed_sums.write_config(Path(folder)), plant)
         if fault.check == "rollback":
             with tempfile.TemporaryDirectory() as folder:
                 return self.pool.run(1, went_back, folder, plant)[0]
@@ -90,6 +95,33 @@ class Checks:
         for beginning in (f"{fault.layout} parts first in ", f"{fault.layout}: "):
             first = first.removeprefix(beginning)
         return re.sub(r", step \d+: .* off on .*", "", first)
+
+
+    def resumed(self, fault: Fault, folder: str, plant: str | None) -> str:
+        """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
+        path, (whole, second) = Path(folder), (f"{folder}/{name}" for name in ("whole", "second"))
+        config = training.write_config(path, training.write_corpus(path), train={"steps": 4}, checkpoint={"every": 2, "keep": 3})
+        world, overrides = parse(fault.layout).world, list(fault.overrides)
+        self.pool.run(world, run_quietly, config, overrides, whole, None)
+        self.pool.run(world, run_quietly, config, [*overrides, f"checkpoint.resume={whole}/checkpoints/step_00000002"], second, plant)
+        expected, found = (training.metrics(run) for run in (whole, second))
+        if [figures["step"] for figures in found] != [3, 4]:
+            return f"steps {', '.join(str(figures['step']) for figures in found)} in place of 3, 4"
+        for before, after in zip(expected[2:], found, strict=True):
+            for name in ("loss", "grad_norm"):
+                if before[name] != after[name]:
+                    return f"another {name} in step {after['step']}"
+        return ""
+
+    def summed(self, fault: Fault, config: str, plant: str | None) -> str:
+        """What is wrong with sums that travel compressed between the ranks of the fault's layout, each of which is a host."""
+        world = parse(fault.layout).world
+        found = self.pool.run(world, compressed_sums.sums_on_a_rank, config, list(fault.overrides), plant)
+        try:
+            compressed_sums.check_sums(found, world if compressed_sums.INT8 in fault.overrides else None)
+        except AssertionError as error:
+            return str(error).partition("\n")[0]
+        return ""
 
 
 def validated(fault: Fault) -> str:
@@ -111,22 +143,10 @@ def epoch_read() -> str:
     return " and ".join(f"samples are {kind}" for kind, count in kinds.items() if count)
 
 
-def resumed(folder: str, plant: str | None) -> str:
-    """A run of four steps, and one that goes on from its checkpoint of step 2: how they differ, in words."""
-    training.write_config(Path(folder), training.write_corpus(Path(folder)), train={"steps": 4}, checkpoint={"every": 2, "keep": 3})
-    config, whole, second = (f"{folder}/{name}" for name in ("config.json", "whole", "second"))
-    with contextlib.redirect_stdout(io.StringIO()):
-        training.run_rank(config, [], whole)
-        with planted(plant):
-            training.run_rank(config, [f"checkpoint.resume={whole}/checkpoints/step_00000002"], second)
-    expected, found = (training.metrics(run) for run in (whole, second))
-    if [figures["step"] for figures in found] != [3, 4]:
-        return f"steps {', '.join(str(figures['step']) for figures in found)} in place of 3, 4"
-    for before, after in zip(expected[2:], found, strict=True):
-        for name in ("loss", "grad_norm"):
-            if before[name] != after[name]:
-                return f"another {name} in step {after['step']}"
-    return ""
+def run_quietly(config: str, overrides: list[str], log_dir: str, plant: str | None) -> None:
+    """A rank's part of a run."""
+    with contextlib.redirect_stdout(io.StringIO()), planted(plant):
+        training.run_rank(config, overrides, log_dir)
 
 
 def trained(folder: str, plant: str | None) -> str:
@@ -149,7 +169,8 @@ What a proof is worth is what it catches. These are {total} mistakes that people
 alone, in the running code, and must be caught: {verify} by `launch/verify.py`, {resume} by a run that is interrupted and compared
 bit by bit with one that is not, {rollback} by a run that goes back around bad batches and is compared bit by bit with one that
 starts there, {trained} by what `launch/pretrain.py` saves and logs, compared with plain code,
-{samples} by the proof of `launch/samples.py`, {plan} by the validation of plans. The same checks are silent on the code as it is.
+{samples} by the proof of `launch/samples.py`, {plan} by the validation of plans, {sums} by sums of random gradients, of which
+rounding must explain what they lack. The same checks are silent on the code as it is.
 
 ```bash
 python -m tests.faults                 # plants all of them, prints what caught each (three minutes on two cores)

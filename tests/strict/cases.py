@@ -9,6 +9,11 @@ NARROW = ("engine.reduce_dtype=bf16", "train.precision=fp32")  # which fp64 refu
 DOCUMENTS = "data.document_mask=true"
 SHALLOW = "model.num_layers=2"  # where ranks meet often in each layer
 UNTIED = "model.tie_embeddings=false"
+# Sums that travel compressed: without loss as one process, rounded as over gloo.
+EXACT_BLOCKS = 'engine.compression={"kind":"int8","block":64,"rounding":"none"}'
+FULL_RANK = 'engine.compression={"kind":"low_rank","rank":null}'
+INT8, LOW_RANK = 'engine.compression={"kind":"int8","block":64}', 'engine.compression={"kind":"low_rank","rank":2}'
+FP32 = "train.precision=fp32"
 
 CASES = [
     Case("dp2"),
@@ -46,6 +51,11 @@ CASES = [
     Case("tp2", (SHALLOW,), generates=True),
     Case("pp3", generates=True),
     Case("cp2pp2", ("parallel.context_method=gather",), generates=True),
+    Case("dp4", (HOSTS, EXACT_BLOCKS)),
+    Case("dp4", (HOSTS, SHARD, FULL_RANK)),
+    Case("tp2pp2dp2sp", (SHALLOW, FULL_RANK)),
+    Case("dp4", (HOSTS, INT8, FP32), "gloo"),
+    Case("dp2", (SHARD, LOW_RANK, FP32), "gloo"),
 ]
 # Of these the suite runs some, over each model of hardware queues in turn.
 EVERY_TIME = [3, 12, 34, 36, 39, 41]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import documents, mup, predicted
+from benchmarks import documents, mup, predicted, throughput
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
 from benchmarks.throughput import hardware_flops_per_token
@@ -22,6 +22,7 @@ from megacore.distributed.axes import ranks_along
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import sizes_of
+from megacore.errors import DataError
 from megacore.pipeline.schedule import COMPUTE, Action, Op
 from megacore.tools.choices.flops import flops_per_token
 from megacore.tools.choices.utilisation import Utilisation
@@ -31,6 +32,7 @@ from megacore.tools.planner.plot import draw
 from megacore.tools.planner.profile import Profile
 from megacore.tools.planner.traffic import rank_traffic, seconds_by_group
 from megacore.tools.settings.load import load, resolve
+from tests import training
 from tests.training import write_config
 
 
@@ -200,3 +202,10 @@ def test_how_far_a_best_rate_moves() -> None:
     assert (base, mup.moved(losses, "mup"), mup.moved(losses, "standard")) == (64, 1.0, 4.0)
     assert "stays within a factor of 2 with muP alone" in mup.document(losses, base)
     assert "does NOT stay" in mup.document({"mup": losses["standard"], "standard": losses["standard"]}, base)
+
+
+def test_a_measurement_with_data_looks_at_it_first(tmp_path: Path) -> None:
+    """A token that the model does not have ended it with a traceback from the embedding, after all ranks had met."""
+    config = training.write_config(tmp_path, training.write_corpus(tmp_path))
+    with pytest.raises(DataError, match="beyond the vocabulary|vocab"):
+        throughput.main(["--config", config, "--data", "model.vocab_size=16"], RankInfo())

@@ -6,15 +6,22 @@ import itertools
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
 from megacore.checkpoint import Saver, checkpoints_in, disk, locate
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.shard import Shard
 from megacore.errors import CheckpointError
+from megacore.tools.choices.run import trainer_of
+from megacore.tools.inputs import Inputs
+from megacore.tools.records import Records
 from megacore.tools.retention import retention, set_aside
-from tests import crashes
+from megacore.tools.settings.load import load
+from tests import crashes, training
 from tests.checkpoints import Alone, find_latest
 from tests.unit.test_checkpoint_format import assert_holds, save_alone, tensors, truncate
 
@@ -154,3 +161,17 @@ def test_staging_memory_is_used_again(tmp_path):
         saved = saver.finish()
         assert_holds(saved.path, tensors(step))
     assert places[0] == places[1]
+
+
+def test_checkpoints_are_set_aside_before_records_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that dies between the two would leave checkpoints whose steps no record has, and the next one would go on from them."""
+    path = training.write_config(tmp_path, training.write_corpus(tmp_path), log={"dir": str(tmp_path / "run")})
+    (tmp_path / "run/checkpoints/step_00000004").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step_00000004/manifest.json").write_text("{}")
+    seen = list[str]()
+    monkeypatch.setattr(Records, "open", lambda *_: seen.extend(p.name for p in (tmp_path / "run/checkpoints").iterdir()))
+    config = load(path, ["checkpoint.resume=never"], 1).config
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    trainer_of(config, mesh, Inputs(config, 0)).monitors.close()
+    mesh.close()
+    assert seen == ["step_00000004.aside1"]

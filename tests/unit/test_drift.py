@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.distributed.communicator import Group
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
 from megacore.distributed.topology import Topology, alone
 from megacore.model.stage import Stage, whole_model
 from megacore.tools import drift
-from megacore.tools.drift import MODULUS, Drift
+from megacore.tools.choices.run import trainer_of
+from megacore.tools.drift import MODULUS, Drift, Drifted
+from megacore.tools.inputs import Inputs
 from megacore.tools.settings.load import load
 from tests import training
 from tests.unit.test_synchronisation import META, refusing
@@ -113,3 +117,19 @@ def test_a_run_that_went_back_is_not_judged_by_what_it_left(tmp_path: Path) -> N
     compared.found = 50, torch.zeros((), dtype=torch.float64), None
     compared.step_begins(51, logged=False)
     assert compared.found is not None, "one on its way is not dropped"
+
+
+def test_a_run_that_saves_nothing_is_judged_at_its_end(tmp_path: Path) -> None:
+    """What a GPU finds in a run's last steps was read before a validation or a save only. A mesh keeps no run's observer."""
+    path = training.write_config(tmp_path, training.write_corpus(tmp_path), train={"steps": 1}, log={"dir": str(tmp_path / "run")})
+    config = load(path, ["checkpoint.every=0", "checkpoint.last=false", "train.eval_every=0"], 1).config
+    mesh = Mesh(config, RankInfo(), torch.device("cpu"))
+    trainer = trainer_of(config, mesh, Inputs(config, 0))
+    late = Drift(trainer.train_step.stages, mesh)
+    late.found, late.last = (0, torch.ones((), dtype=torch.float64), None), torch.zeros(1)
+    mesh.observers.append(late)
+    with pytest.raises(Drifted, match="seen in step 0"):
+        trainer.run()
+    trainer_of(config, mesh, Inputs(config, 0))
+    assert late not in mesh.observers
+    mesh.close()

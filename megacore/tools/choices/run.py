@@ -12,7 +12,7 @@ from megacore.tools.drift import Drift
 from megacore.tools.inputs import Inputs
 from megacore.tools.opening import opening
 from megacore.tools.records import Console, Records
-from megacore.tools.retention import retention, set_aside
+from megacore.tools.retention import SetAside, retention
 from megacore.train.logs import Monitor
 from megacore.train.trainer import Trainer
 
@@ -26,13 +26,14 @@ def trainer_of(config: Config, mesh: Mesh, inputs: Inputs, monitors: Sequence[Mo
     config, why = settled(config, mesh, inputs.opened if inputs.checkpoint else None)
     utilisation = Utilisation(config, mesh.device, mesh.place.world_size)
     records, console = Records(), Console()
-    own = [records, console] if mesh.place.rank == 0 else []
+    aside = [SetAside()] if config.checkpoint.resume != "auto" else []  # before metrics.jsonl is cut, whose steps these checkpoints are of
+    own = [*aside, records, console] if mesh.place.rank == 0 else []
     folder, options = Path(resolved(config.log.dir)) / "checkpoints", config.checkpoint
     clean = retention(folder, options.keep, options.keep_every)
     trainer = Trainer(config, mesh, inputs, [*own, *monitors], apart, utilisation.both, clean)
     records.watchers = console.watchers = trainer.monitors  # without those that fail
-    if mesh.place.rank == 0 and options.resume != "auto":
-        set_aside(folder, trainer.step)
+    for old in [observer for observer in mesh.observers if isinstance(observer, Drift)]:
+        mesh.observers.remove(old)  # of a run before this one on the same mesh
     if mesh.tp.size > 1:
         mesh.observers.append(Drift(trainer.train_step.stages, mesh, trainer.say))
     trainer.opening = [*opening(trainer, inputs, why)]

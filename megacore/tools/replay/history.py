@@ -61,7 +61,8 @@ class History:
                 raise
             raise LogError(f"{folder}/metrics.jsonl", str(error), "as the run wrote it") from None
         self.skipped = list(self._skipped()) if (folder / "skipped.jsonl").exists() else []
-        self.checkpoints = checkpoints_in(folder)
+        copies = checkpoints_in(self.mirror) if self.mirror is not None else []
+        self.checkpoints = sorted([*checkpoints_in(folder), *copies], key=step_of, reverse=True)  # of a step the run's own first
         self.last = max([*self.logged, *(line.step for line in self.skipped), *map(step_of, self.checkpoints)], default=0)
 
     def _text(self, name: str) -> str:
@@ -109,6 +110,19 @@ class History:
                 return recorded_sections(Reader(path))
             except CheckpointError:  # another one tells
                 continue
+        return self._config()
+
+    @property
+    def mirror(self) -> Path | None:
+        """Where the run's second copies are; None if it has none, or does not say."""
+        try:
+            said = self._config().get("checkpoint", {}).get("mirror")
+        except LogError:  # only a run whose checkpoints do not say its settings needs the file
+            return None
+        return Path(said) if isinstance(said, str) else None
+
+    def _config(self) -> dict[str, Any]:
+        """The sections of the run's config.json."""
         try:
             raw = read_json(self._text("config.json"))
         except (json.JSONDecodeError, ValueError, RecursionError) as error:

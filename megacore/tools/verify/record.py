@@ -16,6 +16,7 @@ from megacore.distributed.collectives import all_reduce
 from megacore.distributed.hierarchical_reduce import GradientSum
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.shard import Shard, TensorSlice, logical_name, shard_of
+from megacore.engine.compression import STATE
 from megacore.model.initial import BLOCKS
 from megacore.model.layers import DTYPES
 from megacore.model.stage import Stage
@@ -154,6 +155,8 @@ def take_steps(trainer: Trainer, record: ProofRecord, evidence: "Evidence | None
             mesh.observers.remove(trace)
         record.figures(trainer.step, figures.loss.item(), figures.grad_norm.item())
         for name, piece in engine.tensors().items():
+            if name.startswith(STATE):  # what compressed sums keep, which one process has not; where nothing is lost, sums show it all
+                continue
             kind, _, logical = name.partition("/")
             record.tensors(f"{'parameter' if kind == 'model' else kind} {trainer.step}", {logical: piece})
 
