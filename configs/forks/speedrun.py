@@ -32,7 +32,7 @@ class Settings(ModelConfig):
     window: Count = 64  # tokens that a token attends to, itself among them
     full_every: Count = 2  # every so many blocks, one sees all tokens
     valued: Whole = 1  # so many of the first and of the last blocks mix vectors of tokens into their values
-    logit_cap: Factor = 15.0
+    logit_cap: Factor | None = 15.0
 
 
 def normed(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         super().__init__()
         model, group = config.model, where["group"]
         full = index % model.full_every == model.full_every - 1  # type: ignore[attr-defined]
-        self.window, self.head = config.train.seq_len if full else model.window, config.head_size  # type: ignore[attr-defined]
+        self.window, self.head = config.train.seq_len if full else resolved(model.window), config.head_size
         heads = (model.num_heads, 3, self.head)
         maps = tuple(LogicalMatrix(n, (slice(None), slice(i, i + 1)), (0, 1), (2,), (3,)) for i, n in enumerate("qkv"))
         self.qkv = ColumnLinear(model.hidden_size, heads, bias=False, init_std=model.init_std, matrices=maps, **where)
@@ -119,15 +119,6 @@ class Start(Embedding):
         return x, x
 
 
-class CappedHead(Head):
-    """Logits between -cap and cap."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """See `Head.logits`."""
-        cap = self.model.logit_cap  # type: ignore[attr-defined]
-        return cap * (super().logits(x) / cap).tanh()
-
-
 def valued(index: int, config: Config) -> bool:
     """Whether a block mixes vectors of tokens into its values."""
     return min(index, config.model.num_layers - 1 - index) < config.model.valued  # type: ignore[attr-defined]
@@ -143,4 +134,4 @@ def layers(config: Config) -> Layers:
         elif count - 1 - i < count // 2:
             flows["reads"] = (*Block.reads, f"skip_{count - 1 - i}")
         blocks.append(LayerSpec(f"blocks.{i}", type("Block", (Block,), flows), (i,)))
-    return [LayerSpec("embedding", Start), *blocks, LayerSpec("head", CappedHead)]
+    return [LayerSpec("embedding", Start), *blocks, LayerSpec("head", Head)]
