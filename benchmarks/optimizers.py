@@ -1,8 +1,8 @@
 """How many steps one optimizer needs to the final validation loss of another, from two sweeps of the same seeds.
 
-Each sweep has one point, with several seeds, and validates every few steps. For each seed the first sweep's final loss is looked up in
-the second's validations, linearly between two of them. Both runs have the same number of steps, over which their rates decay: a loss
-that is reached on the way is reached with a rate that has not decayed yet.
+Of each sweep the best point counts, with its seeds; it validates every few steps. For each seed the first sweep's final loss is looked
+up in the second's validations, linearly between two of them. Both runs have the same number of steps, over which their rates decay: a
+loss that is reached on the way is reached with a rate that has not decayed yet.
 """
 
 import argparse
@@ -41,18 +41,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def curves(folder: str) -> dict[int, Curve]:
-    """The validations of a sweep's finished trials, by seed. Raises `ConfigError`."""
+    """The validations of the trials of a sweep's best point, by seed. Raises `ConfigError`."""
     try:
         results = json.loads(read_text(Path(folder) / "results.json"))
+        best = next((point["swept"] for point in results["points"] if point["point"] == results["best"]), None)
+        if best is None:
+            raise ConfigError("arguments", f"{folder} has no best point yet", "a sweep whose trials have finished")
         found = {}
         for trial in results["trials"]:
-            if trial["status"] == "finished":
+            if all(trial[key] == value for key, value in best.items()):
                 path = Path(folder) / "trials" / trial["trial"] / "metrics.jsonl"
                 found[trial["seed"]] = [(v.step, v.valid_loss) for v in read_metrics(read_text(path))[1] if v.valid_loss is not None]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("arguments", f"{folder} is no sweep that has been run: {error}", "a folder of launch/sweep.py") from None
-    if len(results["points"]) != 1:
-        raise ConfigError("arguments", f"{folder} has {len(results['points'])} points", "a sweep of seeds alone")
     return found
 
 

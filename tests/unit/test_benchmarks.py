@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import documents, mup, predicted, throughput
+from benchmarks import documents, mup, optimizers, predicted, throughput
 from benchmarks.breakdown import Stopwatch, beside_each_other
 from benchmarks.collectives import fit
 from benchmarks.throughput import hardware_flops_per_token
@@ -168,6 +168,11 @@ def test_utilisation_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == pytest.approx(flops_per_token(config, causal=False) * 1e6 / (8 * 989.5e12))
 
 
+def test_steps_to_a_loss() -> None:
+    """Linearly between two validations, at the first that is low enough, and never where none is."""
+    curve = [(10, 5.0), (20, 4.0), (30, 4.5), (40, 3.0)]
+    assert optimizers.steps_to(4.25, curve) == 17.5 and optimizers.steps_to(3.5, curve) == pytest.approx(10 * 2 / 3 + 30)
+    assert optimizers.steps_to(4.0, curve) == 20.0 and optimizers.steps_to(2.9, curve) is None
 
 
 def test_a_measured_step_stands_beside_its_simulation(tmp_path: Path) -> None:
