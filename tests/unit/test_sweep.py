@@ -240,6 +240,23 @@ def test_pictures(tmp_path: Path, stand_in: None) -> None:
     assert picture.log_spaced([1, 2, 4, 8]) and not picture.log_spaced([1, 2, 3, 4]) and not picture.log_spaced([0, 1, 10, 100])
 
 
+def test_a_real_trial(tree: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """launch/pretrain.py itself takes a trial's config, trains in the trial's folder, and is read again; it has the trial's threads."""
+    data = {"data.valid": str(tree / "data"), "log.every": 1, "log.tensorboard": False}
+    spec = {"config": str(tree / "config.json"), "overrides": data, "grid": {"optim.lr": [0.001]}, "folder": str(tmp_path / "out")}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    assert sweep.run([str(tmp_path / "spec.json"), "--at-once", "1"]) == 0
+    said = capfd.readouterr().out
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    assert found["metric"] == "valid_loss" and found["best"] == "lr=0.001" and found["trials"][0]["status"] == "finished"
+    assert 5 < found["trials"][0]["valid_loss"] < 6 and "measured by a product and a copy" in said
+    output = (tmp_path / "out/trials/lr=0.001/output.txt").read_text()
+    threads = os.environ.get("OMP_NUM_THREADS", str(local.available_cores()))
+    assert f"threads {threads}" in output and f"validation loss {found['trials'][0]['valid_loss']:.4f}" in output
+    assert sweep.run([str(tmp_path / "spec.json")]) == 0, "nothing is left to do"
+    assert (tmp_path / "out/trials/lr=0.001/output.txt").read_text() == output
+
+
 RATE = {"optim.lr": [0.1]}
 BAD: list[tuple[Any, str]] = [
     ([1], "config error: arguments: @spec.json holds no object ({"),
