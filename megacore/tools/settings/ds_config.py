@@ -209,7 +209,9 @@ def check_optimizer(given: dict[str, Any], config: Config, takes_rates: bool) ->
 
 
 def contradiction(path: str, given: Any, key: str, ours: Any) -> ConfigError:
-    return ConfigError(f"{KEY}: {path}", f"{json.dumps(given)} contradicts {key} {json.dumps(ours)}", '"auto", or leave it out')
+    said = json.dumps(given)
+    right = '"auto", or leave it out' if "," in key else f'"auto" there, or {key}={said} here'
+    return ConfigError(f"{KEY}: {path}", f"{said} contradicts {key} {json.dumps(ours)}", right)
 
 
 def check_stage(settings: dict[str, Any], config: Config) -> None:
