@@ -98,7 +98,7 @@ def another(key: str, config: Config, folder: Path) -> Any:
         "optim.groups": (OptimGroup(match=("w",), kind="sgd"),), "data.train": str(folder / "other"), "data.valid": str(folder / "other"),
         "data.tokenizer": "bytes", "parallel.data": 2, "parallel.schedule": "gpipe", "engine.config": {}, "engine.reshard": True,
         "train.compile": True, "train.batch_ramp": ((2, 4),), "optim.lag": (1, 1), "log.profile": ProfileConfig(steps=(1, 2)),
-        "log.statistics": StatisticsConfig(every=2),
+        "log.statistics": StatisticsConfig(every=2), "log.figures": ("train/*",),
         "engine.compression": Int8Compression(kind="int8"),
         "checkpoint.resume": str(folder / "run"), "log.dir": config.log.dir, "checkpoint.weights": "another",
         "checkpoint.mirror": str(folder / "second"),
