@@ -1,8 +1,8 @@
 """How many steps one optimizer needs to the final validation loss of another, from two sweeps of the same seeds.
 
-Of each sweep the best point counts, with its seeds; it validates every few steps. For each seed the first sweep's final loss is looked
-up in the second's validations, linearly between two of them. Both runs have the same number of steps, over which their rates decay: a
-loss that is reached on the way is reached with a rate that has not decayed yet.
+Of each sweep the best point counts, with the seeds that have finished; it validates every few steps. For each seed the first sweep's
+final loss is looked up in the second's validations, linearly between two of them. Both runs have the same number of steps, over which
+their rates decay: a loss that is reached on the way is reached with a rate that has not decayed yet.
 """
 
 import argparse
@@ -44,12 +44,13 @@ def curves(folder: str) -> dict[int, Curve]:
     """The validations of the trials of a sweep's best point, by seed. Raises `ConfigError`."""
     try:
         results = json.loads(read_text(Path(folder) / "results.json"))
-        best = next((point["swept"] for point in results["points"] if point["point"] == results["best"]), None)
+        points = results["points"]
+        best = next((point["swept"] for point in points if len(points) == 1 or point["point"] == results["best"]), None)
         if best is None:
             raise ConfigError("arguments", f"{folder} has no best point yet", "a sweep whose trials have finished")
         found = {}
         for trial in results["trials"]:
-            if all(trial[key] == value for key, value in best.items()):
+            if trial["status"] == "finished" and all(trial[key] == value for key, value in best.items()):
                 path = Path(folder) / "trials" / trial["trial"] / "metrics.jsonl"
                 found[trial["seed"]] = [(v.step, v.valid_loss) for v in read_metrics(read_text(path))[1] if v.valid_loss is not None]
     except (OSError, ValueError, KeyError) as error:
