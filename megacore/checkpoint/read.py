@@ -17,6 +17,7 @@ from megacore.checkpoint.disk import file_digest
 from megacore.checkpoint.format import DTYPE_CODES, DTYPES
 from megacore.checkpoint.manifest import EARLIER, Manifest, parsed, read_manifest
 from megacore.checkpoint.slices import Numbers, Slice, blocks
+from megacore.config.model import ModelConfig
 from megacore.config.source import COPY
 from megacore.distributed.shard import Shard, TensorSlice, overlap, relative
 from megacore.errors import CheckpointError
@@ -24,6 +25,7 @@ from megacore.errors import CheckpointError
 # Model keys that may change between a checkpoint and the run that resumes it, because they do not change what is computed. (If
 # max_positions changes a learned position table, its shape says so.)
 FREE_MODEL_KEYS = {"source", "source_digest", "dropout", "attention", "init_std", "zero_init", "kernels", "chunked_loss", "max_positions"}
+DERIVED = {"num_kv_heads", "head_size", "ffn_size", "max_positions", "qkv_bias", "attention_scale"}  # their default is what others say
 
 BLOCK_ELEMENTS = 1 << 22  # elements of a tensor that are in memory at once while it is read
 
@@ -102,9 +104,10 @@ class Reader:
     def check_model(self, model: dict[str, Any], otherwise: str = "take another checkpoint", stretch: bool = False) -> None:
         """Refuse a model section that is not the one the checkpoint was written with, naming every key that differs.
 
-        Keys that only one of them has are passed over, and those that change no shape and no function (dropout). `otherwise` tells
-        a user who wants to keep the section what to do. `stretch`: only its weights are wanted, so rotary positions may be scaled
-        anew, to train on longer texts, and `model.source` may be another file whose tensors are the same.
+        A key that it has not, because it is of an earlier release, counts as its default. Those that change no shape and no function
+        (dropout) are passed over. `otherwise` tells a user who wants to keep the section what to do. `stretch`: only its weights are
+        wanted, so rotary positions may be scaled anew, to train on longer texts, and `model.source` may be another file whose tensors
+        are the same.
         """
         recorded = self.state.get("model", {})
         if not isinstance(recorded, dict):
@@ -116,6 +119,9 @@ class Reader:
             raise CheckpointError(str(self.path), f"was written with {files[0]}, and the config has {files[1]}", f"{right}, or {otherwise}")
         free = FREE_MODEL_KEYS - ({"max_positions"} if model.get("position") == "learned" else set())
         free |= {"rope_scaling"} if stretch and model.get("rope_scaling") is not None else set()
+        if recorded:
+            defaults = {key: field.default for key, field in ModelConfig.model_fields.items()}
+            recorded = {key: defaults[key] for key in defaults.keys() & model.keys() - DERIVED} | recorded
         # In the schema's order: keys from which others are derived come first.
         if differ := [key for key in model if key in recorded and key not in free and recorded[key] != model[key]]:
             was, now = (
