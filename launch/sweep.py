@@ -141,7 +141,7 @@ def run(argv: list[str]) -> int:
         report(folder, Results(found(), metric, spec.last))
         return status_of(found())
     check_data(trials)
-    if not args.dry_run:
+    if not args.dry_run or folder.path.exists():
         check_folder("folder", folder.path)
 
     from megacore.tools.sweep import price

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from configs.forks import speculate
 from launch import checkpoint, coordinates, drill, evaluate, generate, plan, preflight, prepare, pretrain, samples, supervise, sweep, verify
 from launch.kubernetes import render
 from megacore.checkpoint.manifest import sealed, unsealed
@@ -29,7 +30,7 @@ Row = tuple[str, tuple[str, ...], str]
 SECONDS, BYTES = 60, 4 << 30  # of a row, and of memory beyond what this process has
 SCRIPTS: dict[str, Callable[[list[str]], Any]] = {
     "checkpoint": checkpoint.run, "coordinates": coordinates.main,
-    "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run,
+    "drill": drill.run, "plan": plan.run, "prepare": prepare.run, "samples": samples.run, "speculate": speculate.main,
     "supervise": supervise.run, "sweep": sweep.run, "verify": verify.main, "render": render.run,
     "evaluate": lambda argv: evaluate.run(argv, RankInfo()), "generate": lambda argv: generate.run(argv, RankInfo()),
     "preflight": lambda argv: preflight.run(argv, RankInfo()), "pretrain": lambda argv: pretrain.run(argv, RankInfo()),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that a checko
 
 import torch
 
+from megacore.errors import CheckpointError, ConfigError
 from megacore.model.batch import Microbatch
 from megacore.model.stage import Stage
 from megacore.tools.cli import Parser, count, exit_with
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> None:
     """Prints the text, and how many guesses were right. Raises `UserError`."""
     from launch.generate import pick_tokenizer, text_config
     from megacore import checkpoint
+    from megacore.checkpoint.weights import recorded_sections
     from megacore.model.stage import whole_model
     from megacore.tools.checkpoint_weights import load_weights, sections_to_run
     from megacore.tools.choices.settle import settled_alone
@@ -75,11 +77,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=count, default=100, help="how many tokens to write (100)")
     args = parser.parse_args(argv)
     reader = checkpoint.Reader(checkpoint.locate(Path(args.checkpoint)))
+    if recorded_sections(reader)["model"].get("source") is None:
+        raise CheckpointError(str(reader.path), "its model has no layer that guesses", "a run of configs/forks/multi_token.json")
     config = settled_alone(text_config(sections_to_run(reader, SOURCE), [], "cpu", 1))
     tokenizer = pick_tokenizer(None, config.data.tokenizer, config.model.vocab_size)
+    prompt = [int(token) for token in tokenizer.encode(args.prompt)]
+    if not 0 < len(prompt) < config.max_positions:
+        wrong = f"has {len(prompt)} tokens, and the model {config.max_positions} positions"
+        raise ConfigError("--prompt", wrong, f"1 to {config.max_positions - 1} tokens")
     stage = whole_model(config).eval()
     load_weights(reader, [stage])
-    found = write(stage, [int(token) for token in tokenizer.encode(args.prompt)], args.tokens)
+    found = write(stage, prompt, args.tokens)
     print(args.prompt + tokenizer.decode(found.tokens))
     print(f"{len(found.tokens)} tokens in {found.passes} passes; {found.right} of {found.guessed} guesses were right", file=sys.stderr)
 

@@ -108,6 +108,7 @@ CONTENTS: list[Row] = [
         ("positions", "tensor model/position has shape (16, 24), and the model of this config (2147483648, 24)"),
         ("wide", "config error: model.hidden_size: 4611686018427387904 is not valid"), ("bare", "does not hold the run's config"),
         ("text", "does not hold the run's config"), ("nul", "config error: data.tokenizer: holds a NUL"))),
+    ("speculate", ("--checkpoint", "@run"), "its model has no layer that guesses (a run of configs/forks/multi_token.json)"),
     *(("checkpoint", ("info", f"@run_{name}"), "none of its 1 checkpoints is whole; in the newest, step_00000003, ") for name in (
         "folder", "link", "pipe")),
     *(("checkpoint", ("import", f"@{path}", "--format", kind, "--output", "@out"), line) for path, kind, line in (

@@ -15,6 +15,7 @@ from megacore.config.schema import IGNORED
 from megacore.config.source import source_of
 from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
+from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch, Samples
 from megacore.model.stage import Stage, whole_model
 from megacore.tools.settings.load import load
@@ -22,6 +23,7 @@ from megacore.tools.text.cache import KeyValueCache
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
 from tests import training
+from tests.conversion import random_run
 
 CPU = torch.device("cpu")
 KINDS = {"module": {}, "heads": {"ahead_kind": "heads", "ahead": 2}}
@@ -130,3 +132,11 @@ def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     for model, told in (({"ahead": 2}, "with one module"), ({"ahead_kind": "heads", "ahead": 5}, "leaves no block")):
         with pytest.raises(Exception, match=told):
             config_of(tmp_path, "module", **model)
+
+
+@pytest.mark.parametrize("prompt", ["", "x" * 16])
+def test_a_prompt_without_room_is_one_line(tmp_path: Path, prompt: str) -> None:
+    """Of no token the model made a traceback, and of too many it silently wrote none."""
+    random_run(tmp_path / "run", {"tokenizer": "bytes"}, source=speculate.SOURCE, vocab_size=256, num_layers=2)
+    with pytest.raises(ConfigError, match=rf"--prompt: has {len(prompt)} tokens, and the model 16 positions \(1 to 15 tokens\)"):
+        speculate.main(["--checkpoint", str(tmp_path / "run"), "--prompt", prompt])

@@ -36,6 +36,18 @@ def test_a_layout_that_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits " not in said(capsys)[0], "of no device"
 
 
+@pytest.mark.parametrize("fork, more", [
+    ("speedrun", ["parallel.pipeline=2", "parallel.schedule=zb_v"]),
+    ("multi_token", ["parallel.pipeline=2"]),
+    ("multi_token", ["model.ahead_kind=heads", "model.ahead=2"]),
+])  # fmt: skip
+def test_the_forks_are_planned(capsys: pytest.CaptureFixture[str], fork: str, more: list[str]) -> None:
+    """A norm without a weight had no stand-in for a GPU's; a loss, whose backward can run once, counted as a layer that needs content."""
+    assert script.run(["--config", f"configs/forks/{fork}.json", *more]) == 0
+    out = capsys.readouterr().out
+    assert "activ." in out and "GFLOP" in out and "unknown" not in out
+
+
 def test_a_change_that_is_named_does_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """Advice that does not help, or that pretrain refuses, costs a queue's wait."""
     out = said(capsys, "--device", "h100", *LARGE)[0]

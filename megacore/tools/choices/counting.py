@@ -71,11 +71,16 @@ def _of_layer(config: Config, layers: Layers, number: int, context: Context) -> 
         for name in layers[number].declared("reads")
     ]
     inputs = [x.requires_grad_() for x in taken if x.is_floating_point()]
-    with FlopCounterMode(display=False) as forward:
-        found = layer(*taken, context)
-    given = [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
     parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    counts = [forward.get_total_flops(), _backward(given, inputs), _backward(given, [*inputs, *parameters])]
+
+    def given() -> list[Tensor]:
+        found = layer(*taken, context)
+        return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
+
+    with FlopCounterMode(display=False) as forward:
+        given()
+    # Each backward has a forward of its own: a loss writes its gradient over the logits, so there is no second one.
+    counts = [forward.get_total_flops(), _backward(given(), inputs), _backward(given(), [*inputs, *parameters])]
     products, of_inputs, both = (count / context.seq_len for count in counts)
     return Flops(products, both, both - of_inputs)
 
@@ -85,6 +90,6 @@ def _backward(given: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
     if not given or not wanted:
         return 0
     with FlopCounterMode(display=False) as backward:
-        torch.autograd.grad(given, wanted, [torch.empty_like(y) for y in given], retain_graph=True, allow_unused=True)
+        torch.autograd.grad(given, wanted, [torch.empty_like(y) for y in given], allow_unused=True)
     count: Any = backward.get_total_flops()
     return int(count)

@@ -4,7 +4,7 @@ Only dry runs do so, each within a context. Everything else that watches a run i
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from inspect import unwrap
@@ -95,7 +95,7 @@ def on_meta(device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = 
             stack.enter_context(mock.patch.dict(SHORTEST, {"meta": SHORTEST["cpu"]}))  # of the chunks of a loss
         else:
             # PyTorch has a kernel of its own there, which keeps what it reads: as a layernorm's, which has a number a row more.
-            stack.enter_context(mock.patch.object(F, "rms_norm", lambda x, shape, weight, eps: F.layer_norm(x, shape, weight, None, eps)))
+            stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
         # It asks whether the backend of the tensors' device has batches: `meta` has no backend.
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", one_by_one))
         # PyTorch looks a device's streams and events up in the module of its name, which `meta` has not.
@@ -103,6 +103,11 @@ def on_meta(device: str = "cuda", launched: Callable[[tuple[Any, ...]], None] = 
         # A launched kernel would read memory, and there is none.
         stack.enter_context(mock.patch.object(kernel_class(), "run", lambda *args, **options: launched(args)))
         yield
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """A layernorm in its place. Without a weight or an epsilon too, as PyTorch's own."""
+    return F.layer_norm(x, shape, weight, None, 1e-5 if eps is None else eps)
 
 
 def kernel_class() -> type:

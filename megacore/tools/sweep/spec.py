@@ -21,7 +21,7 @@ OWN = {  # keys that a sweep sets, or relies on
 Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Finite = Annotated[float, Field(ge=-1e300, le=1e300)]
-Positive = Annotated[float, Field(ge=1e-300, le=1e300)]
+Positive = Annotated[float, Field(gt=0, le=1e300)]
 Values = dict[str, Any]  # by key of a config
 
 
