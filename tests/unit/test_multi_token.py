@@ -101,10 +101,11 @@ class KeepsAll(KeyValueCache):
         self._length = max(value, getattr(self, "_length", 0))
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_guesses_do_not_change_the_text(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong guess that stays in the text or in a cache, and a right one that is read twice."""
-    config = config_of(tmp_path, kind)
+def test_guesses_do_not_change_the_text(tmp_path: Path, kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong guess that stays in the text or in a cache, also in one of a window; and a right one that is read twice."""
+    config = config_of(tmp_path, kind, window=window)
     stage = stage_of(config).eval()
     prompt = [3, 1, 4, 1, 5]
     plain = list(Decoder([stage], Mesh(config, RankInfo(), CPU)).generate(prompt, 40, Sampler(0.0, WORDS, 1.0, 0, WORDS)))

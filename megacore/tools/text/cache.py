@@ -27,6 +27,7 @@ class KeyValueCache:
         self.batch_size, self.capacity = batch_size, capacity
         self.length = 0  # positions held; the next token's position
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._ends: dict[nn.Module, int] = {}  # of layers with a window: the positions up to the last that they keep
         # Of the tokens that are being read, if context ranks divide them: whose they are, and the positions of this rank's.
         self.sequences: Sequences | None = None
         self.positions: Tensor | None = None
@@ -60,15 +61,19 @@ class KeyValueCache:
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=layer.scale, enable_gqa=layer.queries > 1).to(k.dtype)
 
     def _attend_scored(self, layer: Attention, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`attend` by the plain formula, with the layer's cap and window. Of keys and values only the window is kept."""
+        """`attend` by the plain formula, with the layer's cap and window. Of keys and values only the window is kept, and one more: whoever
+        writes may take back the last token, by `length`."""
         new, total, dtype = k.shape[2], self.length + k.shape[2], k.dtype
         if scoring.window is None:
             keys, values = self.extend(layer, k, v)
         else:
             if self.length:
-                k, v = (torch.cat((kept, x), 2) for kept, x in zip(self._layers[layer], (k, v), strict=True))
-            beyond = max(0, k.shape[2] - scoring.window + 1)  # the next token sees the last window - 1 of these
+                back = self._ends[layer] - self.length
+                assert 0 <= back <= 1, f"{back} tokens are taken back"
+                k, v = (torch.cat((kept[:, :, : kept.shape[2] - back], x), 2) for kept, x in zip(self._layers[layer], (k, v), strict=True))
+            beyond = max(0, k.shape[2] - scoring.window)  # the next token sees the last window - 1 of these
             self._layers[layer] = k[:, :, beyond:].clone(), v[:, :, beyond:].clone()
+            self._ends[layer] = total
             keys, values = k, v
         every = torch.arange(total - keys.shape[2], total, device=q.device)
         if is_widened(q):
