@@ -160,10 +160,11 @@ class RingAttention(torch.autograd.Function):
         sums: Coming | None = None  # of the gradients of the keys and values at hand, on their way from the rank before
         for step in range(group.size):
             coming = pass_on(both, group) if step + 1 < group.size else None
-            own, (keys, values) = torch.zeros_like(both), both.transpose(2, 3)
+            # With a window or a cap several parts share a key.
+            own, (keys, values) = torch.zeros_like(both, dtype=lse.dtype if ctx.scoring else both.dtype), both.transpose(2, 3)
             grads = grad_q, own[0].transpose(1, 2), own[1].transpose(1, 2)
             add_gradients(grads, grad, q, keys, values, out, lse, calls_at(sequences, step, q, ctx.scoring), ctx.scale)
-            sums = pass_on(own if sums is None else own.add_(sums.take()), group)
+            sums = pass_on((own if sums is None else own.add_(sums.take())).to(both.dtype), group)
             both = both if coming is None else coming.take()
         assert sums is not None
         grad_k, grad_v = sums.take().transpose(2, 3)
@@ -224,9 +225,10 @@ class UlyssesAttention(torch.autograd.Function):
         both = by_heads(torch.cat((grad, product.view(grad.dtype)), -1), ctx.sequences)  # the number's bits, as one element or two
         grad, product = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in both.tensor_split([grad.shape[-1]], -1))
         out = with_product(grad, product.view(lse.dtype))
-        grads = zeros_like(q), zeros_like(k), zeros_like(v)
+        wide = ctx.scoring is not None  # then several parts share a key
+        grads = zeros_like(q), zeros_like(k, wide=wide), zeros_like(v, wide=wide)
         add_gradients(grads, grad, q, k, v, out, lse, ctx.sequences.whole(q, ctx.scoring), ctx.scale)
-        grad_q, *shared = (by_tokens(x, ctx.sequences) for x in grads)
+        grad_q, *shared = (by_tokens(x.to(q.dtype), ctx.sequences) for x in grads)
         return grad_q, *(x if ctx.short == 1 else x.unflatten(1, (-1, ctx.short)).sum(2) for x in shared), None, None, None
 
 

@@ -1,5 +1,6 @@
 """Windows and caps of attention's scores: in parts, in training and where text is written, against the formula on whole sequences."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,6 +62,38 @@ def test_parts_equal_the_formula(scoring: Scoring, documents: Documents | None, 
         assert float((a - b).detach().abs().max()) < 1e-13  # type: ignore[operator]
 
 
+@dataclass(frozen=True)
+class Alone:
+    """What a ring of one rank gets from the rank before: its own."""
+
+    received: Tensor
+
+    def take(self) -> Tensor:
+        return self.received
+
+
+@pytest.mark.parametrize("method", attention.METHODS)
+def test_gradients_of_many_parts_are_added_up_in_fp32(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is in a part for every few queries: added up in bf16, its gradient would lose a digit with the length of the text."""
+    monkeypatch.setattr(scored, "STEP", 2)
+    monkeypatch.setattr(attention, "pass_on", lambda x, group: Alone(x))
+    for name in ("by_heads", "by_tokens"):
+        monkeypatch.setattr(attention, name, lambda x, sequences: x)
+    monkeypatch.setattr(attention, "gathered", lambda k, v, sequences: (k, v))
+    monkeypatch.setattr(attention, "reduce_scatter", lambda x, group: x)
+    drawn = [x.bfloat16() for x in inputs(1, 384, 8)]
+
+    def gradients(apply: Any, dtype: torch.dtype) -> list[Tensor]:
+        own = [x.to(dtype).requires_grad_() for x in drawn[:3]]
+        out = apply(*own, Sequences(384, SOLO, method), SCALE, Scoring(cap=5.0))
+        return [gradient.float() for gradient in torch.autograd.grad(out, own, drawn[3].to(dtype))]
+
+    exact = gradients(attention.attend, torch.float32)
+    errors = [[float((a - b).norm() / b.norm()) for a, b in zip(gradients(f, torch.bfloat16), exact, strict=True)]
+              for f in (attention.METHODS[method].apply, attention.attend)]  # fmt: skip
+    assert all(own < 1.2 * usual for own, usual in zip(*errors, strict=True)), errors
+
+
 @pytest.mark.parametrize("step", [1, 4, 512])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 def test_each_pair_is_in_one_part(documents: Documents | None, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +150,7 @@ def test_text_is_written_as_it_is_read(name: str, attention: str) -> None:
         torch.testing.assert_close(found, whole, rtol=1e-11, atol=1e-11)
     sizes = [cache._layers[block.attention][0].shape[2] for block in stage.inner]  # type: ignore[index, union-attr, unused-ignore]
     windows = [stage.config.model.window_of(block) for block in range(3)]
-    assert sizes == [12 if window is None else window - 1 for window in windows], "the cache holds more than the window, or less"
+    assert sizes == [12 if window is None else window for window in windows], "the next token's window, and one that may be taken back"
 
 
 @pytest.mark.parametrize(("name", "forgotten"), [("cap", "cap"), ("window", "window")])
