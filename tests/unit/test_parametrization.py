@@ -178,6 +178,8 @@ def test_the_table_shows_the_rates(configure: Callable[..., Config]) -> None:
     assert "  others, rate by width × 0.25: adamw lr=0.001 weight_decay=1 " in table
     assert "  optim.groups[0], rate by width × 0.25: adamw lr=0.002 weight_decay=1 " in table
     assert "blocks.{0-1}.attention.qkv.weight" in table.split("rate by width")[1]
+    frozen = group_table(configure(*WIDE, 'optim.groups=[{"match": ["*up*"], "lr": 0}]'))
+    assert "  optim.groups[0]: adamw lr=0 " in frozen, "a rate of 0 has no factor by width"
 
 
 REFUSED = [

@@ -22,7 +22,7 @@ def group_table(config: Config) -> str:
     for group, own in members.items():
         settings = "".join(f" {key}={value:g}" if isinstance(value, float) else f" {key}={value}" for key, value in group.rule.settings)
         title = f"{KEY}[{group.number - 1}]" if group.number else "others"
-        if group not in groups.every:
+        if group not in groups.every and group.factor:  # else its rate is 0 at every width
             title += f", rate by width × {group.factor / groups.every[group.number - 1].factor:.6g}"
         lines.append(f"  {title}: {group.rule.name} lr={group.lr:g} weight_decay={group.weight_decay:g}{settings}")
         lines += [f"    {text}" for text in folded(own)] or ["    no parameter"]
