@@ -196,6 +196,11 @@ def test_price_before_the_first_start(tmp_path: Path, stand_in: None, capfd: pyt
     hours = 400 * (step[1] + 2 * step[2]) / 3600
     clock, total, money = 400 * (step[1] + step[2]), f"{hours:,.3g}", f"{2 * hours:,.4g}"
     assert f"in all: {clock:,.3g} s on the clock, {total} device-hours, {money} in money" in said
+    swept = {"optim.kind": ["adamw", "muon"], "train.batch_ramp": [[], [[2, 1], [3, 2]]]}
+    seconds = price.seconds_of(found := trials_of(read_spec(spec_of(tmp_path, overrides={"train.precision": "bf16"}, grid=swept))), machine)
+    plain, ramped, muon, _ = (seconds[trial] or 0.0 for trial in found)
+    assert muon > plain and muon == 4 * (price.step_seconds(found[2], machine) or 0.0), "updates of whole matrices take time"
+    assert ramped == pytest.approx(plain * (1 + 1 + 2 + 4) / 16), "of four steps with 4 samples each, these have fewer"
     assert price.clock_seconds([3.0, 1.0, 1.0, 1.0], 2) == 3.0 and price.clock_seconds([2.0] * 3, 2) == 4.0
 
 

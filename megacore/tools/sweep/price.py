@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
+from megacore.config.optim_groups import ParameterGroups
 from megacore.errors import ConfigError
 from megacore.tools.choices.devices import KNOWN, MACHINE, known_as
 from megacore.tools.choices.partition import partitioned
@@ -84,17 +85,18 @@ def measured(threads: int) -> Machine:
 
 
 def seconds_of(trials: Sequence[Trial], machine: Machine) -> dict[Trial, float | None]:
-    """The planner's seconds of each trial's steps; None of what it cannot predict."""
+    """The planner's seconds of each trial's steps; None of what it cannot predict. Steps with smaller batches take as much less."""
     found: dict[str, float | None] = {}
     out: dict[Trial, float | None] = {}
     for trial in trials:
         config = trial.config.model_dump(mode="json", by_alias=True)
         config["train"] |= {"seed": 0, "steps": 0}
-        alike = json.dumps([config[section] for section in ("model", "parallel", "train", "engine")])
+        whole = any(group.rule.whole for group in ParameterGroups(trial.config.optim).every)  # of others a step takes as long
+        alike = json.dumps([config[section] for section in ("model", "parallel", "train", "engine", *(["optim"] if whole else []))])
         if alike not in found:
             found[alike] = step_seconds(trial, machine)
-        step = found[alike]
-        out[trial] = None if step is None else step * trial.config.train.steps
+        step, train = found[alike], trial.config.train
+        out[trial] = None if step is None else step * train.samples_through(train.steps) / train.global_batch_size
     return out
 
 
@@ -139,7 +141,7 @@ def show(rows: Sequence[Row], machine: Machine | None, at_once: int, price: floa
     hours, money, times = 0.0, 0.0, []
     for number, trial in enumerate(left):
         train, own = trial.config.train, predicted.get(trial)
-        tokens = train.steps * train.global_batch_size * train.seq_len
+        tokens = train.samples_through(train.steps) * train.seq_len
         cells = [trial.name or "the config", str(trial.ranks), f"{train.steps:,}", f"{tokens:,}"]
         if own is None:
             cells += ["not known"]
