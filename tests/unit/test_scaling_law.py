@@ -177,6 +177,12 @@ def test_a_budget_is_spent_best(sweep: Path) -> None:
     assert found.parameters == own_count(model.hidden_size, model.num_layers), "a feed-forward size that was derived is derived anew"
     assert model.hidden_size / model.num_layers == pytest.approx(192 / 5, rel=0.2) and found.config.head_size == 16
     assert found.config.optim.warmup_steps == pytest.approx(found.config.train.steps * 10 / 8000, abs=1)
+    changed = {"train": largest.config.train.model_copy(update={"batch_ramp": ((100, 8),)})}
+    changed |= {"optim": largest.config.optim.model_copy(update={"kind": "ademamix", "slow_warmup": 8000})}
+    for own, samples in (([], 64), (["train.batch_ramp=[[1000000, 32]]"], 32)):
+        other = budget.Family(largest.config.model_copy(update=changed), ["train.global_batch_size=64", *own], None, None).best(SMALL, 1e16)
+        assert other.flops == pytest.approx(1e16, rel=0.01) and other.tokens == other.config.train.steps * samples * SEQUENCE
+        assert other.config.optim.model_dump()["slow_warmup"] == other.config.train.steps, "what follows from the steps does so anew"
     device, cluster = read_device("h100"), read_cluster("dgx_h100")
     optimal, plan = budget.for_hours(family, SMALL, 0.01, device, lambda own: budget.laid_out(own, 1, device, cluster, 80.0))
     assert optimal.flops == pytest.approx(0.01 * 3600 * device.peak_flops["bf16"] * plan.mfu, rel=0.03)

@@ -30,9 +30,11 @@ SIZES: tuple[tuple[str, str], ...] = (
     ("model", "num_heads"),
     ("model", "head_size"),
     ("train", "steps"),
+    ("train", "batch_ramp"),
 )
 SIZES += (("train", "micro_batch_size"), ("optim", "warmup_steps"), ("model", "num_kv_heads"))
-DERIVED = (("model", "ffn_size"), ("model", "attention_scale"), ("model", "max_positions"), ("optim", "decay_steps"))
+DERIVED: tuple[tuple[str, str], ...] = (("model", "ffn_size"), ("model", "attention_scale"), ("model", "max_positions"))
+DERIVED += (("optim", "decay_steps"), ("optim", "slow_warmup"))
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,11 @@ class Family:
             raise ConfigError("--budget", f"{flops:.3g} FLOPs are for a larger model than any here", f"up to {WIDEST:,} features")
         sections, parameters, rate = self.sized(best)
         train = self.base.train
-        steps = max(1, round(flops / rate / (train.global_batch_size * train.seq_len)))
+        steps = max(1, train.batches_in(round(flops / rate / train.seq_len + train.global_batch_size / 2)))
         sections = copied(sections)
         sections["train"]["steps"] = steps
         sections["optim"]["warmup_steps"] = round(self.warmup * steps)
-        tokens = float(steps * train.global_batch_size * train.seq_len)
+        tokens = float(train.samples_through(steps) * train.seq_len)
         config = resolve(copied(sections), [], "optimal", 1).config
         return Optimal(config, sections, parameters, tokens, rate * tokens, law.loss(parameters, tokens))
 
