@@ -167,6 +167,8 @@ def run(argv: list[str]) -> int:
             lock.take()
         except ConfigError as error:
             raise ConfigError("folder", error.wrong.replace("a run that", "a sweep that"), "its end, or --report") from None
+        folder = SweepFolder(folder.path, trials)  # once more: another sweep may have ended meanwhile
+        found = partial(rows_of, folder, spec.last)
         folder.write()
         if args.slurm:
             return slurm(args, folder, found())

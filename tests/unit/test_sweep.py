@@ -179,6 +179,19 @@ def test_one_sweep_at_a_time(tmp_path: Path, stand_in: None) -> None:
         holder.stdout.close()
 
 
+def test_what_ended_meanwhile_is_known(tmp_path: Path, stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another sweep of the folder may end between this one's first look and its lock: its trials would be forgotten."""
+    path, record = spec_of(tmp_path, grid={"optim.lr": [0.01]}), tmp_path / "out/sweep.json"
+
+    def other(*given: object) -> None:
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(json.dumps({"trials": ["lr=0.5"]}))
+
+    monkeypatch.setattr(price, "show", other)
+    with pytest.raises(UserError, match="holds the trial lr=0.5, which the file no longer has"):
+        sweep.run([path])
+
+
 def test_price_before_the_first_start(tmp_path: Path, stand_in: None, capfd: pytest.CaptureFixture[str]) -> None:
     """Time and money of each trial and of all, by the planner's own step; --dry-run starts nothing."""
     grid: dict[str, Any] = {"train.steps": [100, 300], "parallel.tensor": [1, 2]}
