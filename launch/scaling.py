@@ -72,6 +72,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}", f"{value} is not usable", "a number above 0")
     if args.price is not None and not 0 <= args.price < math.inf:
         raise ConfigError("--price", f"{args.price} is not usable", "0 or more")
+    if not 0 <= args.least_ratio < math.inf:
+        raise ConfigError("--least-ratio", f"{args.least_ratio} is no number of tokens", "0 or more, such as 2")
     if not 0 < args.level < 1:
         raise ConfigError("--level", f"{args.level} is no part of the fits", "between 0 and 1, such as 0.95")
     if args.budget is not None and args.device_hours is not None:

@@ -200,6 +200,12 @@ def test_a_model_that_no_family_has_is_not_exported(model: dict[str, Any], key: 
     assert error.value.where == key
 
 
+def test_the_nearest_family_differs_in_a_list_of_keys() -> None:
+    """It read "norm and branches, activation"."""
+    with pytest.raises(ConfigError, match="the nearest, differs in norm, embedding_norm and activation "):
+        family_for_config(config_of({"bias": False, "position": "rope", "embedding_norm": True, "activation": "relu2"}))
+
+
 MUP = {"parametrization": "mup", "base_width": 16, "base_layers": 1}
 
 

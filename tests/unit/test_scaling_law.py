@@ -271,6 +271,8 @@ BAD: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (one, ("--device-hours", "2"), "config error: --device-hours: what they compute depends on the device (also --device and --world)"),
     (one, ("--budget", "1e9", "--device", "h100"), "config error: --world: a plan needs both (--device and --world)"),
     (one, ("--output", "x.json"), "config error: --output: there is no budget to spend (also --budget or --device-hours)"),
+    (one, ("--least-ratio", "-1"), "config error: --least-ratio: -1.0 is no number of tokens (0 or more, such as 2)"),
+    (one, ("--least-ratio", "nan"), "config error: --least-ratio: nan is no number of tokens (0 or more, such as 2)"),
     (one, ("--level", "95"), "config error: --level: 95.0 is no part of the fits (between 0 and 1, such as 0.95)"),
     (one, ("--loss", "final"), "config error: --loss: invalid choice: 'final'"),
     (one, ("--plot", "x.txt"), "config error: --plot: cannot write x.txt: its ending names no image format"),

@@ -87,8 +87,9 @@ def family_for_config(config: Config) -> Family:
             nearest = family.architecture, differing
     assert nearest is not None, "the families after Llama refuse no sizes"
     key, value = next(iter(nearest[1].items()))
-    others = f" and {', '.join(list(nearest[1])[1:])}" if len(nearest[1]) > 1 else ""
-    wrong = f"no known architecture has this model: {nearest[0]}, the nearest, differs in {key}{others}"
+    *others, last = nearest[1]
+    named = f"{', '.join(others)} and {last}" if others else last
+    wrong = f"no known architecture has this model: {nearest[0]}, the nearest, differs in {named}"
     raise ConfigError(f"model.{key}", wrong, f"{key} {value}")
 
 
