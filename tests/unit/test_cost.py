@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from megacore.config import Config
+from megacore.distributed.mesh import Mesh
+from megacore.distributed.rank_info import RankInfo
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.monitoring import cost
 from megacore.tools.monitoring.cost import HOUR, HOURS, MONEY, Cost, planned_hours, spent_in
+from megacore.tools.planner.run_cost import checkpoint_bytes
 from megacore.tools.settings.load import load
+from megacore.train.step import TrainStep
 from tests import training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +83,22 @@ def test_the_planner_says_nothing_of_what_it_does_not_know() -> None:
     twice = planned_hours(h100("train.steps=2000"), "h100")
     assert known and twice and twice / known == pytest.approx(2000 / h100().train.steps)
     assert planned_hours(h100(), "a card of somebody's own") is None
+
+
+@pytest.mark.parametrize("optim", ["kind=adamw", "ema=0.9", "kind=muon", "kind=soap"])
+def test_a_checkpoint_has_as_many_bytes_as_the_engine_gives(optim: str) -> None:
+    """State that is no number for each element was left out: of SOAP all of it, so a disk without room for it seemed large enough."""
+    sizes = [
+        "model.num_layers=2",
+        "model.hidden_size=64",
+        "model.num_heads=2",
+        "train.compile=false",
+        "train.device=cpu",
+        "train.precision=fp32",
+    ]
+    config = partitioned(load(str(ROOT / "configs/gpt_tiny.json"), [*sizes, f"optim.{optim}"]).config)
+    held = TrainStep(config, Mesh(config, RankInfo(), torch.device("cpu")), draw=False).engine.tensors()
+    assert checkpoint_bytes(config) == 4 * sum(tensor.numel() for tensor, _ in held.values())
 
 
 def test_a_model_of_ones_own_is_planned_by_its_layers(tmp_path: Path) -> None:

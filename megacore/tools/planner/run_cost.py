@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from math import prod
 
 from megacore.config.optim_groups import ParameterGroups
 from megacore.config.precision import GRADIENT_BYTES
 from megacore.config.schema import Config
+from megacore.engine.whole_matrices import own_state_shapes
 from megacore.tools.planner.error_bars import bar
-from megacore.tools.planner.parameters import parameters
+from megacore.tools.settings.group_table import parameter_shards
 
 DAY = 86400.0
 # Grattafiori et al. 2024 (Llama 3, table 5): 419 unexpected interruptions in 54 days of 16,384 H100.
@@ -103,4 +105,9 @@ def loss(interval: float, delta: float, between: float) -> float:
 
 def checkpoint_bytes(config: Config) -> int:
     """Bytes of a checkpoint: masters and the optimizer's state, once."""
-    return parameters(config) * GRADIENT_BYTES[config.train.precision] * (1 + len(ParameterGroups(config.optim).every[-1].elementwise))
+    groups, numbers = ParameterGroups(config.optim), 0
+    for name, shard in parameter_shards(config).items():
+        group = groups.of(name, shard)
+        own = sum(prod(shape) for shape in own_state_shapes(group.rule, shard).values())
+        numbers += prod(shard.global_shape) * (1 + len(group.elementwise)) + own
+    return numbers * GRADIENT_BYTES[config.train.precision]
