@@ -25,7 +25,7 @@ def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
     """One after the other, a user would start as many runs as there are keys. What is to be set can be typed as it stands."""
     was = {"num_layers": 2, "bias": True, "norm": "layernorm", "rope_scaling": {"type": "linear"}, "dropout": 0.0, "kernels": "auto"}
     now = {"num_layers": 3, "bias": False, "norm": "rmsnorm", "rope_scaling": None, "dropout": 0.1, "kernels": "eager"}
-    saved = save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": was | {"max_positions": 8}}, keep=1)
+    saved = save(tmp_path, 1, {"model/w": (torch.zeros(1), Shard((1,)))}, {"model": was | {"max_positions": 8, "position": "rope"}}, keep=1)
     reader = Reader(saved)
     with pytest.raises(CheckpointError) as caught:
         reader.check_model(now | {"max_positions": 16, "position": "rope"})
@@ -39,7 +39,16 @@ def test_all_that_differs_is_named_at_once(tmp_path: Path) -> None:
         reader.check_model({"max_positions": 16, "position": "learned"})
 
 
-FREE = {"dropout", "attention", "init_std", "kernels", "chunked_loss", "source", "max_positions"}  # of rotary positions, no table has them
+FREE = {
+    "dropout",
+    "attention",
+    "init_std",
+    "zero_init",
+    "kernels",
+    "chunked_loss",
+    "source",
+    "max_positions",
+}  # of rotary positions, no table has them
 
 
 def test_only_keys_that_change_no_function_are_free(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_every_case_trains_on_a_blend(batch: int, masked: bool, tmp_path: Path) 
     assert all({*row} == {0, 1} for row in read.tolist()) and len(set(stream.shares)) == 2
     documents = [corpus.document_at(corpus.num_tokens - 1) for corpus in stream.corpora]
     assert documents[1] > 1.5 * documents[0], "unlike documents"
-    samples = training_samples(config)
+    samples = training_samples(config, 3 * batch)
     for index, (corpus, sample) in enumerate(samples):
         tokens = stream.samples(np.array([index]))[0]
         assert tokens.tolist() == [int(corpus.tokens[p]) for first, stop in sample for p in range(first, stop)]

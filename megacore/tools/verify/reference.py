@@ -210,8 +210,8 @@ def training_samples(config: Config, count: int) -> list[tuple[Corpus, Sample]]:
     corpora = [(Fraction(weight), Corpus(prefix, config)) for weight, prefix in weighted]
     orders = []
     for number, (_, corpus) in enumerate(corpora):
-        count = len(corpus.training)
-        orders.append(permute(np.arange(count), count, derive_key(train.seed, number, 0)))
+        size = len(corpus.training)
+        orders.append(permute(np.arange(size), size, derive_key(train.seed, number, 0)))
     found = []
     for index in range(count):
         rest = sum(weight for weight, _ in corpora)
