@@ -44,7 +44,8 @@ class AdEMAMix(Rule[AdEMAMixSettings]):
         done = (t / own.slow_warmup).clamp(max=1.0) if own.slow_warmup else t.clamp(max=1.0)
         inverse = (1 - done) * (1 / math.log(own.beta1) if own.beta1 else 0.0) + done / math.log(own.slow_beta)
         fast = state["ademamix_m"].lerp(g, 1 - own.beta1)
-        slow = state["ademamix_slow"].lerp(g, (-(1 / inverse).expm1()).to(g.dtype))
+        part = (-(1 / inverse).expm1()).clamp(min=1 - own.slow_beta)  # beta3 is never above its last value, also where that is below beta1
+        slow = state["ademamix_slow"].lerp(g, part.to(g.dtype))
         squares = state["ademamix_v"].lerp(g * g, 1 - own.beta2)
         size = (squares / (1 - own.beta2**t).to(g.dtype)).sqrt() + own.eps
         mixed = fast / (1 - own.beta1**t).to(g.dtype) + (own.slow_alpha * done).to(g.dtype) * slow

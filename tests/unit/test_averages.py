@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megacore.engine.averages import WeightAverages
+from megacore.optimizers.ademamix import AdEMAMix, AdEMAMixSettings
+from megacore.optimizers.rule import ParameterShard
 from megacore.tools.choices.partition import partitioned
 from megacore.tools.planner.memory import rank_memory
 from megacore.tools.settings.load import load
@@ -84,3 +86,11 @@ def test_the_plan_has_its_memory(tmp_path: Path, overrides: str, each: int) -> N
 
     without = sum(parameter.numel() for parameter in engine_of(load(path, []).config)[0].parameters())
     assert planned("optim.ema=0.9") - planned() == pytest.approx(each * without, rel=0.02)
+
+
+def test_a_slow_mean_that_ends_below_the_fast_one_stays_there() -> None:
+    """The paper's bound on beta3: without it, a slow_beta below beta1 would be reached from above, with a share of 0.17 for 0.5."""
+    rule, g = AdEMAMix(AdEMAMixSettings(beta1=0.9, slow_beta=0.5, slow_warmup=10)), torch.ones(3, dtype=torch.float64)
+    before = {kind: torch.zeros(3, dtype=torch.float64) for kind in rule.kinds}
+    _, after = rule.direction(ParameterShard(g, before, torch.tensor(1.0, dtype=torch.float64), lambda: g))
+    torch.testing.assert_close(after["ademamix_slow"], torch.full((3,), 0.5, dtype=torch.float64))
