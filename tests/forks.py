@@ -1,7 +1,12 @@
-"""The model of docs/blocks.md: a file of a user's own, right or with a mistake."""
+"""Models in one file: that of docs/blocks.md, right or with a mistake, and whole models for comparisons."""
 
 import re
 from pathlib import Path
+
+import torch
+
+from megacore.config import Config
+from megacore.model.stage import Stage, whole_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,3 +26,12 @@ def written(folder: Path, *edits: tuple[str, str], name: str = "my_model.py") ->
         text = text.replace(before, after)
     (folder / name).write_text(text)
     return folder / name
+
+
+def perturbed(config: Config, size: float) -> Stage:
+    """A config's whole model with normal numbers of this size added, as a gradient through what starts at 0 is no proof."""
+    stage, generator = whole_model(config), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return stage

@@ -17,12 +17,12 @@ from megacore.distributed.mesh import Mesh
 from megacore.distributed.rank_info import RankInfo
 from megacore.errors import ConfigError
 from megacore.model.batch import Microbatch, Samples
-from megacore.model.stage import Stage, whole_model
+from megacore.model.stage import Stage
 from megacore.tools.settings.load import load
 from megacore.tools.text.cache import KeyValueCache
 from megacore.tools.text.decoding import Decoder
 from megacore.tools.text.sampling import Sampler
-from tests import training
+from tests import forks, training
 from tests.conversion import random_run
 
 CPU = torch.device("cpu")
@@ -38,11 +38,7 @@ def config_of(folder: Path, kind: str, **model: object) -> Config:
 
 def stage_of(config: Config) -> Stage:
     """Drawn with large numbers, so that a text has many words."""
-    stage, generator = whole_model(config), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in stage.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return stage
+    return forks.perturbed(config, 0.3)
 
 
 def test_no_target_is_in_another_document(tmp_path: Path) -> None:

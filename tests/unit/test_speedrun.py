@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.model.batch import Microbatch
-from megacore.model.stage import Stage, whole_model
 from megacore.tools.settings.load import load
 from tests import training
+from tests.forks import perturbed
 from tests.unit.test_generate import worst_logits
 
 FORK = Path(__file__).parents[2] / "configs/forks/speedrun.py"
@@ -23,15 +23,6 @@ TOLERANCE = 1e-10  # fp64, relative to the largest gradient of the parameter: so
 def config_of(folder: Path, **model: object) -> Config:
     path = training.write_config(folder, "unused", model={**SIZES, **WINDOWS, **model}, train={"precision": "fp64"})
     return load(path, []).config
-
-
-def perturbed(config: Config) -> Stage:
-    """With numbers in place of what starts at 0, as a gradient through a zero is no proof."""
-    stage, generator = whole_model(config), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in stage.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return stage
 
 
 def rms(x: Tensor) -> Tensor:
@@ -78,7 +69,7 @@ def plain_loss(w: dict[str, Tensor], config: Config, tokens: Tensor, targets: Te
 def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, layers: int) -> None:
     """A skip from the wrong block, a window one too wide, a value mixed after the norm; an odd count has a block without a partner."""
     config = config_of(tmp_path, num_layers=layers)
-    stage = perturbed(config)
+    stage = perturbed(config, 0.2)
     tokens, targets = torch.randint(training.VOCAB_SIZE, (2, 3, 16), generator=torch.Generator().manual_seed(0))
     loss = stage({}, Microbatch(tokens, targets, 0))[1]["cross_entropy"] / targets.numel()
     loss.backward()
